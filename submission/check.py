@@ -1,13 +1,18 @@
-"""`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`: the official verdict and our own findings about MLPerf logs.
+"""`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`
 
-An error makes a log NOT CLEAN. A warning is a break of the rules' text that the official tools accept: a log with warnings only is
-ACCEPTED. A note is neither, and a log without errors and warnings is CLEAN. Logs that this project wrote are held to its own habits
-besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the keys of the log and its date,
-unless --ruleset asks for one; a miniature is held to the miniature's rules, unless --ruleset asks for the closed ones. The benchmark
-comes from the log. A folder stands for all result*.txt below it; those named result_*.txt are a result set, and are also
-checked together (submission/result_set.py).
+The command prints the official verdict and our own findings about MLPerf logs. An error makes a log
+NOT CLEAN. A warning breaks the text of the rules, but the official tools accept it: a log with only
+warnings is ACCEPTED. A note is neither. A log without errors and warnings is CLEAN. Each finding
+names its line, rule and source.
 
-Exit code: 0 no errors (and no warnings, with --werror), 20 errors, 2 wrong usage or no readable log, 18 no official checker.
+Logs that this project wrote must also follow its own conventions (submission/own_log.py). The
+benchmark comes from the log. Without --ruleset, the round follows from the keys of the log and its
+date, and a miniature is checked by the miniature's rules. With --ruleset, every log is checked by
+that closed ruleset. A folder means all result*.txt below it. Files named result_*.txt are a result
+set and are also checked together (submission/result_set.py).
+
+Exit code: 0 no errors (and no warnings, with --werror), 20 errors, 2 wrong usage or no readable
+log, 18 no official checker.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, r
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 
 CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
-# Logs of these rounds have the same keys as later ones: days by which they were made (submission deadlines, and the published logs).
+# Day by which the logs of a round were made, as these have the same keys as those of later rounds.
+# Sources: submission deadlines and the published logs.
 LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
@@ -102,6 +108,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
 
 
 def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
+    """Return CLEAN, ACCEPTED or NOT_CLEAN. With `werror`, warnings count as errors."""
     if errors(findings, werror):
         return NOT_CLEAN
     return ACCEPTED if any(finding.warning for finding in findings) else CLEAN
@@ -129,10 +136,12 @@ def examine(
     project_root: Path | None = ROOT,
     ours: bool | None = None,
 ) -> Examined:
-    """Everything that is to be said about the log at `path`. Raises ConfigError if it is no readable log, PreflightError without a checker.
+    """Return the official verdict and all findings about the log at `path`.
 
-    `ruleset` asks for that round of the closed division; None takes what the log's keys say. `project_root`: where the config that
-    a log of ours names must be a file; None leaves that out. `ours`: whether the project's habits hold; None looks at the log.
+    `ruleset`: ruleset of the closed division, or None to choose by the log's keys. `project_root`:
+    directory where the config that a log of ours names must be a file, or None to skip that test.
+    `ours`: whether the conventions of this project's logs apply, or None to decide by the log.
+    Raises ConfigError if the file is not a readable log, PreflightError without a checker.
     """
     log = read(path)
     if not log.events and not log.bad:
@@ -162,7 +171,11 @@ def examine(
 def rule_findings(
     log: Log, ours: bool, division: str | None = None, project_root: Path | None = None
 ) -> list[Finding]:
-    """What the official checker does not say, by the rules of `division`, or of the one that the log names."""
+    """Return the findings of our own rules, which the official checker does not test.
+
+    `division`: division whose rules apply (default: the one that the log names). `ours` and
+    `project_root` are those of `examine`.
+    """
     rules = rules_of(log, division)
     if rules is None:
         named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
@@ -181,9 +194,10 @@ def rule_findings(
 
 
 def round_of(log: Log, ours: bool) -> str:
-    """Return the latest closed ruleset whose keys `log` has; by the date of the run where the keys do not tell.
+    """Return the latest closed ruleset whose keys `log` has, or that of its date if in doubt.
 
-    Our logs have the keys of all rounds, and the keys of 5.1.0 and 6.0.0 are optional in the other.
+    Our own logs have the keys of all rounds. The keys of 5.1.0 are optional in 6.0.0 and vice
+    versa.
     """
     disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
     if ours or len(disclosed) == len(DISCLOSURE_KEYS):
@@ -218,6 +232,7 @@ def _as_dict(finding: Finding) -> dict:
 
 
 def lines(examined: Examined, werror: bool) -> list[str]:
+    """Return the lines to print about one log: title, official verdict, findings, our verdict."""
     official = examined.verdict
     warned = sum(complaint.warning for complaint in official.complaints)
     words = "FAILED" if not official.passed or (werror and warned) else "passed"
@@ -251,6 +266,7 @@ def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list
 
 
 def number(count: int, of: str) -> str:
+    """Return "1 error", "2 errors" and the like."""
     return f"{count} {of}{'s' * (count != 1)}"
 
 

@@ -1,11 +1,15 @@
-"""`./run_and_time.sh package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`: series of ten runs -> a submission.
+"""`./run_and_time.sh package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`
 
-Builds DIR/ORG with systems/, results/<system>/<benchmark>/result_0.txt .. result_9.txt and benchmarks/<benchmark>/implementations/,
-whose code is that of the commit that ran, out of git. Ten consecutive attempts are taken (submission/series.py says which, and the
-choice is printed). Then package checker, summarizer and repo checker judge it, and what they said is kept in DIR beside ORG.
+The command makes a submission out of series of ten runs. It writes DIR/ORG with systems/,
+results/<system>/<benchmark>/result_0.txt .. result_9.txt and
+benchmarks/<benchmark>/implementations/. The code in there is that of the commit that ran, taken
+from git. Ten consecutive attempts are submitted: submission/series.py selects them, and the choice
+is printed. Then the package checker, summarizer and repo checker are run on DIR/ORG, and their
+output is kept in DIR.
 
-Exit code: 0 all of them said success, 20 they did not, or something must not be submitted; 2 wrong usage; 17 cannot be written;
-18 no official tools. Until everything has been collected, nothing stands under DIR. Standard library only.
+Exit code: 0 all of them reported success, 20 they did not, or something must not be submitted, 2
+wrong usage, 17 cannot be written, 18 no official tools. DIR is not created until everything has
+been collected. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,9 +36,8 @@ from submission.log_rules import Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
-NAME = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_.+-]*"
-)  # of organisation, system and implementation: they become directories
+# Name of an organization, system or implementation, each of which becomes a directory.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 PLACEHOLDERS = (
     "unnamed",
     "org",
@@ -49,12 +52,13 @@ PLACEHOLDERS = (
     "organization",
 )
 COMMIT = re.compile("[0-9a-f]{40}")
-SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
-SIZE_LIMIT = 50 * 2**20  # bytes; the repo checker's
+SAME = ("commit", "python", "packages", "gpus", "driver")  # equal in the versions.json of a window
+SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
 CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
 
-# What tokens and keys look like: Hugging Face, AWS, GitHub, OpenAI-like, Slack, Google, PEM; and a password that is given.
+# Patterns of tokens and keys (Hugging Face, AWS, GitHub, OpenAI-like, Slack, Google, PEM), and of
+# passwords written as a value.
 SECRETS = {
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
     "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
@@ -69,7 +73,7 @@ SECRETS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The options of one `package` command."""
 
     sources: Mapping[str, str | Path]  # benchmark -> directory of its series
     system: Path
@@ -78,7 +82,7 @@ class Request:
     ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
     series: str = ""
-    root: Path = ROOT  # the project in its git repository
+    root: Path = ROOT  # the project's git repository
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -133,7 +137,12 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def package(request: Request) -> int:
-    """Build, judge, say so; return the exit code. Raises ConfigError, CheckFailed, StorageError, PreflightError and leaves nothing then."""
+    """Build the submission and run the official tools on it; return the exit code.
+
+    Raises ConfigError for wrong options, CheckFailed if something must not be submitted,
+    StorageError if it cannot be written, PreflightError without the official tools. A submission
+    that cannot be completed leaves no files.
+    """
     _check_names(request)
     description = describe.read(request.system)
     _check_description(request, description)
@@ -156,7 +165,7 @@ def package(request: Request) -> int:
     return judge(request, sum(not run.converged for ten in chosen.values() for run in ten.runs))
 
 
-# What is asked for, and whether it fits together.
+# Checks of the request, the system description and the runs.
 
 
 def _demand(holds: bool, what: str, why: str, do: str) -> None:
@@ -204,11 +213,13 @@ def _check_description(request: Request, description: dict) -> None:
 
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
-    """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
+    """Return the ten runs of `benchmark` to submit, after all checks of them and of their series.
+
+    Raises ConfigError if there is no series, CheckFailed if a check fails.
+    """
     source = Path(request.sources[benchmark])
-    folder = (
-        source if (source / ledger.NAME).is_file() else source / benchmark
-    )  # LOGDIR may name it
+    # The source may be LOGDIR or LOGDIR/<benchmark>.
+    folder = source if (source / ledger.NAME).is_file() else source / benchmark
     if not (folder / ledger.NAME).is_file():
         raise ConfigError(
             f"{source}: no series of {benchmark}",
@@ -247,6 +258,11 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
 
 
 def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
+    """Raise CheckFailed for a run that was not meant for submission.
+
+    Such runs are those of another benchmark, miniatures, continued and emulated runs, and runs with
+    a changed config.
+    """
     division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
     given = f"it was given as one of {benchmark}"
     _demand(
@@ -284,7 +300,7 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
 
 
 def _check_seeds(runs: list[Run]) -> None:
-    """Of the whole series: its runs must be independent, also those that are not submitted."""
+    """Raise CheckFailed unless all runs of the series have independent seeds, submitted or not."""
     seeds, do = [run.start.get("seed") for run in runs], "run a series without SEED"
     for index, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
         logged, other, before = (
@@ -303,7 +319,10 @@ def _check_seeds(runs: list[Run]) -> None:
 
 
 def _check_same(first: Run, run: Run) -> None:
-    """One system, one code, one configuration (rules, "Benchmark Results")."""
+    """Raise CheckFailed unless `run` has the system, code and config of `first`.
+
+    Source: MLPerf training rules, "Benchmark Results".
+    """
     commit = run.versions.get("commit")
     dirty = run.versions.get("dirty")
     named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
@@ -329,7 +348,10 @@ def _check_same(first: Run, run: Run) -> None:
 
 
 def _check_identity(request: Request, run: Run, description: dict) -> None:
-    """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
+    """Raise CheckFailed unless log, config and system description agree.
+
+    They must name the same organization, platform, GPUs and torch version.
+    """
     rerun, do = (
         "a log is not edited: run the series with MLPERF_SUBMISSION_{} set",
         "describe the system that ran",
@@ -365,7 +387,10 @@ def _check_identity(request: Request, run: Run, description: dict) -> None:
 
 
 def _check_log(request: Request, run: Run) -> None:
-    """As submission.check does it. A run that missed its target fails the official checker by nature."""
+    """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
+
+    Findings that are inevitable in a run that missed its target are accepted.
+    """
     linked = run.path.is_symlink()
     _demand(
         not linked,
@@ -398,11 +423,15 @@ def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
     return cut_short or finding in examined.verdict.complaints
 
 
-# What must not be in a submission.
+# Files that must not be in a submission.
 
 
 def forbidden(root: Path) -> list[str]:
-    """One line per offence below `root`: what the repo checker refuses, links, which it judges by its own directory, caches and secrets."""
+    """Return one line for each path in `root` that must not be in a submission.
+
+    These are names and sizes that the repo checker refuses, caches, build outputs, secrets, and
+    links, which the repo checker would judge relative to its own directory.
+    """
     paths = (root, *sorted(root.rglob("*")))
     return [
         f"{path.relative_to(root.parent)}: {offence}"
@@ -427,7 +456,7 @@ def _offences(path: Path) -> Iterator[str]:
 
 
 def secrets_in(data: bytes) -> Iterator[str]:
-    """What looks like a secret, with its line; never the secret itself."""
+    """Yield the kind and line of each apparent secret in `data`, but never the secret itself."""
     text = data.decode("latin-1")
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, text):
@@ -454,12 +483,13 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
 
 
 def judge(request: Request, missed: int = 0) -> int:
-    """What the official tools say about the tree in `request.out`, for its ruleset; the exit code. Their text stays beside the tree.
+    """Run the official tools on the submission in `request.out`; return the exit code.
 
-    `missed`: runs among those packaged that missed the target or were killed, at most one per benchmark.
+    Their output and the verdict are written into `request.out`. `missed`: number of packaged runs
+    that missed the target or were killed, at most one per benchmark.
     """
     org_dir, sets = request.out / request.org, len(request.sources)
-    # In this order: the summarizer reads the RCP factor that the package checker has written.
+    # The order matters: the summarizer reads the RCP factor that the package checker writes.
     answers = [
         tool(org_dir, request.ruleset, sets, missed)
         for tool in (official_tools.package, official_tools.summary)

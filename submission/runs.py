@@ -1,9 +1,14 @@
-"""One run, read from its MLPerf log, ours or anyone's, and from what lies beside it.
+"""A run, read from its MLPerf log, of any submitter, and from the files in the same directory.
 
-What decides a score is read as the official tools read it (mlcommons/logging: result_summarizer takes the last run_start before the
-first run_stop; rcp_checker the last eval_accuracy before run_stop); the rest as well as it can be: other people's logs print the
-rank before the token, print every line eight times, know epochs instead of blocks, log the size of a block where others log the
-count so far, or count one optimizer step short. Standard library only; mlperf-logging is asked whether it accepts the log.
+Values that decide a score are read as the official tools of mlcommons/logging read them.
+result_summarizer uses the last run_start before the first run_stop. rcp_checker uses the last
+eval_accuracy before run_stop.
+
+The other values are read as well as possible. Logs of other submitters may print the rank before
+the token, print every line eight times, have epochs instead of blocks, log the size of a block
+where others log the count so far, or count one optimizer step short.
+
+Standard library only, except for mlperf-logging, which decides whether a log is accepted.
 """
 
 from __future__ import annotations
@@ -36,40 +41,42 @@ REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
 
-# How a run ended, as docs/submission.md says it.
+# How a run ended, in the words of docs/submission.md.
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
 
 
 @dataclass(eq=False)
 class Run:
-    """One run, equal to itself only. Minutes are wall time from run_start to run_stop; samples are training sequences."""
+    """One run, compared by identity.
+
+    Minutes are wall time from run_start to run_stop. Samples are training sequences.
+    """
 
     path: Path  # of its log
-    log: Log = field(
-        default_factory=Log
-    )  # all records of the keys in REPEATED, the first one of any other
+    # All records of the keys in REPEATED, and the first record of each other key.
+    log: Log = field(default_factory=Log)
     number: int = 0  # in its series, from 1
-    start: dict = field(default_factory=dict)  # the ledger's line, if the run is an attempt in one
-    end: dict = field(
-        default_factory=dict
-    )  # the same; empty while it runs, or if its launcher was killed
+    # Lines of the ledger, if the run is an attempt in one. There is no end while the run is still
+    # running, or if its launcher was killed.
+    start: dict = field(default_factory=dict)
+    end: dict = field(default_factory=dict)
     ruleset: str = ""
     benchmark: str = ""
     org: str = ""
     division: str = ""
     batch: int | None = None
-    status: str = ""  # success, aborted, or "" without a run_stop; what the log claims
+    status: str = ""  # as claimed by the log: success, aborted, or "" without a run_stop
     minutes: float | None = None
-    reached: bool = False  # an evaluation was at the target or below
-    samples: int | None = None  # at the last evaluation, as logged; what the RCP test counts
+    reached: bool = False  # whether an evaluation was at the target or below
+    samples: int | None = None  # as logged at the last evaluation; counted by the RCP test
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
-    gpu: str | None = None  # H200
+    gpu: str | None = None  # such as H200
     gpus: int | None = None  # in all nodes
-    nodes: int = 0  # as our config says; 0 without one
+    nodes: int = 0  # from our config.toml, or 0 without one
     gpus_per_node: int = 0
-    notes: list[str] = field(default_factory=list)  # what was odd
-    # What a run of ours left beside its log; each may be missing, or cut off.
+    notes: list[str] = field(default_factory=list)  # oddities found while reading
+    # Files that a run of ours leaves in its directory. Each may be missing or truncated.
     config: str = ""
     versions: dict = field(default_factory=dict)
     failure: dict = field(default_factory=dict)
@@ -88,7 +95,7 @@ class Run:
 
     @property
     def rules(self) -> Rules | None:
-        """The rules of its benchmark and division; None if no benchmark here has them."""
+        """The rules of the run's benchmark and division, or None if this project has none."""
         if self.benchmark not in benchmarks.names():
             return None
         return benchmarks.divisions(self.benchmark).get(
@@ -101,7 +108,10 @@ class Run:
 
     @property
     def point(self) -> rcp.Point | None:
-        """The reference convergence point of its batch; None for a miniature, and where there is none."""
+        """The reference convergence point at the run's global batch.
+
+        None for a miniature, and if there is no point for that batch.
+        """
         known = (
             not self.is_miniature
             and self.benchmark in benchmarks.names()
@@ -111,7 +121,7 @@ class Run:
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
-        """Why the official compliance checker refuses the log; it has nothing to say about a miniature."""
+        """Reasons why the official compliance checker refuses the log. Empty for a miniature."""
         return (
             ()
             if self.is_miniature
@@ -120,15 +130,17 @@ class Run:
 
     @cached_property
     def state(self) -> str:
-        """GOOD, FAILED, LOST or NOT_STARTED, by the log: the ledger knows only what its launcher lived to see."""
+        """GOOD, FAILED, LOST or NOT_STARTED.
+
+        The log decides, because the ledger has no end of a run whose launcher was killed.
+        """
         if not self.log.events and (not self.end or self.end.get("kind") == "lost") and self.start:
-            return LOST  # no log, and nobody who says that it never got so far
+            return LOST  # no log, and no ledger line that says that its clock never started
         if not self.log.first("run_start"):
             return NOT_STARTED
         if not self.log.first("run_stop"):
-            return (
-                LOST if self.path.name == "result.txt" else FAILED
-            )  # chosen by its submitter: docs/submission.md
+            # A log of another name was chosen by its submitter: see docs/submission.md.
+            return LOST if self.path.name == "result.txt" else FAILED
         claims = (
             self.status == "success"
             and self.reached
@@ -143,17 +155,20 @@ class Run:
 
     @property
     def trained(self) -> int | None:
-        """Training sequences by the blocks, after the last optimizer step; as logged where no block says it."""
+        """Training sequences after the last optimizer step, by the blocks.
+
+        Without counts in blocks, the count logged at the last evaluation.
+        """
         return max((block.stop_samples or 0 for block in self.blocks), default=0) or self.samples
 
     @property
     def z(self) -> float | None:
-        """Distance of its samples from the reference's mean, in the reference's standard deviations."""
+        """Distance of `samples` from the reference mean, in the reference's standard deviations."""
         return self.point.z_score(self.samples) if self.point and self.samples else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over all training blocks, evaluation excluded."""
+        """Sequences per second over all training blocks, evaluation excluded."""
         return intervals.rate(self.blocks)
 
     @property
@@ -167,7 +182,7 @@ class Run:
 
     @property
     def evaluation_s(self) -> float | None:
-        """All evaluations together; None if the log does not time them."""
+        """Seconds of all evaluations together, or None if the log does not time them."""
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
 
     def describe(self) -> str:
@@ -180,7 +195,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it is not good, in one line; "" if there is nothing to add."""
+        """Why the run is not good, in one line, or "" if there is nothing to add to `state`."""
         if self.state == FAILED and self.status == "success":
             refused = self.refused[:1]
             return (
@@ -195,17 +210,21 @@ class Run:
 
     @cached_property
     def records(self) -> list[dict]:
-        """The lines of events.jsonl."""
+        """The records of events.jsonl. Reading problems are added to `notes`."""
         records, notes = json_lines.read(self.folder / "events.jsonl")
         self.notes += notes
         return records
 
 
-# --- one log ----------------------------------------------------------------------------------------------------------
+# Reading a log.
 
 
 def read_run(path: Path, ruleset: str = "") -> Run:
-    """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
+    """Return the run in the log at `path`.
+
+    `ruleset`: ruleset for the log (default: chosen by its keys). Raises ConfigError if it is not an
+    MLPerf log of one of our benchmarks.
+    """
     run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in benchmarks.names():
         what = f"{path} is no log of {' or '.join(benchmarks.names())}"
@@ -220,7 +239,11 @@ def read_run(path: Path, ruleset: str = "") -> Run:
 def read_attempt(
     path: Path, number: int = 0, start: dict | None = None, end: dict | None = None
 ) -> Run:
-    """The same for an attempt of ours, whose log may be missing, empty or cut off: that is a note then."""
+    """Return the run in the log at `path`, an attempt of ours.
+
+    The log may be missing, empty or truncated, which becomes a note of the run. `start` and `end`:
+    the attempt's lines in the ledger.
+    """
     run = Run(path, number=number, start=start or {}, end=end or {})
     try:
         run.log = mlperf_log.read(path, REPEATED)
@@ -268,7 +291,7 @@ def _object(run: Run, name: str) -> dict:
 
 
 def _read_result(run: Run) -> None:
-    """Minutes, samples, and whether the target was reached."""
+    """Set the status, minutes and samples of `run`, and whether it reached the target."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
     run.reached = any(
         is_number(e.value) and run.target is not None and 0 < e.value <= run.target
@@ -281,20 +304,23 @@ def _read_result(run: Run) -> None:
     if stops and (
         started := [event for event in run.log.all("run_start") if event.line < stops[0].line]
     ):
-        run.minutes = (
-            (stops[0].time_ms - started[-1].time_ms) / 60 / 1000
-        )  # in this order, as the summarizer does
+        # Divided in this order, as in the summarizer.
+        run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000
     if run.log.events and not stops:
         run.notes.append("no run_stop: it was cut short")
     elif stops and run.minutes is None:
         run.notes.append("run_stop stands before run_start, or there is no run_start")
 
 
-# --- the machine ------------------------------------------------------------------------------------------------------
+# Finding the machine.
 
 
 def _find_gpus(run: Run) -> None:
-    """Kind and number of GPUs: from our config.toml beside the log, a submission's systems/<system>.json, or the platform's name."""
+    """Set the kind and number of GPUs of `run`.
+
+    They come from config.toml in the run's directory, else from a submission's
+    systems/<system>.json, else (the kind only) from submission_platform.
+    """
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
         run.gpu, run.nodes, run.gpus_per_node = (
@@ -304,10 +330,11 @@ def _find_gpus(run: Run) -> None:
         )
         run.gpus = run.nodes * run.gpus_per_node
         return
+    # The log is <org>/results/<system>/<benchmark>/result_0.txt.
     model, system = (
         "",
         run.path.resolve().parent.parent,
-    )  # <org>/results/<system>/<benchmark>/result_0.txt
+    )
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = json.loads(
             (system.parent.parent / "systems" / f"{system.name}.json").read_text(
@@ -317,6 +344,5 @@ def _find_gpus(run: Run) -> None:
         run.gpus = int(text["number_of_nodes"]) * int(text["accelerators_per_node"])
         model = str(text["accelerator_model_name"])
     named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
-    run.gpu = (
-        named[0].upper() if named else model or None
-    )  # `NVIDIA H200-SXM5-141GB` -> H200; an unknown name stays as it is
+    # `NVIDIA H200-SXM5-141GB` -> H200. An unknown name is kept unchanged.
+    run.gpu = named[0].upper() if named else model or None

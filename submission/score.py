@@ -1,11 +1,13 @@
-"""`./run_and_time.sh score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
+"""`./run_and_time.sh score DIR_OR_LOGS... [--against B] [--json]`: score a series of runs.
 
-Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. B is such a
-directory too, or words that name a published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best
-one published on the same GPUs. Which ten runs count says submission/series.py; the pruned RCPs decide, as in the official tools.
+The logs may be any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a
+folder of result_*.txt, or logs by name. B is a directory as well, or words that name a published
+result (`--against "AMD MI300X 5.1"`). The first argument may also be such words. The default of
+--against is the best published result on the same GPUs. submission/series.py selects the ten runs
+that count. The RCP test uses the pruned points, as in the official tools.
 
-Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage, 18 no
-mlperf-logging. Needs mlperf-logging and the standard library.
+Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series
+invalid, 2 wrong usage, 18 no mlperf-logging. Needs mlperf-logging and the standard library.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from submission.series import (
 from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")
-OF_A_RUN = (  # in the JSON
+OF_A_RUN = (  # fields of a run in the JSON
     *("name", "number", "state", "reason", "converged", "minutes", "samples", "z"),
     *("samples_per_s", "tokens_per_s_per_gpu", "evaluation_s", "notes"),
 )
@@ -89,13 +91,16 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def _score(options: argparse.Namespace) -> int:
-    """Print what was asked for; return the exit code. Raises ConfigError, PreflightError."""
+    """Print the score or the comparison; return the exit code.
+
+    Raises ConfigError if a result cannot be found or read, PreflightError without mlperf-logging.
+    """
     if (
         len(options.logs) == 1
         and options.against is not None
         and not Path(options.logs[0]).exists()
     ):
-        mine = find(options.logs[0])  # two published results
+        mine = find(options.logs[0])  # a comparison of two published results
         other = find(options.against, options.ruleset, mine)
         print(
             json.dumps(comparison_as_dict(mine, other), indent=1)
@@ -130,11 +135,15 @@ def _score(options: argparse.Namespace) -> int:
     return 0 if ten.passed else CheckFailed.exit_code
 
 
-# --- for programs -----------------------------------------------------------------------------------------------------
+# JSON output.
 
 
 def as_dict(series: Series, ten: TenRuns) -> dict:
-    """`result` is the series or its median window, `windows` the scores of all windows of ten."""
+    """Return the JSON object of --json.
+
+    `result` is the score of the series or of its median window. `windows` has the scores of all
+    windows of ten.
+    """
     first, mine = series.first, pace(ten)
     verdicts = {
         "rcp": asdict(ten.verdict) if ten.verdict else None,
@@ -163,11 +172,11 @@ def _numbers(ten: TenRuns) -> dict:
     return {"minutes": ten.minutes, "score": ten.score, "invalid": ten.invalid or None}
 
 
-# --- for people -------------------------------------------------------------------------------------------------------
+# Text output.
 
 
 def report(series: Series, ten: TenRuns) -> list[str]:
-    """The lines on stdout, up to the comparison."""
+    """Return the lines to print, up to the comparison: runs, notes and score."""
     first = series.first
     lines = [
         f"{first.benchmark}, {first.division or 'no division'}: {len(series.runs)} runs, {_where(first)}",
@@ -224,7 +233,7 @@ def _role(run: Run, ten: TenRuns) -> str:
 
 
 def score_lines(ten: TenRuns) -> list[str]:
-    """How the score comes about, and how lucky its seeds were."""
+    """Return lines on how the score is computed, and on the samples compared with the reference."""
     if not ten.runs:
         return ["score", "  no run started its clock"]
     first, verdict = ten.runs[0], ten.verdict
@@ -267,12 +276,17 @@ def score_lines(ten: TenRuns) -> list[str]:
     ]
 
 
-# --- against another result -------------------------------------------------------------------------------------------
+# Comparison with another result.
 
 
 def find(wish: str, ruleset: str = "", like: Published | None = None) -> Published:
-    """The result that `wish` names: a directory or log, or words that stand in one row of the published table. Of several rows,
-    those of the benchmark and the GPUs of `like`, if there are such, and of these the best. Raises ConfigError if there is none."""
+    """Return the result that `wish` names: a directory, a log, or words of a published result.
+
+    Only rows with the benchmark of `like` match. Of several, those with its kind and its number of
+    GPUs are preferred, and the best of these is returned. `ruleset`: ruleset for logs (default:
+    chosen by their keys). Raises ConfigError if nothing matches, if a directory holds another
+    benchmark than that of `like`, or if the words match both benchmarks and there is no `like`.
+    """
     if wish and Path(wish).exists():
         series = read_series([Path(wish)], ruleset=ruleset)
         check_same(series)
@@ -316,19 +330,20 @@ def find(wish: str, ruleset: str = "", like: Published | None = None) -> Publish
 
 
 def _says(row: Published, word: str) -> bool:
-    """A word such as 5.1 or v5.1 is a round; any other stands in one of the names."""
+    """Return whether `row` matches `word`: a round such as 5.1 or v5.1, or a part of a name."""
     if ROUND.fullmatch(word):
         return row.round == word.lstrip("v")
     return word in f"{row.submitter} {row.system} {row.gpu} {row.benchmark}".lower()
 
 
 def best_published(mine: Published) -> Published | None:
-    """The best of the newest round on as many GPUs of the same kind."""
+    """Return the best result of the newest round on the same number and kind of GPUs, if any."""
     same = (
         published.published(mine.benchmark, mine.gpu, mine.gpus) if mine.gpu and mine.gpus else []
     )
     rows = [row for row in same if row.score is not None]
-    return max(rows, key=lambda row: row.round, default=None)  # of a round the first
+    # Rows are sorted best first, and max returns the first row of the newest round.
+    return max(rows, key=lambda row: row.round, default=None)
 
 
 def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
@@ -343,7 +358,7 @@ def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
 
 
 def comparison(mine: Published, other: Published | None) -> list[str]:
-    """The comparison for people."""
+    """Return the lines of the comparison: both results, their paces and the split difference."""
     if other is None:
         return (
             _others(mine)
@@ -383,7 +398,7 @@ def _tokens_per_gpu(side: Published) -> float | None:
 
 
 def _speedup(mine: Published, other: Published) -> float | None:
-    """By the scores; by the minutes where one side has no score."""
+    """Return the ratio of the scores, or of the minutes if one side has no score."""
     if mine.score and other.score:
         return other.score / mine.score
     return other.minutes / mine.minutes if mine.minutes and other.minutes else None

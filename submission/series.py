@@ -1,6 +1,7 @@
-"""A series of runs, and which ten of it are the result: the one answer for score, package and report.
+"""A series of runs, and the ten of them that are the result, for score, package and report.
 
-The table of docs/submission.md says what an attempt is by its log, where the rules say so, and what is our reading of them.
+The table in docs/submission.md says how the log classifies an attempt. It gives the source in the
+rules, and says where the classification is our reading of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
 
-SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # of the runs of a series
+SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # equal for all runs of a series
 
 
 @dataclass
 class Series:
-    """Runs in the order they ran in."""
+    """Runs in the order in which they ran."""
 
     name: str
     runs: list[Run]
@@ -35,37 +36,42 @@ class Series:
 
     @property
     def first(self) -> Run:
-        """The first good run, else the first that says what it is; what is the same for all is read here."""
+        """The run that stands for the properties common to all runs.
+
+        It is the first good run, else the first with a benchmark, else the first.
+        """
         return next((run for run in (*self.good, *self.runs) if run.benchmark), self.runs[0])
 
 
 @dataclass(frozen=True)
 class TenRuns:
-    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times `factor`."""
+    """Runs scored as one result, ten or any other number."""
 
     runs: tuple[Run, ...]
     counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
-    minutes: float | None
-    samples: (
-        float | None
-    )  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
-    verdict: (
-        rcp.Verdict | None
-    )  # of the RCP checker; None for a miniature, and for fewer than three runs
-    invalid: str  # why these runs are no result; "" for a valid one
-    factor: float | None  # None without a verdict that passed
-    score: (
-        float | None
-    )  # minutes; None for what is no result, or failed the RCP test, or is a miniature
-    passed: bool  # valid, and through the RCP test if there is one
-    rank: float  # what windows are ordered by: the score, whether or not the RCP test passes; infinite for no valid result
+    minutes: float | None  # mean of the counted runs
+    # Mean without the lowest and the highest, as in the RCP checker. None for fewer than three
+    # runs, or if two did not converge.
+    samples: float | None
+    verdict: rcp.Verdict | None  # None for a miniature, and for fewer than three runs
+    invalid: str  # why these runs are not a valid result; "" for a valid one
+    factor: float | None  # of the RCP checker; None unless its test passed
+    # minutes x factor. None for an invalid result, a failed RCP test, or a miniature.
+    score: float | None
+    passed: bool  # valid, and the RCP test passed if there is one
+    # Windows are ordered by this: minutes x factor even if the RCP test failed, infinite if
+    # invalid.
+    rank: float
 
 
-# Which ten.
+# Selecting ten runs.
 
 
 def ten_runs(series: Series) -> TenRuns:
-    """Return the median window (common/records/windows.py), with why there is no result in `invalid` if that is not valid."""
+    """Return the median window (common/records/windows.py).
+
+    If it is not valid, its `invalid` says why the series has no result.
+    """
     found = windows(series)
     median = found[rule.median([window.rank for window in found])]
     if not median.invalid or len(found) == 1:
@@ -79,7 +85,10 @@ def ten_runs(series: Series) -> TenRuns:
 
 
 def windows(series: Series) -> list[TenRuns]:
-    """Score every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
+    """Return the scores of all windows of ten consecutive runs, valid or not, in order.
+
+    A series of ten runs or fewer is one window.
+    """
     return [score_runs(list(part), _invalid(list(part))) for part in rule.windows(counted(series))]
 
 
@@ -103,9 +112,9 @@ def _invalid(runs: list[Run]) -> str:
 
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
-    """Score `runs` as one result, whatever their number."""
+    """Score any number of `runs` as one result. `invalid`: why they are not a valid one."""
     counted = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
-    if len(runs) >= 3:  # without the fastest, and without the slowest, which may be one that failed
+    if len(runs) >= 3:  # drop the fastest and the slowest, which may be one that failed
         counted = counted[1:-1] if len(counted) == len(runs) else counted[1:]
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
@@ -130,8 +139,10 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
 
 
 def pace(ten: TenRuns) -> Pace | None:
-    """What the minutes are made of; None if the logs do not have the lines for it. The rate is without each run's first block, which
-    starts cold; with it where there is no other."""
+    """Return the parts that the minutes consist of, or None if the logs lack the lines for it.
+
+    The rate excludes each run's first block, which starts cold, unless it is the only one.
+    """
     runs = ten.counted
     rate = intervals.rate([block for run in runs for block in run.blocks[1:] or run.blocks])
     if not runs or rate is None or ten.minutes is None:
@@ -150,7 +161,7 @@ def pace(ten: TenRuns) -> Pace | None:
 
 
 def result(series: Series, ten: TenRuns) -> Published:
-    """What `ten` of `series` come to, as a row like the published ones."""
+    """Return the result of the runs `ten` of `series` in the form of a published result."""
     run, mine = series.first, pace(ten)
     rates = (
         (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s)
@@ -176,9 +187,14 @@ def result(series: Series, ten: TenRuns) -> Published:
 
 
 def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> Series:
-    """The runs at `paths`. A path is a log, a folder of result_*.txt as in a submission, the directory of one of our runs, or our
-    LOGDIR/<benchmark>, whose ledger has series: `wanted` (an id or how it begins), else its newest of more than one run, else its
-    newest. `ruleset`: what the logs are held to; "": what their own keys say. Raises ConfigError where there is nothing to read.
+    """Return the runs at `paths` as one series.
+
+    A path is a log, a folder of result_*.txt as in a submission, the directory of one of our runs,
+    or our LOGDIR/<benchmark> with its ledger.
+
+    `wanted`: ID of a series in the ledger, or how it begins (default: the newest series with more
+    than one run, else the newest). `ruleset`: ruleset for the logs (default: chosen by their keys).
+    Raises ConfigError if there is nothing to read.
     """
     notes: list[str] = []
     found = [_read(path, wanted, ruleset, notes) for path in paths]
@@ -238,7 +254,10 @@ def _record(path: Path, wanted: str) -> ledger.Record | None:
 
 
 def check_same(series: Series) -> None:
-    """Raises ConfigError for runs that cannot be one result: of two benchmarks, systems or submitters, or one run given twice."""
+    """Raise ConfigError if the runs cannot be one result.
+
+    They must agree in SAME, have a global batch, and be different runs. Equal seeds add a note.
+    """
     for what in SAME:
         if (
             len(
