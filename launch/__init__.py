@@ -1,4 +1,4 @@
 """The launcher: from `./run_and_time.sh <benchmark>` to an exit code.
 
-It uses only the standard library; torch runs in the processes it starts.
+The launcher uses only the standard library. torch runs in the processes that it starts.
 """

@@ -1,4 +1,4 @@
-"""`bench` measures throughput on synthetic tokens; `profile` then also profiles some steps."""
+"""Commands `bench` (throughput on synthetic tokens) and `profile` (bench, then profiled steps)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command line of `run`, `bench` and `profile`: `python -m launch.commands VERB BENCHMARK ...`.
+"""Command line of `run`, `bench` and `profile`: `python -m launch.commands COMMAND BENCHMARK`.
 
 NEXP=10 makes ten good runs: the target reached and the log clean. A failed attempt is followed by
 another one, until more than --max-failures have failed. Every attempt has its own directory and a

@@ -17,7 +17,10 @@ MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, no
 
 
 def mlperf_line(text: str) -> None:
-    """Print a line that programs read from stdout; a terminal shows the same in words instead."""
+    """Print a line for programs that read stdout.
+
+    Nothing is printed on a terminal, where the user reads the same in words.
+    """
     if not sys.stdout.isatty():
         print(text, flush=True)
 

@@ -56,7 +56,7 @@ def read_result(path: Path) -> Result:
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     """Return the error of the rank that failed first, with its `rank`, `step` and `time`.
 
-    They are present as far as they are known.
+    Values that are not known are missing.
     """
     records = {
         rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)
@@ -106,8 +106,8 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 def finished(run_dir: Path, world_size: int) -> bool:
     """Return whether the ranks finished their work after the target was reached.
 
-    Rank 0 must have ended normally, or failed while it saved the model or a checkpoint. No other
-    rank may have failed or vanished before.
+    Every rank must have ended normally. Ranks other than 0 may also have been interrupted. A rank
+    that failed or vanished while it saved the model or a checkpoint counts as finished.
     """
     for rank in range(world_size):
         record, beat = (

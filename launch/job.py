@@ -106,9 +106,10 @@ class Job:
 def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
     """Return the job that `options` and the environment describe.
 
-    `any_kind`: accept any GPU kind; otherwise only GPUs whose peaks are known. Raise the errors of
-    `select_config`. Raise ConfigError for a wrong NODE_RANK, for --save if the benchmark has no
-    model to save, and for --checkpoint and --continue if it has no checkpoints.
+    `any_kind`: accept any GPU kind; otherwise only GPUs whose peaks are known.
+
+    Raise the errors of `select_config`. Raise ConfigError for a wrong NODE_RANK, for --save if the
+    benchmark has no model to save, and for --checkpoint and --continue if it has no checkpoints.
     """
     environment = os.environ
     save = getattr(options, "save", False)

@@ -52,7 +52,10 @@ FILE_LIMIT = 2**18  # characters of a file that are sent to node 0
 
 
 class NodeLost(Interrupted):
-    """Loss of a node, which ends a series as a signal does; `--resume` continues the series."""
+    """Loss of a node.
+
+    It ends a series as a signal does, and `--resume` continues the series.
+    """
 
     kind = "rank_lost"
 
@@ -64,7 +67,10 @@ class NodeLost(Interrupted):
 
 
 class LeaderEnded(RunError):
-    """End of the series by node 0; the other nodes exit with its exit code, which may be 0."""
+    """End of the series by node 0.
+
+    The other nodes exit with the exit code of node 0, which may be 0.
+    """
 
     def __init__(self, exit_code: int, why: str):
         super().__init__(f"node 0 ended with exit code {exit_code}", why)
@@ -72,7 +78,9 @@ class LeaderEnded(RunError):
 
 
 class Nodes:
-    """The launchers of all nodes, as a context manager; one node alone exchanges nothing.
+    """The launchers of all nodes, as a context manager.
+
+    Nothing is exchanged if there is only one node.
 
     Methods raise NodeLost if a node that they wait for is gone. On nodes other than 0 they raise
     LeaderEnded after node 0 has ended the series.
@@ -209,19 +217,19 @@ class Nodes:
                 )
 
     def announce(self, run: str, seed: int) -> None:
-        """Announce the next run, on node 0."""
+        """Announce the next run; for node 0."""
         self.run += 1
         if self.others:
             self.put(f"order/{self.run}", {"run": run, "seed": seed})
 
     def next_run(self) -> tuple[str, int]:
-        """Wait for the next run, on nodes other than 0; return its directory name and seed."""
+        """Wait for the next run and return its directory name and seed; for nodes other than 0."""
         self.run += 1
         order = self._wait(f"order/{self.run}", 0, float("inf"))
         return Path(order["run"]).name, int(order["seed"])
 
     def ready(self, cleared: str) -> str:
-        """Wait until all nodes are ready; return how the data was cleared from the page cache.
+        """Wait until all nodes are ready, and return how the page cache was cleared.
 
         Return `no` if the data stayed there on any node.
         """
@@ -240,7 +248,7 @@ class Nodes:
         return cleared
 
     def poll(self, run_dir: Path) -> bool:
-        """Exchange status with the other nodes; return True if this node's ranks must be stopped.
+        """Exchange status with other nodes, and return True if this node's ranks must be stopped.
 
         Call this several times a second while the ranks run.
         """
@@ -309,7 +317,10 @@ class Nodes:
                 path.write_text(text)
 
     def finish(self, run_dir: Path, stop: bool) -> None:
-        """Wait on node 0 until the other nodes' ranks have ended; with `stop`, stop them first."""
+        """Wait until the other nodes' ranks have ended; for node 0.
+
+        `stop`: stop them first.
+        """
         if self.others and stop:
             self.put(f"stop/{self.run}", True)
         deadline = time.monotonic() + ENDED_S
@@ -333,7 +344,7 @@ def _import_torch() -> None:
     import torch.distributed  # noqa: F401
 
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
-    if level is not None:  # the ranks inherit what the user set
+    if level is not None:  # the ranks inherit the user's value
         os.environ["TORCH_CPP_LOG_LEVEL"] = level
 
 

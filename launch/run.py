@@ -1,4 +1,4 @@
-"""Timed runs: node 0 runs and judges a series, the other nodes run their ranks of each run."""
+"""Timed runs: a judged series on node 0, and the ranks of each run on the other nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STARTUP_S = 300.0  # until every rank has finished a step; kernels compile befor
 def run_all(job: Job, request: series.Request) -> int:
     """Make the requested number of good runs and record them in a ledger.
 
-    Return the exit code of series.run; the other nodes return that of node 0.
+    Return the exit code of series.run. The other nodes return that of node 0.
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
@@ -92,7 +92,10 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
 
 
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.Outcome:
-    """Make one timed run in `run_dir`; it is good with the target reached and a clean log."""
+    """Make one timed run in `run_dir`.
+
+    It is good only if it reached the target and its log is clean.
+    """
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":

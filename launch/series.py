@@ -281,7 +281,7 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
     return Outcome(failed, diagnosis.read_result(run_dir / "result.txt"))
 
 
-# --- open a series, and lock it ---------------------------------------------------------------------------------------
+# --- open a series, and lock it -------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments; `./run_and_time.sh tuning` uses them as well."""
+    """Add the arguments, also for `./run_and_time.sh tuning`."""
     parser.description = (
         "Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert.\n"
         "GPU clocks and power limits are never touched."

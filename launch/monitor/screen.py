@@ -1,6 +1,6 @@
 """Display of a run while it trains.
 
-On a terminal it is a few lines that are redrawn; elsewhere it is one line from time to time. All
+On a terminal it is a few lines that are redrawn. Elsewhere it is one line from time to time. All
 values come from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On
 a terminal the MLPerf log goes only to its file. The ranks' stderr passes through this process, so
 that their messages appear above the lines that are redrawn.
@@ -57,8 +57,10 @@ class Screen:
         self.unit = (
             "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
         )
-        self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115 - closed by __exit__
-        self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115 - a file that a full disk cannot take from the ranks
+        # Both files are closed by __exit__.
+        self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115
+        # A file in memory still works for the ranks if the disk is full.
+        self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115
         # A pipe such as | tee may end on the same terminal.
         rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode)
         self.rewrites = rewrites and not is_quiet() and leads
@@ -121,7 +123,7 @@ class Screen:
         inform(*news)
 
     def _read_events(self) -> list[str]:
-        """Read new events and samples; return one line for each evaluation."""
+        """Read new events and samples, and return one line for each evaluation."""
         found = []
         for line in self.events.lines():
             event = json.loads(line)

@@ -96,7 +96,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
-    """Return the config, memory in bytes and the estimate; for a CPU only the config."""
+    """Return the config, its memory in bytes and the estimate, or only the config for a CPU."""
     found = {"benchmark": benchmark, "config": asdict(config)}
     if kind is None:
         return found

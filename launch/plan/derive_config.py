@@ -204,7 +204,7 @@ def fitting(
 
 
 def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
-    """Describe the differences from the file; the micro-batch is always included."""
+    """Describe the micro-batch and the differences from the file."""
     told = [f.name for f in fields(config) if f.name not in ("gpu", "gpus_per_node", *overrides)]
     values = {
         name: getattr(config, name)

@@ -301,7 +301,7 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def offloaded_layers(config: RunConfig, work: Workload) -> int:
-    """Return the number of layers whose SwiGLU input is offloaded; the last layer never is."""
+    """Return the number of layers whose SwiGLU input is offloaded. The last layer never is."""
     return min(config.offload_layers, work.shape.num_layers - 1)
 
 
@@ -381,7 +381,7 @@ def products_seconds_per_token(
 ) -> float:
     """Return the time of one token's matrix products on one GPU at the dense peaks.
 
-    Linear layers run at the FP8 peak; attention, adapters and head run at the bf16 peak. Training
+    Linear layers run at the FP8 peak. Attention, adapters and head run at the bf16 peak. Training
     consists of forward, data gradient and, unless the weights are frozen, weight gradient.
     `recomputed`: share of the layers whose forward runs twice.
     """

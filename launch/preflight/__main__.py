@@ -223,7 +223,7 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
     )
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- measurements --------------------------------------------------------------------------------
 
 
 def measured(

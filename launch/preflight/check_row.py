@@ -19,13 +19,13 @@ class CheckRow:
     verdict: str  # one of VERDICTS; `skipped` means that nothing was checked, not that it passed
     value: str  # value found; for `skipped`, the reason
     expected: str = ""
-    do: str = ""  # what to do about it; "" if ok
+    do: str = ""  # advice; "" if ok
 
 
 def graded(
     check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False
 ) -> CheckRow:
-    """Return a row; `refuse` takes precedence over `warn`, and with neither the check is ok."""
+    """Return a row: `refuse` takes precedence over `warn`, and with neither the check is ok."""
     verdict = "refuse" if refuse else "warn" if warn else "ok"
     return CheckRow(check, verdict, value, expected, "" if verdict == "ok" else do)
 

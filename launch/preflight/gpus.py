@@ -18,7 +18,7 @@ from launch.preflight.measured import UNITS, Measured
 # common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks; [] if the
 # driver does not respond.
 Stats = list[dict]
-USED_GIB = 2  # our own CUDA or HIP context uses some 0.5 GiB of an empty card
+USED_GIB = 2  # preflight's own CUDA or HIP context uses some 0.5 GiB of an empty card
 BUSY_PERCENT = (1, 10)  # limits for warn and refuse; an idle card reports 0
 
 
@@ -160,12 +160,12 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
     )
 
 
-# --- correct and fast -------------------------------------------------------------------------------------------------
+# --- correct and fast -----------------------------------------------------------------------------
 
 # Warn and refuse. Healthy GPUs of one host differ by less than 1 %: sd of 0.04 to 0.71 % in
 # MLPerf Training v5.1 logs.
 SIBLINGS = (0.98, 0.95)
-# Warn and refuse. Cooling and power differ between hosts: a few per cent are no fault, a fifth is.
+# Warn and refuse. Cooling and power differ between hosts: a few percent are no fault, a fifth is.
 TABLE = (0.95, 0.80)
 # Speed of one GPU while all GPUs of the host work. H200: measured by us, machines in
 # docs/results.md. H100: one machine.
@@ -203,7 +203,10 @@ def judge_self_test(
 
 
 def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[CheckRow]:
-    """Return two rows per measurement: against the host's other GPUs and against EXPECTED."""
+    """Return two rows per measurement: against the host's other GPUs and against EXPECTED.
+
+    A measurement that was not made has one skipped row.
+    """
     rows = []
     for name, unit in UNITS.items():
         values, speed = (

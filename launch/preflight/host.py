@@ -153,7 +153,7 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
     )
 
 
-# --- disks ------------------------------------------------------------------------------------------------------------
+# --- disks ----------------------------------------------------------------------------------------
 
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
@@ -187,7 +187,7 @@ def judge_log_folder(folder: Path) -> CheckRow:
     return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
 
 
-# --- software ---------------------------------------------------------------------------------------------------------
+# --- software -------------------------------------------------------------------------------------
 
 
 def judge_software() -> CheckRow:

@@ -1,10 +1,13 @@
 """Measurements of one process on its GPU, for preflight.
 
 torchrun starts `python -m launch.preflight.measure DIR DEVICE SECONDS [BENCHMARK]` on all GPUs at
-once, so that the GPUs heat up and share power as in a run. Every rank writes DIR/rank_<k>.json: its
-GPU's properties according to torch, the self-test of BENCHMARK's ops with DIR/config.toml, and the
-speed of matrix products, copies and collectives. Each speed is the median of as many repetitions as
-fill SECONDS.
+once. The GPUs then heat up and share power as in a run. Every rank writes DIR/rank_<k>.json:
+
+- its GPU's properties according to torch
+- the self-test of BENCHMARK's ops with DIR/config.toml
+- the speed of matrix products, copies and collectives
+
+Each speed is the median of as many repetitions as fill SECONDS.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ def look(found: Measured, device: str) -> torch.device:
 
 
 def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
-    """Return the timed functions by name; each entry allocates its operands when called.
+    """Return the timed functions by name. Each entry allocates its operands when called.
 
     Operands are random, since zeros draw less power and run faster. Collectives count bus bandwidth
     as NCCL's own tests define it: the amount that each link carries, whatever the number of ranks.

@@ -58,7 +58,10 @@ class Measured:
         return f"GPU {self.rank} ({', '.join(filter(None, (self.uuid, self.pci))) or 'no address'})"
 
     def write(self, folder: Path, phase: str = "") -> None:
-        """Replace the rank's file atomically; `phase` is the one that begins now."""
+        """Replace the rank's file atomically.
+
+        `phase`: the phase that begins now, "" to keep the current one.
+        """
         self.phase = phase or self.phase
         write_whole(folder / f"rank_{self.rank}.json", json.dumps(asdict(self)).encode())
 

@@ -91,8 +91,9 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     Only CPUs that this process may use are listed. Ranks of one NUMA node share its CPUs evenly,
     with both threads of a core in the same rank.
 
-    Return () if binding gains nothing or the node is unknown: only one NUMA node has CPUs that this
-    process may use, or a GPU's node is not reported by the firmware (-1) or has no such CPUs.
+    Return () if only one NUMA node has CPUs that this process may use, since binding gains nothing
+    then. Return () also if the firmware does not report a GPU's node (-1), or if that node has no
+    such CPUs.
     """
     allowed, folders = os.sched_getaffinity(0), (sysfs / "devices/system/node").glob("node[0-9]*")
     cpus = {
@@ -150,7 +151,7 @@ def text(cpus: set[int]) -> str:
 
 
 def main(cpus: str, arguments: list[str]) -> None:
-    """Bind this process to its CPUs and replace it with the rank; does not return."""
+    """Bind this process to its CPUs and replace it with the rank. This never returns."""
     mine = cpus.split("/")[int(os.environ["LOCAL_RANK"])]
     try:
         os.sched_setaffinity(0, numbers(mine))

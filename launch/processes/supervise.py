@@ -72,7 +72,7 @@ class HangWatch:
         self.beats: dict[int, dict] = {}
 
     def look(self) -> bool:
-        """Read the heartbeats; return True if the run hangs."""
+        """Read the heartbeats, and return True if the run hangs."""
         for rank in self.ranks:
             path = self.folder / f"rank_{rank}.heartbeat"
             # A file may be missing or half written; it is then read at the next call.
@@ -89,8 +89,11 @@ class HangWatch:
     def explain(self) -> tuple[Hang, dict]:
         """Return the error and the last heartbeat of the culprit.
 
-        The culprit is a rank that never reported, else one that wrote no stack after
-        `ask_for_stacks` (it is stopped, or stuck in the kernel), else the one furthest behind.
+        The culprit is, in this order:
+
+        - a rank that never reported
+        - a rank that wrote no stack after `ask_for_stacks`: it is stopped, or stuck in the kernel
+        - the rank that is furthest behind
         """
         silent_s = self.clock() - self.last_change
         unheard = [rank for rank in self.ranks if rank not in self.beats]
