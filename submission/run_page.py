@@ -1,7 +1,7 @@
-"""The report of one run, and what the pages of several runs share with it.
+"""The report of one run, and the parts that it shares with the pages of several runs.
 
-A run that died early gets a page of what there is: result.txt, events.jsonl, gpu_samples.jsonl, config.toml, versions.json and
-failure.json may be missing or cut off.
+The page of a run that ended early shows the files that exist: result.txt, events.jsonl,
+gpu_samples.jsonl, config.toml, versions.json and failure.json may be missing or truncated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MINIATURE_NOTICE = banner(
     "A miniature: this is not a benchmark result.",
     "A small model with a target of its own.",
 )
-# Key of a step -> name of its median among the figures; figure -> format.
+# MEDIANS: key of a step event -> name of the figure with its median. FORMS: figure -> format.
 MEDIANS = {
     "step_time_ms": "step, ms",
     "tokens_per_s_per_gpu": "tokens/s/GPU",
@@ -71,7 +71,7 @@ Labeled = tuple[str, Run]
 
 
 def run_page(run: Run, advised: list[Advice]) -> str:
-    """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
+    """Return the page as HTML text. Raises PreflightError if mlperf-logging or jinja2 is missing."""
     samples, figures, (clean, verdict) = (
         gpu_samples.read_samples(run),
         figures_of(run),
@@ -112,10 +112,11 @@ def run_page(run: Run, advised: list[Advice]) -> str:
     )
 
 
-# What the log and the events say.
+# Values from the log and the events.
 
 
 def unit_of(runs: list[Run]) -> str:
+    """Return "CPU" if all runs are on the CPU, else "GPU"."""
     return "CPU" if all(run.gpu == "CPU" for run in runs) else "GPU"
 
 
@@ -142,7 +143,10 @@ def evaluations(run: Run) -> list[dict]:
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Seconds by phase; training and evaluation by the log, which a run that broke off has too."""
+    """Return the seconds of each phase.
+
+    Training and evaluation are taken from the log, which a run that ended early has as well.
+    """
     seconds = {"init": 0.0, "warmup": 0.0}
     for record in run.records:
         if (
@@ -158,8 +162,11 @@ def phases(run: Run) -> dict[str, float]:
 
 
 def figures_of(run: Run) -> dict[str, float | None]:
-    """What a run comes to, by the names in FORMS; None for what is not known. GPU-hours count the GPUs of all nodes, from run_start to
-    run_stop; kWh is the energy of the GPUs that were sampled, in the same time."""
+    """Return the figures of a run by their names in FORMS, with None for unknown ones.
+
+    GPU-hours are those of the GPUs in all nodes, from run_start to run_stop. kWh is the energy of
+    the sampled GPUs in the same time.
+    """
     seconds, last = phases(run), points(evaluations(run), "samples", "loss")[-1:]
     measured = {key: [value for _, value in of_steps(run, key)] for key in (*MEDIANS, "memory_gib")}
     return {
@@ -179,14 +186,18 @@ def figures_of(run: Run) -> dict[str, float | None]:
 
 
 def shown(figures: dict[str, float | None], name: str) -> str:
+    """Return the figure `name` in its format, or "-" if it is unknown."""
     return terminal.number(figures[name], FORMS[name])
 
 
-# Blocks that other pages have too.
+# Blocks shared with other pages.
 
 
 def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
-    """With the target of `run`, and the band from the least mean of a series that passes to the reference's mean."""
+    """Return a loss chart with the target of `run` and its RCP band.
+
+    The band reaches from the lowest mean with which a series passes to the reference mean.
+    """
     band = (run.point.minimum, run.point.mean) if run.point else None
     label += ", nats per token" + (
         f" · dashed: target {run.target}" if run.target is not None else ""
@@ -201,8 +212,11 @@ def step_chart(curves: list[Curve]) -> Block:
 
 
 def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
-    """What differs among the runs, with the labels of who differs, then what they share; what could not be read. Unless `ask_all`, a run
-    that lacks a fact is left out of it: it may not have got so far."""
+    """Return the sections on what differs among the runs, what they share, and reading problems.
+
+    `ask_all`: whether a missing fact counts as a difference. If not, a run without the fact is left
+    out of the comparison, because it may have ended before the fact was logged.
+    """
     facts = [(label, _facts(run, len(runs) == 1)) for label, run in runs]
     same, differing = [], []
     for key in dict.fromkeys(key for _, each in facts for key in each):
@@ -229,7 +243,10 @@ def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
 
 
 def _facts(run: Run, alone: bool) -> dict[str, str]:
-    """Of the log, the self-test, versions.json, and, unless the page is of this run alone, config.toml."""
+    """Return the facts in the log, the self-test and versions.json.
+
+    `alone`: whether the page has only this run. If so, the seed is added, else config.toml.
+    """
     found = {
         key: value
         for key in (*FACTS, *["seed"] * alone)
@@ -238,13 +255,13 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
     for record in run.records:
         if record.get("event") == "self_test":
             found["attention by"] = record.get("attention")
-    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # cut off
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
         found |= {} if alone else tomllib.loads(run.config)
     return {str(key): _plain(value) for key, value in found.items() if value is not None}
 
 
 def _plain(value: object) -> str:
-    """A value of JSON or TOML in one line; equal names in a list are counted."""
+    """Return a value of JSON or TOML in one line. Equal names in a list are counted."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return (
             ", ".join(
@@ -263,11 +280,14 @@ def files(folder: Path) -> Section:
     ]
 
 
-# The page's own blocks.
+# Blocks of this page only.
 
 
 def _banner(run: Run, clean: bool) -> Block:
-    """The log decides, as it does in score and package; failure.json only explains."""
+    """Return the banner with the state of the run.
+
+    The log decides, as in score and package. failure.json only explains.
+    """
     why = run.reason or run.failure.get("kind", "")
     lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
     if last := evaluations(run)[-1:]:
@@ -280,7 +300,7 @@ def _banner(run: Run, clean: bool) -> Block:
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
-    """Sentences with commands."""
+    """Return pairs of a sentence and a command, which may be empty."""
     command, folder, series = (
         "./run_and_time.sh",
         shlex.quote(str(run.folder)),
@@ -315,8 +335,9 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
 
 
 def _verdict(run: Run) -> tuple[bool, list[Block]]:
-    """Whether the log is clean, and what `check` prints. Raises PreflightError."""
-    with contextlib.suppress(ConfigError):  # no log, or what is among the run's notes
+    """Return whether the log is clean, and the output of `check`. Raises PreflightError."""
+    # A missing or unreadable log is among the notes of the run already.
+    with contextlib.suppress(ConfigError):
         examined = check.examine(run.path)
         _, title, *findings, summary = (
             "\n".join(check.lines(examined, werror=False)).strip().splitlines()

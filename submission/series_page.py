@@ -1,4 +1,4 @@
-"""The pages of several runs: the report of a series, and runs beside each other."""
+"""The pages of several runs: the report of a series, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ OF_AN_ATTEMPT = (
 
 
 def series_page(series: Series, folder: Path) -> str:
-    """The page as HTML text, for a file in `folder`. Raises PreflightError where mlperf-logging or jinja2 is missing."""
+    """Return the page as HTML text, for a file in `folder`.
+
+    Raises PreflightError if mlperf-logging or jinja2 is missing.
+    """
     ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
     counts = () if ten.invalid else ten.runs
     figures = [figures_of(run) for run in series.runs]
@@ -87,7 +90,11 @@ def series_page(series: Series, folder: Path) -> str:
 
 
 def comparison_page(runs: list[Run], folder: Path) -> str:
-    """As `series_page`. The runs are named A, B, ...; changes are against A."""
+    """Return the page as HTML text, for a file in `folder`.
+
+    The runs are named A, B, ..., and changes are relative to A. Raises PreflightError if
+    mlperf-logging or jinja2 is missing.
+    """
     named = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
     losses, times = (
         [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)]
@@ -118,7 +125,11 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
 def _rows(
     runs: list[Labeled], figures: list[dict[str, float | None]], names: Iterable[str], folder: Path
 ) -> tuple[list[str], list[list[str | Link]]]:
-    """Heads and rows of a table of `runs` and their `figures_of`, with links to their reports from a page in `folder`."""
+    """Return the heads and rows of a table of `runs`.
+
+    `figures`: the `figures_of` each run. `names`: the figures to show. `folder`: the directory of
+    the page, which the links to the reports are relative to.
+    """
     rows: list[list[str | Link]] = []
     for (label, run), of_this in zip(runs, figures, strict=True):
         report = run.folder / "report.html"
@@ -175,7 +186,7 @@ def _banner(series: Series, ten: TenRuns) -> Block:
 
 
 def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, str]]:
-    """Sentences with commands."""
+    """Return pairs of a sentence and a command."""
     command, benchmark = "./run_and_time.sh", series.first.benchmark
     if series.first.is_miniature:
         return [

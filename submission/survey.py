@@ -1,11 +1,16 @@
-"""`python -m submission.survey --results DIR`: a whole results repository, scored by us; beside the official tools, or as a table.
+"""`python -m submission.survey --results DIR`: score a whole results repository.
 
-DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
-One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
-of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
-With --round 5.1 the sets that have a result become rows of common/records/published.json instead; rows of other rounds stay.
+DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and
+<submitter>/results/<system>/<benchmark>/result_*.txt. The command prints one row for each result
+set of our benchmarks: verdicts and scores of the official tools and of this project, and the number
+of logs with a finding for each of our rules. A set passes if at most one of its logs has an error,
+because that one counts as the run that did not converge.
 
-Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 17 cannot be written, 18 no official tools.
+With --round 5.1, the sets with a result become rows of common/records/published.json instead. Rows
+of other rounds are kept.
+
+Exit code: 0 every score equals the official one to a relative 1e-9, 20 one does not, 2 wrong usage,
+17 cannot be written, 18 no official tools.
 """
 
 from __future__ import annotations
@@ -34,12 +39,12 @@ from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number
 
-TOLERANCE = 1e-9  # relative, of scores
+TOLERANCE = 1e-9  # of scores, relative
 
 
 @dataclass
 class ResultSet:
-    """The logs of one system and benchmark, and what is said of them."""
+    """The logs of one system and benchmark, with verdicts and scores."""
 
     folder: Path  # <submitter>/results/<system>/<benchmark>
     examined: list[Examined] = field(default_factory=list)
@@ -50,12 +55,15 @@ class ResultSet:
 
     @property
     def name(self) -> tuple[str, str]:
-        """System and benchmark."""
+        """The system and the benchmark."""
         return self.folder.parent.name, self.folder.name
 
     @property
     def verdict(self) -> str:
-        """As for one log; one of the logs may have errors: it counts as the run that did not converge."""
+        """CLEAN, ACCEPTED or NOT_CLEAN, as for one log.
+
+        One of the logs may have errors, because it counts as the run that did not converge.
+        """
         bad = [each for each in self.examined if each.errors()]
         if len(bad) + self.unreadable > 1 or errors(self.of_the_set):
             return check.NOT_CLEAN
@@ -64,20 +72,25 @@ class ResultSet:
 
     @property
     def of_the_set(self) -> list[Finding]:
+        """Findings about the logs as a set."""
         return result_set.findings(self.examined)
 
     @property
     def scores_agree(self) -> bool:
-        if (
-            self.official_score is None
-        ):  # a set that passed: the summarizer broke off, as on sets with power logs
+        """Whether our score equals the official one to TOLERANCE, or cannot be compared."""
+        # If a set passed and has no official score, the summarizer crashed, as on sets with power
+        # logs.
+        if self.official_score is None:
             return self.score is None or self.official == "passed"
         if self.score is None:
             return False
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
     def logs_by_rule(self) -> Counter[str]:
-        """Logs that have a finding of a rule of ours; what the official checker said is none."""
+        """Return the number of logs with a finding, for each of our rules.
+
+        Complaints of the official checker are not counted. Findings about the set are.
+        """
         counts: Counter[str] = Counter()
         for each in self.examined:
             ours = [finding for finding in each.findings if finding not in each.verdict.complaints]
@@ -125,7 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def result_sets(results: Path) -> list[Path]:
-    """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
+    """Return the folders <submitter>/results/<system>/<benchmark> of our benchmarks in `results`.
+
+    Raises ConfigError if there is none.
+    """
     folders = sorted(
         path
         for name in benchmarks.names()
@@ -140,11 +156,15 @@ def result_sets(results: Path) -> list[Path]:
     return folders
 
 
-# Beside the official tools.
+# Comparison with the official tools.
 
 
 def survey(results: Path, ruleset: str | None) -> int:
-    """Print the tables; return the exit code. Raises ConfigError, PreflightError."""
+    """Print the comparison with the official tools; return the exit code.
+
+    `ruleset`: ruleset for the logs (default: chosen by their keys). Raises ConfigError if there are
+    no results, PreflightError without the official tools.
+    """
     official_tools.checker_version()
     sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
     for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
@@ -166,7 +186,8 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
         examined.verdict.rules for each in sets for examined in each.examined
     ).most_common(1)
     ruleset = ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1])
-    # Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only.
+    # Run the package checker, which writes the RCP factors, and then the summarizer. Both run on a
+    # copy that contains only these sets.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
@@ -177,7 +198,7 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
                 ignore=shutil.ignore_patterns("scaling.json"),
             )
             description = submitter / "systems" / f"{each.name[0]}.json"
-            if description.is_file():  # without it the package checker breaks off, and says so
+            if description.is_file():  # without it, the package checker stops with a message
                 shutil.copy(description, copy / "systems")
         verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
         scores = official_tools.summary(copy, ruleset, len(sets)).scores
@@ -189,7 +210,7 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
-    """Minutes with the RCP factor, as submission.score gives them; None where it gives none."""
+    """Return the score of submission.score, in minutes with the RCP factor, or None."""
     try:
         return ten_runs(read_series([folder], ruleset=ruleset or "")).score
     except RunError:
@@ -246,11 +267,15 @@ def summary(sets: list[ResultSet]) -> list[str]:
     ]
 
 
-# As rows of the published table.
+# Rows of the published table.
 
 
 def rows(results: Path, round_: str) -> Iterator[Published]:
-    """One row per set below `results`, of ten logs or fewer. Raises ConfigError if there is none."""
+    """Yield one row for each result set in `results` that has a result.
+
+    A result set has ten logs or fewer. Sets without a result are named on stderr. Raises
+    ConfigError if there are no sets.
+    """
     for folder in result_sets(results):
         try:
             series = read_series([folder])
@@ -271,7 +296,10 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
 
 
 def write(path: Path, round_: str, found: list[Published]) -> int:
-    """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
+    """Replace the rows of `round_` in the table at `path` by `found`; return the exit code.
+
+    Raises StorageError if the table cannot be written.
+    """
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
     table["sources"][round_] = (
