@@ -1,5 +1,4 @@
-"""FLUX.1-dev's transformer: image and text streams that attend to each other, then one joint
-stream.
+"""FLUX.1-dev's transformer: image and text streams with joint attention, then a single stream.
 
 Sizes follow config.json of black-forest-labs/FLUX.1-dev (transformer). The blocks follow Esser et
 al. (arXiv:2403.03206, MM-DiT) and Dehghani et al. (arXiv:2302.05442, attention and MLP in

@@ -1,13 +1,17 @@
 """A GPT in plain torch, in eight sizes, with its training step.
 
-`throughput gpt` and `throughput scaling` time it. The model is a token and a learned position
-embedding; N times (LayerNorm, causal attention with as many key as query heads, residual,
-LayerNorm, two matrices with GELU between, residual); LayerNorm; logits through the token embedding.
-Every linear layer has a bias. Nothing is compiled or fused by hand, so the numbers show the speed
-of plain torch on a machine. `bench` times the fused Llama of this package.
+`throughput gpt` and `throughput scaling` time it. Nothing is compiled or fused by hand, so the
+numbers show the speed of plain torch on a machine. `bench` times the fused Llama of this package.
+The layers:
 
-Weights, gradients and both moments of AdamW are bf16: 8 bytes per parameter. There are no fp32
-master weights, which real training would have (16 bytes per parameter).
+    token embedding + learned position embedding
+    N times: LayerNorm, causal attention with as many key as query heads, residual,
+             LayerNorm, two matrices with GELU between, residual
+    LayerNorm, logits through the token embedding
+
+Every linear layer has a bias. Weights, gradients and both moments of AdamW are bf16: 8 bytes per
+parameter. There are no fp32 master weights, which real training would have (16 bytes per
+parameter).
 """
 
 from __future__ import annotations

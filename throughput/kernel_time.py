@@ -1,10 +1,12 @@
-"""Which kernel class each instant of a profiled window belongs to. Pure functions, no torch.
+"""Attribution of each instant of a profiled window to a kernel class. Pure functions, no torch.
 
-A kernel's class follows from its name: the first pattern of NAMES that matches. Where the name says little (a copy, an elementwise
-kernel, an unknown name), the nearest op or range around its launch that says more decides.
+A kernel's class follows from its name: the first pattern of NAMES that matches. If the name is
+vague (a copy, an elementwise kernel, an unknown name), the nearest op or range around its launch
+with a clear class decides.
 
-Where several kernels run at once, the instant belongs to one of them: compute before communication, the main stream before others,
-kernels before copies, then the one that started last. So communication is counted where nothing else runs; the rest of it is hidden.
+If several kernels run at once, the instant belongs to one of them: compute before communication,
+the main stream before others, kernels before copies, then the one that started last. Communication
+is therefore exposed only where nothing else runs. The rest of it is hidden.
 """
 
 from __future__ import annotations
@@ -45,23 +47,25 @@ CLASSES = (
     OTHER,
     IDLE,
 )
-VAGUE = (ELEMENTWISE, OTHER)  # the op or range around the launch may say more
+VAGUE = (ELEMENTWISE, OTHER)  # the op or range around the launch may be clearer
 
-# First match wins, in either case. The order matters: FlashAttention 3 is built of CUTLASS, fused kernels also quantize, FP8 products
-# have e4m3 in their names.
+# The first match wins, ignoring case. The order matters: FlashAttention 3 is built with CUTLASS,
+# fused kernels also quantize, and names of FP8 products contain e4m3.
 NAMES = (
     (
         COMMUNICATION,
         r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem",
     ),
+    # Copy engines, and the ranges of ZeRO.
     (
         COMMUNICATION,
         r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::|^_(accumulate|add_rows)_kernel$",
-    ),  # copy engines; ZeRO's ranges
+    ),
+    # The gradient norm belongs to the optimizer too.
     (
         OPTIMIZER,
         r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm",
-    ),  # the gradient norm is the optimizer's too
+    ),
     (
         ATTENTION,
         r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)",
@@ -74,10 +78,11 @@ NAMES = (
         GEMM,
         r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)",
     ),
+    # The second alternative: the adapters' kernels (common/kernels/lora.py).
     (
         GEMM,
         r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$",
-    ),  # the latter: the adapters' kernels (common/kernels/lora.py)
+    ),
     (CROSS_ENTROPY, r"cross_?entropy|log_?soft_?max|nll_?loss|logsumexp"),
     (SWIGLU, r"swiglu|silu"),
     (ROPE, r"(^|[^a-z])d?rope|rotary"),
@@ -98,15 +103,16 @@ AUTOGRAD = re.compile(r"^autograd::engine|Backward\d*$")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A kernel, a copy of the GPU's, or an op of a CPU. Times are on one clock."""
+    """A GPU kernel, a GPU copy, or a CPU op. All times are on one clock."""
 
     name: str
     start_ns: int
     end_ns: int
     stream: int
-    kind: str  # "kernel", "copy" (memcpy, memset) or "op" (ops nest: an instant belongs to the innermost)
+    # "kernel", "copy" (memcpy, memset) or "op". Ops nest: an instant belongs to the innermost.
+    kind: str
     within: tuple[str, ...] = ()  # ops and ranges around its launch, outermost first
-    label: str = ""  # of a matrix product: role and shape
+    label: str = ""  # role and shape of a matrix product
     flops: int = 0
 
 
@@ -115,8 +121,8 @@ class Row:
     """Sums over the events of one name inside the window."""
 
     name: str
-    exposed_ns: int = 0  # instants that belong to them
-    kernel_ns: int = 0  # durations: two kernels at once count twice
+    exposed_ns: int = 0  # instants attributed to these events
+    kernel_ns: int = 0  # sum of durations: two kernels at once count twice
     launches: int = 0
     flops: int = 0
 
@@ -131,9 +137,9 @@ def class_of_name(name: str) -> str:
 
 
 def class_of(event: Event) -> str:
-    """The class of the first name, from the event's own outwards, that is not vague.
+    """Return the first class that is not vague, from the event's own name outwards.
 
-    Autograd nodes do not count: recomputation runs inside whichever of them asks for it.
+    Autograd nodes do not count, since recomputation runs inside whichever node triggers it.
     """
     seen = [
         class_of_name(name)
@@ -146,10 +152,10 @@ def class_of(event: Event) -> str:
 
 
 def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
-    """Attribute the window [start_ns, end_ns) to `events`; an event that reaches beyond it counts with its part inside.
+    """Attribute the window [start_ns, end_ns) to `events`, of which only the part inside counts.
 
-    Returns "classes", all of CLASSES, whose exposed_ns sum to the window; "products", GEMM by role and shape, and "others", class other
-    by kernel name, both longest first.
+    Return "classes", all of CLASSES, whose exposed_ns sum to the window; "products", GEMM by role
+    and shape; and "others", class other by kernel name. The latter two are sorted, longest first.
     """
     kinds = [class_of(event) for event in events]
     exposed, idle_ns = exposed_ns(events, kinds, start_ns, end_ns)
@@ -177,7 +183,10 @@ def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, 
 def exposed_ns(
     events: Sequence[Event], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[list[int], int]:
-    """The nanoseconds of the window that belong to each event, and those that belong to none; together the window."""
+    """Return the nanoseconds of the window that belong to each event, and those of none.
+
+    Together they sum to the window.
+    """
     main = main_stream(events, kinds)
     rank = [
         (kind == COMMUNICATION, e.stream != main, e.kind == "copy", -e.start_ns)
@@ -206,7 +215,7 @@ def exposed_ns(
 
 
 def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
-    """The stream that computes longest; None where nothing computes."""
+    """Return the stream that computes longest, or None if nothing computes."""
     busy: dict[int, int] = {}
     for event, kind in zip(events, kinds, strict=True):
         if kind != COMMUNICATION and event.kind != "copy":
@@ -215,5 +224,5 @@ def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
 
 
 def _inside(event: Event, start_ns: int, end_ns: int) -> int:
-    """Nanoseconds of the event inside the window."""
+    """Return the nanoseconds of the event inside the window."""
     return max(0, min(end_ns, event.end_ns) - max(start_ns, event.start_ns))

@@ -1,9 +1,11 @@
-"""Each kernel on the real shapes: microseconds, bytes it must move, and the share of a plain copy's bandwidth on the same GPU.
+"""Time of each kernel on the real shapes, and its bandwidth as a share of a plain copy's.
 
     python -m throughput.kernels [--only NAME]
 
-Needs a GPU. Random data, never zeros: the power that a GPU draws depends on them. Medians of the launches that fill 20 ms, delayed scaling (one
-pass).
+Prints microseconds, the rate of the bytes that the kernel must move, and the share of a copy's
+bandwidth on the same GPU. Needs a GPU. Data is random, never zeros, since the power that a GPU
+draws depends on the data. Times are medians of the launches that fill 20 ms, with delayed scaling
+(one pass).
 """
 
 from __future__ import annotations
@@ -26,9 +28,8 @@ FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
 GIB = 1 << 30
 GPU, SECONDS = torch.device("cuda"), 0.02
-Case = tuple[
-    str, Callable[[], object], int
-]  # name, launch, and the bytes that it must read and write, each value once
+# Name, launch, and the bytes that it must read and write, each value once.
+Case = tuple[str, Callable[[], object], int]
 
 
 def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -36,7 +37,10 @@ def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Case]:
-    """Kernels with a result in FP8, `transposed`: in both layouts where products need them, and the same with a result in bf16."""
+    """Yield kernels with a result in FP8, and the same kernels with a result in bf16.
+
+    `transposed`: write both layouts where products need them.
+    """
     scaling = DelayedScaling()
     forward = scaling.quantizer(transposed=transposed)
     gradient = scaling.quantizer(gradient=True, transposed=transposed)
@@ -52,7 +56,10 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     n, m = tokens * hidden, tokens * ffn
 
     def warmed(launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
-        """The launch, after a first step that found its scales: what is timed is the one pass of later steps."""
+        """Return the launch, after a first step that found its scales.
+
+        What is timed is therefore the single pass of later steps.
+        """
         launch(*arguments)
         scaling.step_done()
         return partial(launch, *arguments)
@@ -109,7 +116,7 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
 
 
 def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
-    """Norms of query and key heads with RoPE, in a model that has them."""
+    """Yield the norms of query and key heads with RoPE, for a model that has them."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
     qkv, weights = draw(tokens, shape.qkv_size), (draw(shape.head_dim), draw(shape.head_dim))
@@ -162,7 +169,7 @@ def loss(shape: ModelShape) -> Iterator[Case]:
 
 
 def update(shape: ModelShape) -> Iterator[Case]:
-    """Of the gate_up of one layer, halved between two ranks."""
+    """Yield the optimizer's kernels for one layer's gate_up matrix, halved between two ranks."""
     size = (shape.ffn_hidden_size, shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
@@ -184,7 +191,7 @@ def update(shape: ModelShape) -> Iterator[Case]:
 
 
 def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
-    """A line per case with `only` in its name. `copy`: bytes per second of a plain copy."""
+    """Print a line per case with `only` in its name. `copy`: bytes per second of a plain copy."""
     for name, launch, moved in cases:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
@@ -208,9 +215,8 @@ def main() -> None:
         report(loss(shape), title, copy, only)
     qwen = shape_of("qwen3-8b")
     report(head_norms(qwen, 16384), f"D {qwen.hidden_size} {'':16}", copy, only)
-    report(
-        update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only
-    )  # the matrices of 70B do not train
+    # Only the 8B: the matrices of 70B do not train.
+    report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)
 
 
 if __name__ == "__main__":

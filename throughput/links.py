@@ -1,6 +1,7 @@
-"""The links between the GPUs of this machine: what the driver calls them, the speed of copies over them, and a picture of both.
+"""Links between the GPUs of this machine: the driver's names, speeds of copies, and a picture.
 
-`python -m throughput.links FILE` measures the copies, in a process of its own, whose contexts on all GPUs end with it.
+`python -m throughput.links FILE` measures the copies in a separate process, since the contexts on
+all GPUs end with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ COPY_BYTES, REPEATS = 2**28, 10
 Names = dict[tuple[int, int], str]  # (GPU, another GPU) -> NV18, XGMI, PIX, ...
 
 
-# --- what the driver says -------------------------------------------------------------------------
+# --- names from the driver ------------------------------------------------------------------------
 
 
 def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple[Names, str]:
-    """The names of the links between the `count` visible GPUs, in torch's numbers, and "" or why there are none."""
+    """Return the names of the links between the `count` visible GPUs, and "" or why there are none.
+
+    GPUs are numbered as torch numbers them.
+    """
     command = COMMANDS[vendor]
     try:
         answer = subprocess.run(
@@ -61,19 +65,19 @@ def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple
 
 
 def parse_nvidia(text: str) -> Names:
-    """The matrix of `nvidia-smi topo -m`; columns of network cards are left out."""
+    """Parse the matrix of `nvidia-smi topo -m`, without the columns of network cards."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
     return _matrix([line.split() for line in lines])
 
 
 def parse_rocm(text: str) -> Names:
-    """The matrix "Link Type between two GPUs" of `rocm-smi --showtopo`."""
+    """Parse the matrix "Link Type between two GPUs" of `rocm-smi --showtopo`."""
     part = text.partition("Link Type between two GPUs")[2].partition("\n")[2].partition("\n===")[0]
     return _matrix([line.split() for line in part.splitlines()])
 
 
 def _matrix(rows: list[list[str]]) -> Names:
-    """A head of GPU0 GPU1 ..., and rows that begin with a GPU; what stands on the diagonal is left out."""
+    """Parse a header of GPU0 GPU1 ... and rows that begin with a GPU, without the diagonal."""
     found: Names = {}
     head: list[str] = []
     for cells in filter(None, rows):
@@ -94,7 +98,7 @@ def _matrix(rows: list[list[str]]) -> Names:
 
 
 def measure_copies(path: Path) -> None:
-    """Write [from, to, GB/s, peer access] of every ordered pair of GPUs."""
+    """Write [from, to, GB/s, peer access] of every ordered pair of GPUs to `path`, as JSON."""
     import torch
 
     gpus = range(torch.cuda.device_count())
@@ -107,7 +111,7 @@ def measure_copies(path: Path) -> None:
 
 
 def copy_gb_per_s(source: int, target: int) -> float:
-    """One direction at a time; the other GPUs are idle."""
+    """Return the GB/s of copies in one direction, while the other GPUs are idle."""
     import torch
 
     there = torch.randint(256, (COPY_BYTES,), device=f"cuda:{source}", dtype=torch.uint8)
@@ -131,7 +135,10 @@ def copy_gb_per_s(source: int, target: int) -> float:
 
 
 def rows(names: Names, copies: list[list]) -> list[dict[str, Any]]:
-    """One for each ordered pair of GPUs, of what the driver says and of what `measure_copies` wrote."""
+    """Return a row for each ordered pair of GPUs.
+
+    `names`: from `ask_driver`. `copies`: the lists that `measure_copies` wrote.
+    """
     speeds = {
         (i, j): {"gb_per_s": speed, "peer": "yes" if peer else "no"} for i, j, speed, peer in copies
     }
@@ -143,8 +150,9 @@ def rows(names: Names, copies: list[list]) -> list[dict[str, Any]]:
 
 
 def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[str]) -> None:
-    """`points`: (pair, GB/s, link). The GPUs in a circle, with a line for each pair in the color of its kind of link; beside it the matrix of
-    the speeds, the darker, the faster.
+    """Draw the GPUs in a circle and, to the right, the matrix of speeds, where darker is faster.
+
+    A line between two GPUs has the color of their kind of link. `points`: (pair, GB/s, link).
     """
     speeds = {tuple(map(int, pair.split(" to "))): (speed, link) for pair, speed, link in points}
     gpus = sorted({gpu for pair in speeds for gpu in pair})
@@ -158,7 +166,7 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
     for (i, j), (_, link) in speeds.items():
         axes.plot(*zip(place[i], place[j], strict=True), color=color[link], linewidth=1.5, zorder=1)
     for link in color:
-        axes.plot([], [], color=color[link], label=link)  # for the legend
+        axes.plot([], [], color=color[link], label=link)  # only for the legend
     for gpu, (x, y) in place.items():
         axes.plot([x], [y], "o", color="white", markeredgecolor="black", markersize=16, zorder=2)
         axes.text(x, y, str(gpu), ha="center", va="center", color="black", zorder=3)

@@ -1,4 +1,7 @@
-"""Training steps of Llama-like models, full or LoRA, by the code that trains the benchmarks: synthetic tokens, optimizer included."""
+"""Training steps of Llama-like models, full or LoRA, by the code that trains the benchmarks.
+
+Tokens are synthetic; the optimizer is included.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
-TINY = "miniature"  # the shape of the benchmarks' miniatures, for a CPU
+TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
 SEQUENCES = {"cuda": 8192, "cpu": 128}
 SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
 
@@ -107,14 +110,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one number of GPUs. `config`: its settings at a micro-batch of 1, or those of the benchmark."""
+    """One model on one number of GPUs.
+
+    `config`: its settings at a micro-batch of 1, or those of the benchmark.
+    """
 
     family: Family
     mode: str
     config: RunConfig
     work: Workload
     kind: GpuKind | None  # None: a CPU
-    source: str  # of a config that configs/ has no file for
+    source: str  # origin of the settings if configs/ has no file for them
 
     @property
     def benchmark(self) -> str:
@@ -122,11 +128,12 @@ class Case:
 
     @property
     def planned(self) -> Memory | None:
+        # No step evaluates, so evaluation is planned with the smallest micro-batch.
         return (
             plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
             if self.kind
             else None
-        )  # nothing is evaluated
+        )
 
     def row(self) -> dict[str, Any]:
         config, window = self.config, self.family.sliding_window
@@ -168,7 +175,10 @@ class Case:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Raises ConfigError, or OutOfMemory where by calculation no batch fits, before anything is measured."""
+    """Measure each number of GPUs.
+
+    Raises ConfigError, or OutOfMemory if by calculation no batch fits, before anything is measured.
+    """
     kind = gpu_kind() if options.device == "cuda" else None
     for case in [case_of(options, kind, gpus) for gpus in options.gpus]:
         while not attempt(case, options, result):
@@ -179,7 +189,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def gpu_kind() -> GpuKind:
-    """As the driver names it, and without peaks where it is not in common/gpu_kinds.py."""
+    """Return the kind of this machine's GPU.
+
+    A kind that is not in common/gpu_kinds.py is "unknown", has the driver's facts and no peaks.
+    """
     import torch
 
     found = probe(os.environ)
@@ -212,12 +225,15 @@ def model_of(options: argparse.Namespace) -> Family:
 
 
 def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
-    """With its batch. Raises ConfigError, and OutOfMemory where by calculation no batch fits."""
+    """Return the case for `gpus` GPUs, with its batch.
+
+    Raises ConfigError, or OutOfMemory if by calculation no batch fits.
+    """
     family, mode = model_of(options), "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
     work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
-    # Fewer layers of the benchmark's model are measured as `bench --layers` does.
+    # Fewer layers of the benchmark's model are measured as `bench --layers` measures them.
     as_benchmark = (
         replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
         and length == rules.sequence_length
@@ -250,7 +266,10 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
 def config_of(
     benchmark: str, kind: GpuKind | None, gpus: int, linear: str
 ) -> tuple[RunConfig, str]:
-    """The config of this kind for so many GPUs in the precision that is asked for, and ""; or else the nearest one, and its name."""
+    """Return the config of this kind for `gpus` GPUs in precision `linear`, and its origin.
+
+    The origin is "" if a config file matches exactly, otherwise text that names the nearest file.
+    """
     name = kind.name if kind else "CPU"
     path = (
         nearest_file(ROOT, benchmark, kind, gpus)
@@ -269,9 +288,10 @@ def config_of(
 
 
 def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
-    """The config with as few recomputed or offloaded layers as its batch needs, by calculation; of LoRA the base sharded if it must be.
+    """Return the config that fits by calculation, with as few changes as possible.
 
-    A config of a benchmark that fits stays as it is. Raises OutOfMemory.
+    It recomputes or offloads as few layers as its batch needs. LoRA shards the base if it must. A
+    benchmark's config that fits stays unchanged. Raises OutOfMemory if nothing fits.
     """
     config, work, kind, key = case.config, case.work, case.kind, SAVES_MEMORY[case.mode]
     assert kind is not None
@@ -285,9 +305,8 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
         ):
             return found
     smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
-    most = (
-        work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0
-    )  # of LoRA in bf16 nothing is offloaded
+    # LoRA in bf16 offloads no layers.
+    most = work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0
     raise does_not_fit(replace(case, config=changed(smallest, key, most)))
 
 
@@ -314,7 +333,10 @@ def does_not_fit(case: Case) -> OutOfMemory:
 
 
 def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
-    """Run it and add its row; False if memory was full. Raises RunError of another failure."""
+    """Run the case and add its row. Return False if memory ran out.
+
+    Raises RunError for any other failure.
+    """
     row = case.row()
     try:
         values, times_ms = run(case, options, result)
@@ -328,7 +350,7 @@ def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
 
 
 def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
-    """One process per GPU. Raises the RunError of the rank that failed."""
+    """Run the case with one process per GPU. Raises the RunError of the rank that failed."""
     config = case.config
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         folder = Path(name)

@@ -1,4 +1,7 @@
-"""Facts of this machine and its software for a result: from torch, the driver and Linux. What cannot be read is missing."""
+"""Facts of this machine and its software for a result, from torch, the driver and Linux.
+
+Facts that cannot be read are missing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from common.hardware import Probe, identify
 from common.paths import ROOT
 from launch import run_directory
 
-OF_LINUX = {  # key of a system description -> ours
+OF_LINUX = {  # key of a system description -> key of `facts`
     "host_processor_model_name": "cpu",
     "host_processors_per_node": "cpu_sockets",
     "host_processor_core_count": "cpu_cores_per_socket",
@@ -26,8 +29,10 @@ OF_LINUX = {  # key of a system description -> ours
 
 
 def facts(found: Probe, device: str) -> dict[str, Any]:
-    """GPU name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind, count, memory and power limit; CPU;
-    operating system.
+    """Return the facts of the GPU, the CPU and the operating system.
+
+    GPU: name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind,
+    count, memory and power limit.
     """
     of_linux = inventory.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {
@@ -50,9 +55,10 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
 
 
 def kind_of(found: Probe) -> str:
+    # The GPUs are unknown, partitioned or mixed: no percentage of a peak is printed.
     try:
         kind = identify(found, os.environ.get("GPU_KIND", ""))
-    except PreflightError:  # unknown, partitioned or mixed: then no percentage of a peak is printed
+    except PreflightError:
         return "unknown"
     return kind.name if kind else "unknown"
 
@@ -69,7 +75,10 @@ def power_limit(found: Probe) -> dict[str, float]:
 
 
 def versions(found: Probe) -> dict[str, Any]:
-    """Commit ("modified" after it if files were changed), driver, Python, packages, CUDA or ROCm of torch."""
+    """Return the commit and the versions of driver, Python, packages, and torch's CUDA or ROCm.
+
+    The commit is followed by "modified" if files were changed.
+    """
     known = run_directory.versions(ROOT, found)
     commit = (
         f"{known['commit'][:12]}{', modified' if known['dirty'] else ''}"

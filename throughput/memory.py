@@ -1,4 +1,4 @@
-"""The memory of a GPU as torch counts it, and what counts as a lack of it."""
+"""GPU memory as torch counts it, and the recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """torch's own error, or what a library says that asked the driver itself."""
+    """Return whether `error` is torch's own out-of-memory error or that of a library.
+
+    Libraries that ask the driver for memory themselves are recognized by their messages.
+    """
     return (
         isinstance(error, torch.OutOfMemoryError)
         or "ALLOC_FAILED" in str(error)
@@ -17,8 +20,9 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to, and forget the peak."""
-    # What a failed backward left to do refers to its graph, and so to the model, until torch runs the next backward.
+    """Release all unreferenced memory and reset the peak."""
+    # A failed backward leaves work that refers to its graph, and so to the model, until torch runs
+    # the next backward.
     torch.zeros((), device=device, requires_grad=True).backward()
     gc.collect()
     if device.type == "cuda":
@@ -27,5 +31,5 @@ def free_memory(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Of tensors; 0 on a CPU."""
+    """Return the peak memory of tensors in bytes, 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

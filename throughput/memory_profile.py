@@ -1,7 +1,9 @@
-"""profile --memory: what holds a GPU's memory at its peak, from torch's history of some steps' allocations.
+"""Memory profile (profile --memory): the allocations that make up a GPU's peak memory.
 
-All ranks step; rank 0 alone keeps the history, and writes. snapshot.pickle is torch's own format and a pickle because pytorch.org/memory_viz
-opens nothing else. Nothing here reads it: memory.json and memory.html are made of the same snapshot while it is in memory.
+The source is torch's history of the allocations of some steps. All ranks run the steps; only rank 0
+keeps the history and writes. snapshot.pickle is torch's own format, and a pickle because
+pytorch.org/memory_viz opens nothing else. Nothing here reads it: memory.json and memory.html are
+made from the same snapshot while it is in memory.
 """
 
 from __future__ import annotations
@@ -24,24 +26,29 @@ from common.training.assembly import Assembly
 from throughput.report import write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
-PROJECT = f"{ROOT}/"  # with which the file names of our own frames begin
+PROJECT = f"{ROOT}/"  # prefix of file names in frames of this project
+# Packages whose objects hold the tensors that live as long as the run.
 OURS = (
     "common",
     *benchmarks.names(),
-)  # packages whose objects hold the tensors that live as long as the run
+)
 BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
 QUANTIZED = "quantized weights"
+# Sign of an action's change of allocated memory. free_requested leaves the memory in use.
 SIGNS = {
     "alloc": 1,
     "free_completed": -1,
-}  # of an action for what is allocated; free_requested leaves the memory in use
+}
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-LARGEST, PRINTED = 40, 12  # places: in the files, on the terminal
+LARGEST, PRINTED = 40, 12  # number of places in the files and on the terminal
 GIB = 2**30
 
 
 class Piece(NamedTuple):
-    """One allocation. `size`: the bytes that were asked for. `place`: our innermost frame, empty where there is none."""
+    """One allocation.
+
+    `size`: the bytes requested. `place`: the innermost frame of this project, "" if there is none.
+    """
 
     size: int
     kind: str
@@ -49,7 +56,11 @@ class Piece(NamedTuple):
 
 
 class History(NamedTuple):
-    """`times_ms`, and after each event: bytes `reserved` from the driver, `allocated` in all and by kind. `peak`: what lived at the most."""
+    """Memory after each event of a snapshot, in bytes, and the time of each event, in milliseconds.
+
+    `reserved`: from the driver. `allocated`: in total. `kinds`: allocated by kind. `peak`: the
+    allocations alive at the peak.
+    """
 
     times_ms: list[float]
     reserved: list[int]
@@ -65,9 +76,10 @@ class History(NamedTuple):
 def record(
     step: Callable[[], object], steps: int, folder: Path, assembly: Assembly, processes: Processes
 ) -> tuple[History, int] | None:
-    """Run `steps` with the history of allocations; on rank 0 write folder/snapshot.pickle. All ranks must call it.
+    """Run `steps` steps and, on rank 0, record their allocations. All ranks must call it.
 
-    Returns, on rank 0, the history and the peak by torch's own counter, bytes. Raises StorageError.
+    Rank 0 writes folder/snapshot.pickle and returns the history and the peak by torch's own
+    counter, in bytes. Other ranks return None. Raises StorageError.
     """
     device, mine = processes.device, processes.rank == 0
     processes.barrier()
@@ -93,7 +105,7 @@ def record(
 
 
 def owners(assembly: Assembly) -> dict[int, str]:
-    """Address of each storage that lives as long as the run -> its kind."""
+    """Return address -> kind of each storage that lives as long as the run."""
     kinds: dict[str, Iterable[Tensor]] = {
         "AdamW moments": assembly.optimizer.state_tensors(),
         "master weights": assembly.optimizer.weights,
@@ -112,7 +124,7 @@ def owners(assembly: Assembly) -> dict[int, str]:
 
 
 def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Through containers, modules and objects of our own classes."""
+    """Yield the tensors in `thing`, through containers, modules and this project's objects."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -126,7 +138,10 @@ def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
-    """Of torch.cuda.memory._snapshot(), whose docstring describes it. The history need not reach back to the first allocation."""
+    """Return the history in a snapshot, as torch.cuda.memory._snapshot() returns and documents it.
+
+    The history need not reach back to the first allocation.
+    """
     trace = [
         event for event in snapshot["device_traces"][device] if event["action"] in SIGNS | RESERVED
     ]
@@ -135,7 +150,8 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
         block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"
     ]
     live = {block["address"]: block["requested_size"] for block in blocks}
-    for event in reversed(trace):  # from what lives at the end to what lived at the beginning
+    # Go back from the allocations at the end to those at the beginning.
+    for event in reversed(trace):
         if event["action"] == "alloc":
             live.pop(event["addr"], None)
         elif event["action"] == "free_completed":
@@ -177,7 +193,7 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
 
 
 def kind_and_place(frames: list[dict]) -> tuple[str, str]:
-    """Of an allocation in a step, by its frames, the innermost first."""
+    """Return kind and place of an allocation in a step, by its frames, innermost first."""
     ours = [
         frame
         for frame in frames
@@ -197,7 +213,7 @@ def kind_and_place(frames: list[dict]) -> tuple[str, str]:
 
 
 def document(history: History, counted: int, facts: dict) -> dict:
-    """memory.json: bytes."""
+    """Return the content of memory.json, in bytes."""
     top = history.top
     places: dict[tuple[str, str], list[int]] = {}
     for piece in history.peak:
@@ -220,7 +236,10 @@ def document(history: History, counted: int, facts: dict) -> dict:
 
 
 def write(folder: Path, history: History, found: dict) -> str:
-    """memory.json and memory.html in `folder`; returns the table for a terminal. Raises StorageError."""
+    """Write memory.json and memory.html in `folder` and return the table for a terminal.
+
+    Raises StorageError.
+    """
     write_text(folder / SUMMARY, json.dumps(found, indent=1) + "\n")
     heading, kinds, largest = _heading(found), _kinds(found), _largest(found)
     curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds

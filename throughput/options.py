@@ -1,4 +1,4 @@
-"""Options that several measurements take, under one name and with one meaning; and the reading of them."""
+"""Options that several measurements share, with one name and one meaning, and their parsing."""
 
 from __future__ import annotations
 
@@ -54,13 +54,19 @@ COMMON: dict[str, dict[str, Any]] = {
 
 
 def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any]) -> None:
-    """The options `names` of COMMON; `changes`: of a name's settings, e.g. add(parser, "steps", seq={"default": 1024})."""
+    """Add the options `names` of COMMON to `parser`.
+
+    `changes`: changed settings by option, e.g. add(parser, "steps", seq={"default": 1024}).
+    """
     for name in (*names, *(name for name in changes if name not in names)):
         parser.add_argument(f"--{name}", **COMMON[name] | changes.get(name, {}))
 
 
 def device_of(option: str | None, found: Probe) -> str:
-    """The device "cuda" (also ROCm's) or "cpu". Raises ConfigError for "cuda" without a GPU."""
+    """Return the device, "cuda" (also for ROCm) or "cpu".
+
+    Raises ConfigError for "cuda" without a GPU.
+    """
     if option == "cuda" and not found.devices:
         raise ConfigError(
             "--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU"
@@ -75,7 +81,10 @@ def check_torch(device: str, found: Probe) -> None:
 
 
 def check_gpus(wanted: list[int], device: str, found: Probe) -> None:
-    """On a CPU a "GPU" is a process. Raises ConfigError if there are fewer than the largest number wanted."""
+    """Raise ConfigError if there are fewer GPUs than the largest number wanted.
+
+    On a CPU a "GPU" is a process, at most one per core.
+    """
     there = (os.cpu_count() or 1) if device == "cpu" else len(found.devices)
     if max(wanted) > there:
         kind = "CPU cores" if device == "cpu" else "GPUs"
@@ -83,7 +92,10 @@ def check_gpus(wanted: list[int], device: str, found: Probe) -> None:
 
 
 def choose(option: str, value: str, known: Iterable[str]) -> str:
-    """`value` of `option` (such as --model), which must be in `known`. Raises ConfigError that lists them."""
+    """Return `value` of `option` (such as --model).
+
+    Raises ConfigError that lists `known` if `value` is not in it.
+    """
     if value not in known:
         raise ConfigError(
             f"unknown {option} {value}", f"there are: {', '.join(known)}", "name one of them"

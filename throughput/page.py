@@ -1,4 +1,7 @@
-"""page.html of sections (throughput/tables.py): the page of common/html/page.py, with plots that matplotlib draws as SVG inside of it."""
+"""page.html of sections (throughput/tables.py).
+
+It is the page of common/html/page.py with plots that matplotlib draws as inline SVG.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from common.html.page import COLORS, Block
 from throughput import links
 from throughput.tables import Drawing, Section
 
-INK = "#0a0b0c"  # of axes and text: replaced by the page's own color, which changes with the scheme
+# Color of axes and text, replaced by the page's own color, which changes with the scheme.
+INK = "#0a0b0c"
 MARKERS = "osD^vP"
 STYLES = {
     "svg.fonttype": "none",
@@ -100,7 +104,10 @@ def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
 
 
 def _bars(axes: Axes, drawing: Drawing) -> None:
-    """Horizontal, one place for each x with a bar for each group, in the order of the points from the top."""
+    """Draw horizontal bars: one position per x, with a bar for each group.
+
+    Positions follow the order of the points, from the top.
+    """
     groups, names = _grouped(drawing), list(dict.fromkeys(str(x) for x, _, _ in drawing.points))
     width = 0.8 / len(groups)
     for index, (color, (by, points)) in enumerate(zip(cycle(COLORS), groups.items(), strict=False)):
@@ -113,7 +120,10 @@ def _bars(axes: Axes, drawing: Drawing) -> None:
 
 
 def _short(name: str) -> str:
-    """`name`, which may be the path of a model's file, in at most 40 characters: it takes its width from the bars."""
+    """Return `name` in at most 40 characters, since its width reduces that of the bars.
+
+    It may be the path of a model's file.
+    """
     return name if len(name) <= 40 else f"{name[:12]}…{name[-27:]}"
 
 
@@ -134,13 +144,18 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
     axes.set_ylabel(drawing.labels[1])
     axes.set_ylim(bottom=0)
     xs = [x for x, _, _ in drawing.points]
-    if 0 < 50 * min(xs) < max(xs):  # doubled again and again, such as sizes of messages
+    if 0 < 50 * min(xs) < max(xs):  # sizes that double repeatedly, such as those of messages
         axes.set_xscale("log", base=2)
     axes.grid()
 
 
 def _roofline(axes: Axes, drawing: Drawing) -> None:
-    """`roofs`: {"bandwidth": [name, bytes per second / 1e12], "peaks": [[name, TFLOP/s], ...]}; at most the bandwidth without a peak."""
+    """Draw the points under the roofs of the machine. Without a peak only the bandwidth is drawn.
+
+    `drawing.roofs`:
+
+        {"bandwidth": [name, bytes per second / 1e12], "peaks": [[name, TFLOP/s], ...]}
+    """
     groups = _grouped(drawing)
     for color, marker, (by, points) in zip(
         cycle(COLORS), cycle(MARKERS), groups.items(), strict=False

@@ -1,6 +1,7 @@
-"""Some steps under torch's profiler: a trace for Perfetto, and where the time went as profile.json and as a table.
+"""Time profile of some steps, from torch's profiler: trace, profile.json, table and page.
 
-All ranks step; rank 0 alone is profiled and writes. The steps are those of `bench`: random tokens, optimizer included.
+The trace opens in Perfetto. All ranks run the steps; only rank 0 is profiled and writes. The steps
+are those of `bench`: random tokens, optimizer included.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ PARTS = {
     "products": "matrix product, M x N x K",
     "others": "name in class other",
 }
-CLOCK_AGREES = 0.01  # the trace's step against the clock's
+CLOCK_AGREES = 0.01  # allowed difference between the step of the trace and that of the clock
 OTHERS_PRINTED = 3
 
 
 def record(step: Callable[[], object], steps: int, folder: Path, processes: Processes) -> float:
-    """Run a lead-in and `steps` more, on rank 0 under the profiler, which writes folder/trace.json.gz. All ranks must call it.
+    """Run a lead-in step and `steps` more, on rank 0 under the profiler. All ranks must call it.
 
-    Returns the mean milliseconds of a step by this rank's clock: CUDA events on a GPU, the monotonic clock on a CPU.
+    Rank 0 writes folder/trace.json.gz. Returns the mean milliseconds of a step by this rank's
+    clock: CUDA events on a GPU, the monotonic clock on a CPU. Raises StorageError.
     """
     activities = [
         ProfilerActivity.CPU,
@@ -80,10 +82,12 @@ def summarize(
     clock_ms: float,
     bench_ms: float,
 ) -> str:
-    """Read the trace in `folder`, write profile.json, table.md and page.html beside it and return the table.
+    """Read the trace in `folder`, write profile.json, table.md and page.html, and return the table.
 
-    `facts`: benchmark, config, precision, layers, world_size, device, torch, steps, tokens_per_step_per_rank; part of profile.json.
-    `clock_ms`: a step while profiled, from `record`; `bench_ms`: a step without the profiler, before it in the same process.
+    `facts`: benchmark, config, precision, layers, world_size, device, torch, steps and
+    tokens_per_step_per_rank. They become part of profile.json. `clock_ms`: a step under the
+    profiler, from `record`. `bench_ms`: a step without the profiler, measured earlier in the same
+    process.
     """
     roles = trace.Roles(
         model.shape,
@@ -107,7 +111,10 @@ def _cannot_write(path: Path, error: OSError) -> StorageError:
 
 
 def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
-    """profile.json: per step, in milliseconds unless the name says otherwise. The classes sum to window_ms."""
+    """Return the content of profile.json: per step, in milliseconds unless the key says otherwise.
+
+    The classes sum to window_ms.
+    """
 
     def entry(row: Row) -> dict:
         return {
@@ -129,7 +136,7 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
 
 
 def _heading(profile: dict) -> list[str]:
-    """What was profiled, its step, and a NOTE if trace and clock disagree."""
+    """Return lines that describe the profile, with a NOTE if trace and clock disagree."""
     over_clock, cost = (
         profile["window_ms"] / profile["clock_ms"] - 1,
         profile["clock_ms"] / profile["bench_ms"] - 1,
@@ -161,7 +168,7 @@ def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def text(profile: dict) -> str:
-    """For a terminal."""
+    """Return the profile as text for a terminal."""
     lines = _heading(profile)
     for part, title in PARTS.items():
         rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
@@ -178,7 +185,7 @@ def text(profile: dict) -> str:
 
 
 def sections(profile: dict) -> list[Section]:
-    """For the page: a table for each of PARTS that has rows, and bars of the classes."""
+    """Return the sections of the page: tables of PARTS that have rows, and bars of the classes."""
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
     bars = tuple(
         (row["name"], row[key], kind)

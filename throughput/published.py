@@ -1,7 +1,8 @@
-"""Numbers that others published, from published.json: never ours, and never measured by this package. Standard library only.
+"""Numbers that others published, from published.json. Standard library only.
 
-Each table has a title, the source with the machine and date as it states them, what it does not say (`notes`), columns as
-throughput/tables.py declares them, and flat rows; "gpu" names the kind of GPU of a row.
+None of them was measured by this package. Each table has a title, a source, notes, columns as
+throughput/tables.py declares them, and flat rows. The source includes the machine and date as it
+states them. `notes` say what it leaves out. "gpu" names the kind of GPU of a row.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def tables() -> dict[str, Published]:
 
 
 def beside(row: dict[str, Any], wanted: Beside) -> str:
-    """`MI300X 542.9; MI325X 643.0`: the published values of the rows that agree with `row`, or a dash."""
+    """Return the published values of the rows that agree with `row`, or a dash.
+
+    For example `MI300X 542.9; MI325X 643.0`.
+    """
     table = tables()[wanted.table]
     column = table.column(wanted.value)
     same = [

@@ -1,4 +1,7 @@
-"""A measurement on several GPUs: a torchrun with one process per GPU, or on a CPU one that stands for it, and what its ranks share."""
+"""A measurement on several GPUs under torchrun, and helpers for its ranks.
+
+torchrun starts one process per GPU. On a CPU, a process takes the place of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 
+# Files in the folder of a run: the request, and the measurements of rank 0.
 REQUEST, MEASURED = (
     "request.json",
     "measured.json",
-)  # in the folder of a run: what is asked for, and what rank 0 found
+)
 
 
 def run_ranks(
@@ -39,9 +43,10 @@ def run_ranks(
     limit_s: float = math.inf,
     threads: int = 1,
 ) -> tuple[dict[str, Any], RunError | None]:
-    """What `count` ranks of `python -m *arguments` left in `folder`, {} if nothing, and the error that ended them, if one did.
+    """Run `python -m *arguments` on `count` ranks. Return their measurements and error.
 
-    `settings`: environment variables. `threads`: of each rank. Raises Interrupted.
+    The measurements are {} if there are none. The error is the one that ended the ranks, or None.
+    `settings`: environment variables. `threads`: per rank. Raises Interrupted.
     """
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
@@ -63,9 +68,9 @@ def run_ranks(
     if not ending.returncode:
         return found, None
     error = diagnose(folder, count)[0]
-    if (
-        error.kind != OutOfMemory.kind
-    ):  # that is told by a row; the place of another failure would be gone with the folder
+    # The result row reports out of memory. The traceback of any other failure would be deleted with
+    # the folder.
+    if error.kind != OutOfMemory.kind:
         print(
             *(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))),
             file=sys.stderr,
@@ -77,21 +82,23 @@ def run_ranks(
 
 
 def main(measure: Callable[[Path], None]) -> None:
-    """`measure` the request in the folder that the command line names."""
+    """Run `measure` on the folder that the command line names."""
     folder = Path(sys.argv[1])
     run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
 
 
 def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
-    """The maximum of each value over the ranks."""
+    """Return the maximum of each value over the ranks."""
     most = torch.tensor(values, dtype=torch.float64, device=processes.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()
 
 
 class Unsent(NcclReduceScatter):
-    """Takes this rank's rows of its own gradient for the mean of all ranks: the same work and memory, but nothing is sent, and no rank waits for
-    another. What such steps learn is wrong.
+    """A reduce-scatter that sends nothing.
+
+    Each rank uses its rows of its own gradient as if they were the mean of all ranks. Work and
+    memory are the same, but no rank waits for another. The weights after such steps are wrong.
     """
 
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:

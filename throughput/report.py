@@ -1,4 +1,7 @@
-"""table.md and page.html: sections of text made of one result, or of several of the same kind. Standard library only; the page needs more."""
+"""table.md and page.html of one result, or of several of the same measurement.
+
+Standard library only, except for the page.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from common.errors import StorageError, write_whole
 from throughput import published
 from throughput.tables import Column, Drawing, Plot, Section, Table
 
-NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # the former comes with jinja2
-MAX_BARS = 20  # rows of a comparison that has a plot
+NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # jinja2 brings markupsafe
+MAX_BARS = 20  # largest number of rows of a comparison with a plot
 
 
 # --- one result -----------------------------------------------------------------------------------
@@ -24,7 +27,10 @@ def title(what: str, data: dict[str, Any]) -> str:
 
 
 def sections(data: dict[str, Any]) -> list[Section]:
-    """Of what `result.read` returned: machine and software, each table, then what others published of it."""
+    """Return the sections of a result that `result.read` returned.
+
+    They are machine and software, each measured table, and the published tables.
+    """
     return [
         facts([("", data)]),
         *(part for table in data["tables"] for part in measured(table, data)),
@@ -33,7 +39,7 @@ def sections(data: dict[str, Any]) -> list[Section]:
 
 
 def others(tables: Iterable[Table]) -> list[Section]:
-    """The published tables that `tables` name, each once."""
+    """Return the published tables that `tables` name, each once."""
     return [
         of_published(name)
         for name in dict.fromkeys(wanted.table for table in tables for wanted in table.published)
@@ -41,7 +47,7 @@ def others(tables: Iterable[Table]) -> list[Section]:
 
 
 def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
-    """A row for each fact, a column for each (label, result)."""
+    """Return a section with a row for each fact and a column for each (label, result)."""
     columns = [described(data) for _, data in results]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple(
@@ -61,17 +67,20 @@ def described(data: dict[str, Any]) -> dict[str, str]:
 
 
 def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
-    """In the table's order; rows that failed come last in a sorted table."""
+    """Return the rows of a table in its order. In a sorted table, failed rows come last."""
     rows = [row for row in data["rows"] if row.get("table") == table.name]
     return sorted(rows, key=lambda row: -(row.get(table.sort) or 0.0)) if table.sort else rows
 
 
 def measured(table: Table, data: dict[str, Any]) -> list[Section]:
-    """The section of a table; none if it has no rows. A row that failed says why in place of the table's value."""
+    """Return the section of a table, or none if it has no rows.
+
+    A failed row shows its error in place of the table's value.
+    """
     rows = rows_of(table, data)
     if not rows:
         return []
-    parts: list[tuple[str, bool, list[str]]] = []  # head, whether numbers, cells
+    parts: list[tuple[str, bool, list[str]]] = []  # head, whether the cells are numbers, cells
     for column in table.columns:
         failed = [row.get("error", "") if column.key == table.value else "" for row in rows]
         cells = [error or column.text(row) for error, row in zip(failed, rows, strict=True)]
@@ -96,7 +105,11 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
 def beside(
     column: Column, table: Table, rows: list[dict[str, Any]]
 ) -> list[tuple[str, bool, list[str]]]:
-    """Published values that stand to the right of `column`: of the same key, or, where no column has it, beside the table's value."""
+    """Return the columns of published values to the right of `column`.
+
+    They belong to the column of the same key or, if no column has that key, to the column of the
+    table's value.
+    """
     parts, keys = [], {own.key for own in table.columns}
     for wanted in table.published:
         if wanted.match and column.key == (wanted.value if wanted.value in keys else table.value):
@@ -109,7 +122,7 @@ def beside(
 def drawn(
     plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
 ) -> Drawing | None:
-    """None if no row has all values."""
+    """Return the drawing of `plot`, or None if no row has all values."""
     columns, names = {column.key: column for column in table.columns}, plot.x.split(", ")
     shown = [row for row in rows if _has(row, plot.y) and all(_has(row, name) for name in names)]
     xs = [
@@ -150,7 +163,11 @@ def of_published(name: str) -> Section:
 
 
 def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
-    """Of (label, result) of the same `what`: each table's `value` for each of its `keys`, and the ratio to the first result."""
+    """Return the sections that compare results of the same measurement, given as (label, result).
+
+    For each combination of a table's `keys` they show its `value`, and the ratio to the first
+    result.
+    """
     made = [facts(results)]
     tables = {table.name: table for _, data in results for table in data["tables"]}
     for table in tables.values():
@@ -210,10 +227,13 @@ def _side_by_side(
 
 
 def write(folder: Path, title: str, made: list[Section]) -> None:
-    """table.md and, where jinja2 and matplotlib are installed, page.html in `folder`; says where they are. Raises StorageError."""
+    """Write table.md and page.html in `folder`, and print where they are.
+
+    page.html is written only if jinja2 and matplotlib are installed. Raises StorageError.
+    """
     write_text(folder / "table.md", markdown(title, made))
     try:
-        from throughput import page  # jinja2 and matplotlib, which may be missing
+        from throughput import page  # needs jinja2 and matplotlib, which may be missing
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_BY_PAGE:
             raise
@@ -226,7 +246,10 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaced as a whole, so that a reader never sees half of it. Raises StorageError."""
+    """Replace the file atomically, so that a reader never sees half of it.
+
+    Raises StorageError.
+    """
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -249,5 +272,5 @@ def markdown(title: str, made: list[Section]) -> str:
 
 
 def relabeled(made: list[Section], what: str) -> list[Section]:
-    """With `what` before each title, for a page of several measurements."""
+    """Return the sections with `what` before each title, for a page of several measurements."""
     return [replace(section, title=f"{what}: {section.title}") for section in made]

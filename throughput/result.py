@@ -1,8 +1,15 @@
-"""The result of one measurement: a directory with result.json, which grows row by row, and table.md and page.html made of it.
+"""The result of one measurement: a directory with result.json, table.md and page.html.
 
-result.json: `what`, `status` ("running" until `finish`), `started` (Unix time), `command`, `machine`, `versions`, `tables` (what the rows
-mean, throughput/tables.py), `notes` (name -> value, e.g. roofs of a plot) and `rows`. A row is flat: "table", the keys of that table's
-columns, "source": "measured", and, where something was timed, "ms", "ms_p10", "ms_p90" and "samples". A row that failed has "error".
+result.json grows row by row; the other two are made from it. Its keys:
+
+- `what`, `started` (Unix time), `command`, `machine`, `versions`
+- `status`: "running" until `finish`
+- `tables`: the meaning of the rows (throughput/tables.py)
+- `notes`: name -> value, e.g. the roofs of a plot
+- `rows`
+
+A row is flat: "table", the keys of that table's columns, "source": "measured" and, if something was
+timed, "ms", "ms_p10", "ms_p90" and "samples". A failed row has "error".
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in
 
 
 def default_directory(what: str) -> Path:
-    """LOGDIR/throughput/<what>-<time>; LOGDIR is `results` if it is not set."""
+    """Return LOGDIR/throughput/<what>-<time>. LOGDIR defaults to `results`."""
     return (
         Path(os.environ.get("LOGDIR") or "results")
         / "throughput"
@@ -36,7 +43,11 @@ def default_directory(what: str) -> Path:
 
 
 class Result:
-    """`machine` and `versions`: throughput/machine.py. `device`: "cuda" or "cpu". Raises ConfigError if `folder` holds files."""
+    """A result that is saved after every row.
+
+    `machine` and `versions`: from throughput/machine.py. `device`: "cuda" or "cpu". The constructor
+    raises ConfigError if `folder` contains files.
+    """
 
     def __init__(
         self,
@@ -75,8 +86,10 @@ class Result:
         return self.data["rows"]
 
     def percent(self, tflops: float, precision: str) -> float | None:
-        """TFLOP/s of one GPU as a percentage of the dense peak that the machine's facts name, in "bf16", "fp16" or "fp8"; None for other
-        precisions, where no peak is known, and on a CPU.
+        """Return TFLOP/s of one GPU as a percentage of its dense peak, as in the machine's facts.
+
+        `precision`: "bf16", "fp16" or "fp8". Return None for other precisions, if no peak is known,
+        and on a CPU.
         """
         peak = self.data["machine"].get(
             {
@@ -88,8 +101,10 @@ class Result:
         return 100 * tflops / peak if peak else None
 
     def add(self, row: dict[str, Any], samples_ms: list[float] | None = None) -> None:
-        """Append `row`, a flat dict with "table" (the first table if it has none), print it in one line, and save. On `samples_ms` it
-        gets "ms", "ms_p10", "ms_p90" and "samples".
+        """Append `row`, print it as one line, and save.
+
+        `row`: a flat dict with "table" (default: the first table). With `samples_ms`, "ms",
+        "ms_p10", "ms_p90" and "samples" are added.
         """
         row = (
             {"table": next(iter(self.tables)), "source": "measured"}
@@ -101,14 +116,17 @@ class Result:
         print(line(row, self.tables[row["table"]]), flush=True)
 
     def attempt(self, row: dict[str, Any], work: Callable[[], Measured]) -> bool:
-        """Add `row` with what `work` returns. Where that fails, a row that says so, and the measurement goes on: out of memory, a product
-        that the device or torch does not have. A RunError, which is for the user, is raised.
+        """Add `row` with the values that `work` returns, or with the error if it fails.
+
+        Return whether it succeeded. The measurement continues after a failure, such as out of
+        memory or a product that the device or torch does not support. A RunError, which is for the
+        user, is raised.
         """
         try:
             values, samples_ms = work()
         except RunError:
             raise
-        except Exception as error:  # whatever a library or driver raises
+        except Exception as error:  # libraries and drivers raise any class
             self.add(row | {"error": why_failed(error)})
             return False
         self.add(row | values, samples_ms)
@@ -118,7 +136,10 @@ class Result:
         self.data["notes"][name] = value
 
     def finish(self) -> None:
-        """Write table.md and page.html, and say where they are. Raises RunError if no row was measured."""
+        """Write table.md and page.html, and print where they are.
+
+        Raises RunError if every row failed.
+        """
         self.data["status"] = "finished"
         self._write()
         report.write(
@@ -138,14 +159,14 @@ class Result:
 
 
 def why_failed(error: Exception) -> str:
-    """One line."""
+    """Return the error as one line."""
     if ran_out_of_memory(error):
         return "out of memory"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 
 def line(row: dict[str, Any], table: Table) -> str:
-    """`row` as one line of progress."""
+    """Return `row` as one line of progress."""
     known = [column for column in table.columns if row.get(column.key) not in (None, "")]
     cells = [
         f"{column.title} {column.text(row)} {column.unit}".rstrip()
@@ -157,7 +178,10 @@ def line(row: dict[str, Any], table: Table) -> str:
 
 
 def claim(folder: Path) -> None:
-    """Make `folder`. Raises ConfigError if it holds files, StorageError if it cannot be made."""
+    """Create `folder`.
+
+    Raises ConfigError if it contains files, StorageError if it cannot be created.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
@@ -174,12 +198,12 @@ def claim(folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Raises StorageError."""
+    """Write `value` as JSON. Raises StorageError."""
     report.write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of a result.json; its tables as Table. Raises DataError."""
+    """Return the content of a result.json, its tables as Table. Raises DataError."""
     path = folder / NAME
     try:
         data = json.loads(path.read_text())

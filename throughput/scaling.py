@@ -1,6 +1,8 @@
-"""Training steps on 1, 2, 4, 8 GPUs: a GPT under data parallelism and a sharded Llama of few layers; collectives by size; links between GPUs.
+"""Training steps on 1, 2, 4 and 8 GPUs, collectives by size, and the links between GPUs.
 
-Each number of GPUs is a torchrun of its own (throughput/scaling_rank.py), with one process per GPU; on a CPU a process stands for a GPU.
+The models are a GPT under data parallelism and a sharded Llama with few layers. Each number of GPUs
+runs under a separate torchrun (throughput/scaling_rank.py) with one process per GPU. On a CPU, a
+process takes the place of a GPU.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from throughput.scaling_rank import Request
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
-LIMIT_S = 900.0  # for one number of GPUs; collectives have their own limit
-# The GPT that is measured if none is named: the first whose published peak of memory (7b: 107.9 GB, 3b: 26.9) leaves a tenth of the GPU free.
+LIMIT_S = 900.0  # for one number of GPUs; collectives have their own timeout
+# The GPT measured by default: the first whose published peak memory (7b: 107.9 GB, 3b: 26.9 GB)
+# leaves a tenth of the GPU free.
 DEFAULT_GPT = {"7b": 120e9, "3b": 30e9, "small": 0.0}
 LLAMA_LAYERS = {"cuda": 4, "cpu": 2}
+# On a GPU: 1 MiB to 1 GiB.
 COLLECTIVE_BYTES = {
     "cuda": tuple(4**k << 20 for k in range(6)),
     "cpu": (2**16, 2**18, 2**20),
-}  # 1 MiB to 1 GiB
+}
 REPEATS = {"cuda": 20, "cpu": 5}
 MIB = 2**20
 
@@ -144,11 +148,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Raises ConfigError for an unknown model."""
+    """Measure each number of GPUs, then the links. Raises ConfigError for an unknown model."""
     if options.device == "cuda":
-        result.data["versions"]["nccl"] = ".".join(
-            map(str, torch.cuda.nccl.version())
-        )  # on AMD that of RCCL
+        # On AMD this is RCCL's version.
+        result.data["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     there = torch.cuda.device_count() if options.device == "cuda" else min(2, os.cpu_count() or 1)
     model, request = request_for(options, result)
     result.data["machine"] |= {
@@ -169,7 +172,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Request]:
-    """Name of the GPT, and what to measure."""
+    """Return the name of the GPT, and the request that the ranks read."""
     device = options.device
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     known = SIZES | STAND_INS
@@ -194,12 +197,15 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Reque
 
 
 def default_gpt(memory_bytes: int) -> str:
-    """For a GPU of so much memory; the smallest stand-in for none."""
+    """Return the GPT for a GPU with this memory, or the smallest stand-in for 0 (a CPU)."""
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
 
 
 def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | None]:
-    """What `count` ranks, of one thread each on a CPU, measured, and the error that ended them, if one did. Raises Interrupted."""
+    """Measure on `count` ranks. Return their measurements, and the error that ended them or None.
+
+    On a CPU each rank has one thread. Raises Interrupted.
+    """
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         request.write(Path(name) / ranks.REQUEST)
         return ranks.run_ranks(Path(name), count, ["throughput.scaling_rank", name], {}, LIMIT_S)
@@ -217,7 +223,7 @@ def add_steps(
     error: RunError | None,
     result: Result,
 ) -> None:
-    """The row of one strategy on `gpus` GPUs, or one that says why there is none."""
+    """Add the row of one strategy on `gpus` GPUs, or a row with the reason why it is missing."""
     row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus}
     if strategy == "DDP":
         shape, length, batch, precision = (
@@ -273,7 +279,10 @@ def reason(error: RunError | None) -> str:
 
 
 def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
-    """What is odd about `row`, which has the next larger number of GPUs."""
+    """Describe why `row` does not fit the scaling trend, if it does not.
+
+    `smaller`: the row of the next smaller number of GPUs.
+    """
     if row["tokens_per_s"] < smaller["tokens_per_s"]:
         return f"below {smaller['gpus']} GPU{'s' if smaller['gpus'] > 1 else ''}"
     if row["ms_p90"] < smaller["ms_p10"]:

@@ -1,7 +1,9 @@
-"""What one rank measures for `throughput scaling`: `python -m throughput.scaling_rank FOLDER`, started by torchrun on n GPUs.
+"""Measurements of `throughput scaling` on one rank: `python -m throughput.scaling_rank FOLDER`.
 
-FOLDER/request.json says what; rank 0 writes FOLDER/measured.json after each part, so that a part that runs out of memory does not lose
-those before it: collectives by size, then the sharded Llama, then the GPT under data parallelism, which takes the most memory.
+torchrun starts it on n GPUs. FOLDER/request.json holds the Request. Rank 0 writes
+FOLDER/measured.json after each part, so that a part that runs out of memory does not lose the parts
+before it. The order is collectives by size, the sharded Llama, then the GPT under data parallelism,
+which needs the most memory.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from throughput.memory import free_memory, peak_bytes
 from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
 from throughput.timing import step_ms
 
-TIMEOUT_S = 300.0  # of a collective: while one rank still compiles kernels
+TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels
 COLLECTIVES = ("all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What all counts of GPUs measure."""
+    """The request for one measurement, the same for all numbers of GPUs."""
 
-    gpu: str  # a name of common.gpu_kinds.KINDS, or another GPU's, or CPU
+    gpu: str  # a name in common.gpu_kinds.KINDS, another GPU's name, or CPU
     gpt: Size
     llama_layers: int
-    fp8: bool  # of the Llama's linear layers
+    fp8: bool  # whether the Llama's linear layers use FP8
     warmup: int
     steps: int
     collective_bytes: tuple[int, ...]
@@ -61,7 +63,7 @@ class Request:
 
     @property
     def rules(self) -> Rules:
-        """The benchmark's, with fewer layers; on a CPU those of the miniature."""
+        """The benchmark's rules with fewer layers, on a CPU those of the miniature."""
         rules = divisions(measured_in("full"))["miniature" if self.gpu == "CPU" else "closed"]
         return replace(rules, shape=replace(rules.shape, num_layers=self.llama_layers))
 
@@ -88,7 +90,11 @@ def measure(folder: Path) -> None:
 
 
 def measure_plain(request: Request, processes: Processes) -> dict:
-    """The GPT, whole on each rank; torch's DistributedDataParallel averages the gradients during backward. One rank has no wrapper."""
+    """Measure the GPT, replicated on each rank.
+
+    torch's DistributedDataParallel averages the gradients during backward. A single rank has no
+    wrapper.
+    """
     model = build_gpt(request.gpt.shape, request.gpt.sequence_length, processes.device)
     if processes.world_size == 1:
         return measure_steps(request, processes, train_step(model, request.gpt), None)
@@ -104,7 +110,10 @@ def measure_plain(request: Request, processes: Processes) -> dict:
 
 
 def measure_sharded(request: Request, processes: Processes) -> dict:
-    """The Llama that this package trains: ZeRO-2, fused blocks, gradients reduced and weights gathered beside the computation."""
+    """Measure the Llama that this package trains: ZeRO-2 and fused blocks.
+
+    Reduction of gradients and gathering of weights overlap with the computation.
+    """
     rules, ranks = request.rules, processes.world_size
     benchmark = measured_in("full")
     config = replace(
@@ -143,8 +152,10 @@ def measure_steps(
     step: Callable[[], object],
     alone: Callable[[], object] | None,
 ) -> dict:
-    """`times_ms`: milliseconds of each step, of the slowest rank; `alone_ms`: of `alone`, the same step without the reduction of gradients,
-    empty if there is none; `memory_bytes`: peak of the fullest rank, 0 on a CPU.
+    """Time `step` and, if given, `alone`, the same step without the reduction of gradients.
+
+    `times_ms`, `alone_ms`: milliseconds of each step on the slowest rank; `alone_ms` is empty
+    without `alone`. `memory_bytes`: peak memory of `step` on the fullest rank, 0 on a CPU.
     """
     device = processes.device
     processes.barrier()
@@ -167,7 +178,10 @@ def measure_steps(
 
 
 def measure_collectives(request: Request, processes: Processes) -> list[dict]:
-    """For each collective and size: milliseconds of each call, of the slowest rank. Empty with one rank."""
+    """Return the milliseconds of each call on the slowest rank, for each collective and size.
+
+    The list is empty with one rank.
+    """
     found = []
     for name in COLLECTIVES if processes.world_size > 1 else ():
         for size in request.collective_bytes:
@@ -181,10 +195,15 @@ def measure_collectives(request: Request, processes: Processes) -> list[dict]:
 
 
 def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[], object]:
-    """`size`: bytes, as NCCL's tests count them: of the tensor that is reduced, or of the whole that is gathered. Random bf16."""
+    """Return a call of collective `name` on random bf16 values.
+
+    `size`: bytes, as NCCL's tests count them: the tensor that is reduced, or the whole that is
+    gathered.
+    """
     whole = torch.randn(size // 2, device=processes.device, dtype=torch.bfloat16)
     if name == "all-reduce":
-        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)  # sums of sums would overflow
+        # MAX, since repeated sums would overflow.
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)
     part = whole[: len(whole) // processes.world_size].clone()
     target = whole[: len(part) * processes.world_size]
     return lambda: dist.all_gather_into_tensor(target, part)

@@ -1,12 +1,20 @@
-"""Times other launch settings of each Triton kernel on this GPU, at a benchmark's shapes, and says which are right: for common/kernels.
+"""Time other launch settings of each Triton kernel on this GPU at a benchmark's shapes.
 
     ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
 
-First attention, with each of SDPA's backends and with AITER on ROCm, FlashAttention-4 on CUDA: microseconds of forward and backward together, and dB against the math backend; a run takes the first
-that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
-its reference's, says so instead of a time. With --steps whole steps are timed instead, with other settings of streams, queues and channels
-(throughput/run_settings.py). A line that is faster on your GPU is what we would like to hear of, with the first line of the
-output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
+For authors of common/kernels. Results are also checked against the reference.
+
+Attention comes first: each of SDPA's backends, AITER on ROCm and FlashAttention-4 on CUDA. A line
+shows microseconds of forward and backward together, and dB against the math backend. A run uses the
+first that works (common/kernels/attention.py).
+
+Each further line is one Tile of common/kernels/architecture.py. The shipped one is marked. A
+candidate that does not compile, or whose results differ from its reference's, shows the reason
+instead of a time. With --steps, whole steps are timed instead, with other settings of streams,
+queues and channels (throughput/run_settings.py).
+
+If a line is faster on your GPU, put it into the kernel's `_settings` function and run pytest
+tests/kernels. Then send us both, with the first line of the output.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ from launch.preflight.measure import median_s
 from throughput import run_settings
 
 SECONDS = 0.02
-# The settings functions that a case of common/training/kernel_cases.py launches with.
+# Op of a case in common/training/kernel_cases.py -> the settings function that it launches with.
 SETTINGS = {
     "add + RMS norm": "rms_norm.add_rms_norm_settings",
     "RMS norm backward": "rms_norm.rms_norm_backward_settings",
@@ -51,7 +59,8 @@ SETTINGS = {
     "adapter up backward": "lora.up_backward_settings",
     "cross entropy": "cross_entropy.cross_entropy_forward_settings",
 }
-WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")  # their columns are a row, or half of a head
+# Their columns are a whole row, or half of a head.
+WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")
 LOOPS = ("RMS norm backward", "adapter")
 
 
@@ -103,7 +112,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
-    """One per backend, on ROCm per library behind flash, and per optional package (common/kernels/attention.py)."""
+    """Yield one line per backend and per optional package (common/kernels/attention.py).
+
+    On ROCm there is one per library of the flash backend.
+    """
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
     flash, efficient, cudnn = (
         SDPBackend.FLASH_ATTENTION,
@@ -146,7 +158,7 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
-    """Of a forward and a backward."""
+    """Return the microseconds of a forward and a backward."""
     shape, draw = sizes.shape, Draw(device)
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     leaves = [
@@ -177,7 +189,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
-    """One per op and candidate."""
+    """Yield one line per op and candidate."""
     arch = architecture(device)
     for op, shape, case in kernel_cases(sizes, Draw(device)):
         if only not in op:
@@ -204,7 +216,10 @@ def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
 
 
 def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
-    """What to try, one thing at a time: nothing, then factors of warps and tile, stages where loops have them, and waves per SIMD on AMD."""
+    """Yield the changes to try, one at a time, beginning with no change.
+
+    They are factors of warps and tile, stages for kernels with loops, and waves per SIMD on AMD.
+    """
     yield {}
     tile = [] if op.startswith(WHOLE_ROWS) else ["columns"]
     for key in ("warps", "rows", *tile):
@@ -226,8 +241,11 @@ def changed_tile(tile: Tile, change: Mapping[str, float]) -> Tile:
 
 
 def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
-    """Microseconds of the op by Triton; or why not. Includes what the op launches beside: a transpose, a clone of what it changes. In a CUDA graph,
-    since many ops take the GPU less time than their launches take the host.
+    """Return the microseconds of the op by Triton, or why it failed.
+
+    The time includes what else the op launches: a transpose, a clone of the tensors that it
+    changes. It runs in a CUDA graph, since many ops take less time on the GPU than their launches
+    take on the host.
     """
     try:
         db = against_reference(case, sizes, device)
@@ -241,5 +259,5 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
             lambda: case("triton", quantizers), rep=int(1e3 * SECONDS), return_mode="median"
         )
         return f"{1e3 * median_ms:8.1f} us"
-    except Exception as error:  # a compiler's errors have no common class
+    except Exception as error:  # compiler errors have no common class
         return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"

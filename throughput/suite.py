@@ -1,4 +1,7 @@
-"""All measurements in one sitting, each in a process of its own, and one page of them. Started again with the same --out, it goes on."""
+"""All measurements in one sitting, each in a separate process, and one page of the results.
+
+Run again with the same --out, it continues where it was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ from throughput import report, result
 from throughput.tables import Section
 
 NAME = "suite.json"
-SCHEDULED = 60.0  # seconds: below that the time left is not worth a line
+SCHEDULED = 60.0  # seconds: less time left than this is not reported
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. `words` follow `python3 -m throughput`, `quick` those of --quick ("" leaves it out); {gpus} stands for 1,2,4 or what
-    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200; scaling on two.
+    """One command of the suite.
+
+    `words` follow `python3 -m throughput`. With --quick, `quick` replaces them ("" skips the part).
+    {gpus} is replaced by 1,2,4 or the value of --gpus. `seconds`, `quick_seconds`: used to estimate
+    the time left, measured on one H200, scaling on two.
     """
 
     name: str
@@ -74,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """The exit code: 0 if every part ended with 0, else that of the first that did not. Raises RunError."""
+    """Run the suite and return the exit code.
+
+    It is 0 if every part ended with 0, otherwise that of the first part that did not. Raises
+    RunError.
+    """
     found = probe(os.environ)
     device = common.device_of(options.device, found)
     common.check_torch(device, found)
@@ -93,12 +103,11 @@ def main(options: argparse.Namespace) -> int:
         )
         ended[part.name] = run(part, folder, asked)
         result.write_json(folder / NAME, asked | {"parts": ended})
-    ended = {
-        part.name: ended[part.name] for part in chosen(options.quick)
-    }  # what was repeated stands where it was
+    # Restore the order of the parts, since repeated parts were added last.
+    ended = {part.name: ended[part.name] for part in chosen(options.quick)}
     report.write(folder, "suite", sections(folder, ended))
     failed = next((part["exit_code"] for part in ended.values() if part["exit_code"]), 0)
-    return 128 - failed if failed < 0 else failed  # as a shell counts signals
+    return 128 - failed if failed < 0 else failed  # as a shell reports signals
 
 
 def chosen(quick: bool) -> list[Part]:
@@ -106,13 +115,16 @@ def chosen(quick: bool) -> list[Part]:
 
 
 def doubled(count: int) -> list[int]:
-    """1, 2, 4, ... and `count` itself."""
+    """Return 1, 2, 4, ... and `count` itself."""
     return sorted({count, *(2**power for power in range(count.bit_length()) if 2**power <= count)})
 
 
 def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
-    """The parts that have ended well in `folder`, which is made if it is not there; what an interrupted or failed part left is moved aside. Raises
-    ConfigError if it holds anything else, or a suite that was asked for something else.
+    """Return the parts that ended successfully in `folder`, and create it if it is missing.
+
+    Results of an interrupted or failed part are moved aside. Raises ConfigError if `folder`
+    contains anything else, or a suite with other options. Raises DataError if suite.json cannot be
+    read.
     """
     path = folder / NAME
     if not path.is_file():
@@ -145,7 +157,7 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
 
 
 def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Its command, exit code and seconds. Raises Interrupted."""
+    """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
     words = (part.quick if asked["quick"] else part.words).format(
         gpus=",".join(map(str, asked["gpus"]))
     )
@@ -172,7 +184,10 @@ def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_left(ended: dict[str, dict], quick: bool) -> str:
-    """In words; the expected seconds, corrected by how the ended parts kept to theirs."""
+    """Return the time left in words.
+
+    The expected seconds are scaled by the ratio of actual to expected time of the finished parts.
+    """
     expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
     spent, planned = (
         sum(ended[name]["seconds"] for name in ended),
@@ -188,12 +203,12 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
 
 
 def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
-    """Machine, a row for each part, each part's tables, and what others published of them."""
+    """Return machine, a row for each part, each part's tables, and the published tables."""
     found: dict[str, dict[str, Any]] = {}
     for name in ended:
         try:
             found[name] = result.read(folder / name)
-        except RunError:  # it ended before it wrote one; its row says how
+        except RunError:  # the part wrote no result; its row says how it ended
             continue
     command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
     made = (

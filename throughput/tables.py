@@ -1,5 +1,6 @@
-"""What a measurement declares of its rows, so that result.json alone is enough to make its tables and page again;
-and the sections that they become. Standard library only.
+"""Declarations of a measurement's tables, and the sections that they become. Standard library only.
+
+result.json contains the declarations, so tables and page can be made again from it alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """One value of a row: its key there, the head of the column, unit, and Python format ("" for text)."""
+    """A column of a table.
+
+    `key`: its key in a row. `title`, `unit`: the head of the column. `format`: Python format ("":
+    text).
+    """
 
     key: str
     title: str
@@ -18,7 +23,7 @@ class Column:
     format: str = ""
 
     def text(self, row: dict[str, Any]) -> str:
-        """Of this row's value, without the unit; a dash where it has none."""
+        """Return the value in `row` as text without the unit, or a dash if there is none."""
         value = row.get(self.key)
         if value is None or value == "":
             return "-"
@@ -30,16 +35,23 @@ class Column:
 
 
 def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tuple[Column, ...]:
-    """The columns of what `spread` of throughput/timing.py returns."""
+    """Return the columns of the values that `spread` of throughput/timing.py returns."""
     percentiles = (Column(f"ms_p{part}", f"p{part}", "ms", format) for part in (10, 90))
     return (Column("samples", count, "", "d"), Column("ms", title, "ms", format), *percentiles)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the
-    roofs of the result's note "roofline" (throughput/gemm.py); `links`: GB/s y of each pair of GPUs x (throughput/links.py). One color
-    per value of `by`. x, y and `by` are keys of columns; x of bars may be several, as in "model, seq", whose texts together name a bar.
+    """A plot of a table's rows. x, y and `by` are keys of columns.
+
+    Each value of `by` has one color. Values of `kind`:
+
+    - `bars`: y of each row, named by its x. x may be several keys, as in "model, seq", whose texts
+      together name a bar.
+    - `lines`: y over the number x.
+    - `roofline`: TFLOP/s y over arithmetic intensity x, under the roofs of the result's note
+      "roofline" (throughput/gemm.py).
+    - `links`: GB/s y of each pair of GPUs x (throughput/links.py).
     """
 
     kind: str
@@ -51,7 +63,11 @@ class Plot:
 
 @dataclass(frozen=True)
 class Beside:
-    """A table of published.json shown under the measured one; in rows that agree with it in `match`, its `value` stands beside ours."""
+    """A table of published.json to show under the measured one.
+
+    If its row agrees with a measured row in the keys `match`, its `value` is shown next to the
+    measured one.
+    """
 
     table: str
     match: tuple[str, ...]
@@ -60,8 +76,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with "table": name. `keys`: the columns that say what was measured, `value`: the one that two results are compared by; both
-    are keys of columns. `formulas`: in words, one line each, printed under it. `sort`: key of the column to sort by, largest first.
+    """A table of the rows whose "table" is `name`.
+
+    `keys`: the columns that identify what was measured. `value`: the column in which two results
+    are compared. `formulas`: explanations, one line each, printed under the table. `sort`: key of
+    the column to sort by, largest first.
     """
 
     name: str
@@ -79,7 +98,10 @@ class Table:
 
     @staticmethod
     def from_dict(fields: dict) -> Table:
-        """Raises TypeError or KeyError if `fields` are not those of `as_dict`."""
+        """Return the Table of the dict `fields`, as `as_dict` makes it.
+
+        Raises TypeError or KeyError if a field is missing or unknown.
+        """
         beside = (part | {"match": tuple(part["match"])} for part in fields["published"])
         made = {
             "columns": tuple(Column(**part) for part in fields["columns"]),
@@ -91,7 +113,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A plot and its points (x, y, value of `by`). `roofs`: the note "roofline" of the result, for a plot of that kind."""
+    """A plot and its points (x, y, value of `by`).
+
+    `roofs`: the note "roofline" of the result, for a plot of that kind.
+    """
 
     plot: Plot
     labels: tuple[str, str]
@@ -101,7 +126,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """A table in text. `mark`: "measured here", or "published" and by whom; `numbers`: which columns hold numbers."""
+    """A table as text.
+
+    `mark`: "measured here", or "published" and by whom. `numbers`: which columns hold numbers.
+    """
 
     title: str
     mark: str

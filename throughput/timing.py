@@ -1,4 +1,4 @@
-"""Times of a call in milliseconds: a kernel with cold caches, or a training step as it follows the step before."""
+"""Times of a call in milliseconds: a kernel with cold caches, or consecutive training steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def kernel_ms(
     warmup_ms: float = WARMUP_MS,
     repeat_ms: float = REPEAT_MS,
 ) -> list[float]:
-    """Each call of about `repeat_ms` in all, after `warmup_ms` of calls that do not count. On a GPU Triton's do_bench: events around
-    each call, the L2 cache overwritten before it.
+    """Return the time of each call, about `repeat_ms` in total, after `warmup_ms` of untimed calls.
+
+    On a GPU it is Triton's do_bench: events around each call, the L2 cache overwritten before it.
     """
     if device == "cuda":
         from triton.testing import do_bench
@@ -37,14 +38,14 @@ def kernel_ms(
 
 
 def step_ms(step: Callable[[], object], device: str, warmup: int, steps: int) -> list[float]:
-    """Each of `steps` calls, which follow each other without a pause, after `warmup` calls."""
+    """Return the time of each of `steps` calls without pauses, after `warmup` untimed calls."""
     place = torch.device(device)
     times_s(step, warmup, place)
     return [1e3 * seconds for seconds in times_s(step, steps, place)]
 
 
 def spread(samples_ms: list[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile, and number of samples, under the keys of a row."""
+    """Return median, 10th and 90th percentile, and number of samples, under the keys of a row."""
     low, high = samples_ms[0], samples_ms[0]
     if len(samples_ms) > 1:
         deciles = statistics.quantiles(samples_ms, n=10, method="inclusive")

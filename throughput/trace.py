@@ -1,8 +1,10 @@
-"""A trace of torch's profiler (Chrome trace JSON, as Perfetto loads it) -> the events of its steps, ready for kernel_time.py. No torch.
+"""Events of the steps in a trace of torch's profiler, for kernel_time.py. No torch.
 
-Steps are the ranges `ProfilerStep#<n>`. The first is a lead-in: the window runs from its end to the end of the last, so that it
-contains the gaps between steps. On a GPU a step ends with the last main-stream kernel launched in it, on a CPU with the range itself.
-On a CPU the events are the ops of the thread that steps, and gloo's threads as further streams.
+The trace is Chrome trace JSON, which Perfetto opens. Steps are the ranges `ProfilerStep#<n>`. The
+first is a lead-in: the window runs from its end to the end of the last, so that it contains the
+gaps between steps. On a GPU a step ends with the last main-stream kernel launched in it, on a CPU
+with the range itself. On a CPU the events are the ops of the thread that steps, and gloo's threads
+as further streams.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from common.model.shapes import ModelShape
 from throughput.kernel_time import AUTOGRAD, Event, class_of, main_stream
 
 STEP = "ProfilerStep#"
-LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's are called cuda_runtime as well
+LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's category is cuda_runtime as well
 ON_GPU = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
+# Op -> index of a product's first factor among its inputs. The second factor is the next input.
 FIRST_FACTOR = {
     "aten::mm": 0,
     "aten::_scaled_mm": 0,
     "aten::addmm": 1,
-}  # which input of a product; the next one is the other
+}
 
 Shape = tuple[int, int, int]  # M, N, K of [M, K] x [K, N]
 
@@ -33,12 +36,15 @@ class _Call:
 
     name: str
     end_ns: int
-    factors: list  # shapes of a product's two factors; else empty
-    counted: bool = False  # the product's FLOPs
+    factors: list  # shapes of a product's two factors, else empty
+    counted: bool = False  # whether the product's FLOPs are already counted
 
 
 def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
-    """Events, the window's start and end in ns, and its steps. Raises CheckFailed if the trace lacks steps, or kernels that belong to them."""
+    """Return the events, the window's start and end in ns, and the number of its steps.
+
+    Raises CheckFailed if the trace lacks steps, or kernels that belong to them.
+    """
     spans = [record for record in trace["traceEvents"] if record.get("ph") == "X"]
     steps = sorted(
         (s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith(STEP)),
@@ -56,7 +62,8 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
             threads[span["tid"]].append(span)
     on_gpu = [span for span in spans if span.get("cat") in ON_GPU]
     if not on_gpu:
-        # Ranges, autograd nodes and functions (no namespace) are left out: their own time is Python and bookkeeping.
+        # Ranges, autograd nodes and functions (no namespace) are omitted, since their own time is
+        # Python and bookkeeping.
         ops = [
             (s, calls)
             for s, calls in _nested(threads.pop(steps[0]["tid"]))
@@ -87,7 +94,8 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
         _event(s, *stream, calls, roles)
         for s, stream, (_, calls) in zip(on_gpu, streams, launched, strict=True)
     ]
-    # Gathers that a step launches last run into the next step, or, after the last step, alone and thus sooner: the main stream counts.
+    # Gathers that a step launches last run into the next step. After the last step they run alone
+    # and therefore end sooner. So only the main stream counts.
     main = main_stream(kernels, [class_of(kernel) for kernel in kernels])
     on_main = [
         (moment, kernel.end_ns)
@@ -106,7 +114,11 @@ def _event(
 
 
 def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
-    """When the last kernel launched in `step` ended. `kernels`: when each was launched, and when it ended."""
+    """Return the end of the last kernel launched in `step`, in ns.
+
+    `kernels`: pairs of launch and end times, in ns. Raises CheckFailed if no kernel belongs to the
+    step.
+    """
     ends = [end for launched, end in kernels if _ns(step["ts"]) <= launched <= _end(step)]
     if not ends:
         why = "launches and kernels of the trace do not match: another profiler may be attached, or kernels may not be traced here"
@@ -115,7 +127,10 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
 
 
 def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, ...]]]:
-    """Each span of one thread with the ops and ranges around it, outermost first; an op or range is the last of its own."""
+    """Yield each span of one thread with the ops and ranges around it, outermost first.
+
+    An op or range is itself the last of them.
+    """
     stack: list[_Call] = []
     for span in sorted(thread, key=lambda span: (_ns(span["ts"]), -span["dur"])):
         while stack and stack[-1].end_ns <= _ns(span["ts"]):
@@ -129,10 +144,17 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
 
 
 class Roles:
-    """Names of products by their shape. With T tokens, W [out, in]: y is T x out, dx T x in, dW out x in or its transpose."""
+    """Names of matrix products by their shape.
+
+    With T tokens and W [out, in]: y is T x out, dx is T x in, and dW is out x in or its transpose.
+    """
 
     def __init__(self, shape: ModelShape, tokens: int, weights_train: bool):
-        """`tokens`: rows of x in a micro-batch. `weights_train`: the matrices get gradients of their own."""
+        """Build the tables of names.
+
+        `tokens`: rows of x in a micro-batch. `weights_train`: whether the matrices themselves get
+        gradients.
+        """
         hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
         blocks = {
             "qkv": (shape.qkv_size, hidden),
@@ -149,7 +171,10 @@ class Roles:
                 self.backward[wgrad].append(f"{role} wgrad")
 
     def name(self, shape: Shape, in_backward: bool) -> str:
-        """Role and shape. Roles of equal shape are all named, and a shape without a role stands for itself."""
+        """Return role and shape.
+
+        All roles of an equal shape are named. A shape without a role is named by the shape alone.
+        """
         forward, backward = self.forward.get(shape, []), self.backward.get(shape, [])
         names = (
             (backward or [f"{name} again" for name in forward])
@@ -160,7 +185,10 @@ class Roles:
         return f"{' or '.join(names)}: {size}" if names else size
 
     def product(self, calls: Sequence[_Call]) -> tuple[str, int]:
-        """Label and FLOPs of the innermost product among `calls`; its FLOPs count once, however many kernels it has."""
+        """Return label and FLOPs of the innermost product in `calls`.
+
+        Its FLOPs count once, however many kernels it has.
+        """
         call = next((call for call in reversed(calls) if len(call.factors) == 2), None)
         if call is None:
             return "", 0

@@ -1,10 +1,14 @@
-"""`./run_and_time.sh <benchmark> gemms record|tune|check`: tune the GEMMs of AMD's libraries before a run; docs/gemm_tuning.md.
+"""Tune the GEMMs of AMD's libraries before a run: ./run_and_time.sh <benchmark> gemms COMMAND.
 
-    gemms record DIR               a short bench records every GEMM of training and evaluation in the new directory DIR
-    gemms tune DIR [--out FILE]    on one GPU: time the solutions of each, prove them, write configs/gemm/<GPU>.csv
-    gemms check [FILE]             does FILE, or the file that the config names, fit this machine's library versions?
+    gemms record DIR               in a short bench, record every GEMM of training and evaluation
+                                   in the new directory DIR
+    gemms tune DIR [--out FILE]    on one GPU: time and prove the solutions of each GEMM, and write
+                                   configs/gemm/<GPU>.csv
+    gemms check [FILE]             check that FILE, or the file that the config names, fits this
+                                   machine's library versions
 
-A run uses a tuned file only if the config's [env] names it, and never tunes anything itself. Needs no torch.
+A run uses a tuned file only if the config's [env] names it, and never tunes anything itself. Needs
+no torch. See docs/gemm_tuning.md.
 """
 
 from __future__ import annotations
@@ -84,20 +88,21 @@ def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
 
 
 def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    """Bench training and evaluation, whose micro-batch may differ: its GEMMs then have other sizes."""
+    """Record the GEMMs of training and of evaluation in a bench.
+
+    Training and evaluation may have different micro-batches, and then GEMMs of different sizes.
+    """
     try:
-        options.path.mkdir(
-            parents=True
-        )  # must be new: `tune` would also tune what another config recorded there
+        # DIR must be new, since `tune` would also tune what another config recorded there.
+        options.path.mkdir(parents=True)
     except OSError as error:
         raise StorageError(
             f"cannot create {options.path}: {error.strerror}",
             "records need a new directory",
             "name another",
         ) from None
-    out = str(
-        options.path.absolute() / "untuned_gpu.csv"
-    )  # TunableOp inserts the GPU's index before the last dot
+    # TunableOp inserts the GPU's index before the last dot.
+    out = str(options.path.absolute() / "untuned_gpu.csv")
     switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
     env = _without_tunable_op({**os.environ}) | {
         PREFIX + name: value for name, value in switches.items()
@@ -113,7 +118,11 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
 
 
 def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace) -> list[str]:
-    """Two layers, since all have the same GEMMs; two micro-batches per step, since the first may differ from the others."""
+    """Return the command of the bench.
+
+    It runs two layers, since all have the same GEMMs, and two micro-batches per step, since the
+    first may differ from the others.
+    """
     changes = [*options.set, f"global_batch_size={2 * config.micro_batch_size * config.world_size}"]
     command = [
         sys.executable,
@@ -164,7 +173,10 @@ def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int
 
 
 def _tuner(config: RunConfig) -> ModuleType:
-    """throughput.gemm_tuning.tune and torch, imported in the config's [env] as in a run: hipBLASLt's workspace size decides which solutions exist."""
+    """Import throughput.gemm_tuning.tune, and torch with it, in the config's [env] as in a run.
+
+    hipBLASLt's workspace size decides which solutions exist. Raises PreflightError without a GPU.
+    """
     environment = _without_tunable_op({**os.environ, **config.env})
     os.environ.clear()
     os.environ.update(environment)

@@ -1,7 +1,9 @@
-"""TunableOp's files: the GEMMs that a run recorded (`OP,PARAMETERS` per line), and the tuned solution for each.
+"""TunableOp's files: the GEMMs that a run recorded, and the tuned solution of each.
 
-A tuned file has `Validator,NAME,VERSION` lines, then `OP,PARAMETERS,SOLUTION[,MILLISECONDS]`. A solution is an index into the list
-of one version of hipBLASLt or rocBLAS, so the file is valid only for the library versions it names. Standard library only.
+A recorded file has one `OP,PARAMETERS` per line. A tuned file has `Validator,NAME,VERSION` lines,
+then `OP,PARAMETERS,SOLUTION[,MILLISECONDS]`. A solution is an index into the list of one version of
+hipBLASLt or rocBLAS, so the file is valid only for the library versions it names. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -15,23 +17,31 @@ from common.errors import ConfigError, StorageError
 
 PREFIX = "PYTORCH_TUNABLEOP_"
 AGAIN = "tune again, see docs/gemm_tuning.md"
-Key = tuple[str, str]  # operation with dtypes and layouts; parameters with sizes and strides
+Key = tuple[str, str]  # operation with dtypes and layouts, parameters with sizes and strides
 
 
 @dataclass(frozen=True)
 class Tuned:
     validators: dict[str, str]  # library -> version
-    solutions: dict[Key, tuple[str, str]]  # solution; its milliseconds as text, "" if not given
+    # Solution, and its milliseconds as text ("" if not given).
+    solutions: dict[Key, tuple[str, str]]
 
 
 def per_gpu(name: str | Path, gpus: int) -> list[Path]:
-    """The files that torch reads for `name`, one per GPU: its index replaces %d, or else goes before the last dot."""
+    """Return the files that torch reads for `name`, one per GPU.
+
+    The GPU's index replaces %d, or is inserted before the last dot.
+    """
     pattern = str(name) if "%d" in str(name) else "%d".join(os.path.splitext(name))
     return [Path(pattern.replace("%d", str(gpu), 1)) for gpu in range(gpus)]
 
 
 def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
-    """The tuned files that a config's [env] names, one per GPU; [] without TunableOp. Raises ConfigError if the run itself would tune."""
+    """Return the tuned files that a config's [env] names, one per GPU, or [] without TunableOp.
+
+    Raises ConfigError if [env] enables TunableOp but names no file, or if the run itself would
+    tune.
+    """
     if env.get(PREFIX + "ENABLED") != "1":
         return []
     if env.get(PREFIX + "TUNING") != "0" or not env.get(PREFIX + "FILENAME"):
@@ -45,7 +55,11 @@ def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Raises ConfigError for a missing file, a file without versions or solutions, and a line that torch would silently skip."""
+    """Return the content of a tuned file.
+
+    Raises ConfigError if the file is missing, has no versions or no solutions, or has a line that
+    torch would silently skip.
+    """
     validators: dict[str, str] = {}
     solutions: dict[Key, tuple[str, str]] = {}
     for number, parts in enumerate(_rows(path), start=1):
@@ -84,7 +98,10 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
 
 
 def read_recorded(folder: Path) -> list[Key]:
-    """The distinct GEMMs of all recorded files in `folder`, sorted. Raises ConfigError if there are none."""
+    """Return the distinct GEMMs of all recorded files in `folder`, sorted.
+
+    Raises ConfigError if there are none.
+    """
     found = {
         (row[0], row[1])
         for path in folder.glob("untuned*.csv")
@@ -101,7 +118,7 @@ def read_recorded(folder: Path) -> list[Key]:
 
 
 def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raises ConfigError that names every library whose version differs."""
+    """Raise ConfigError that names every library whose version differs, if any does."""
     names = sorted(name for name in tuned.keys() | here.keys() if tuned.get(name) != here.get(name))
     if names:
         differences = "; ".join(

@@ -1,8 +1,9 @@
 """Tune recorded GEMMs with torch's TunableOp on one GPU, and prove every solution numerically.
 
-On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it only has cuBLAS's default, so tuning works and gains
-nothing. This code ran on an H100 and never on an AMD GPU. The proof exists because a fast solution can be wrong: hipBLASLt's
-solution 320617 returned NaN on MI355X for e5m2 x e4m3 with an extreme dequantization scale (ROCm/rocm-libraries#9450).
+On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it has only cuBLAS's
+default, so tuning works but gains nothing. This code ran on an H100 and never on an AMD GPU. The
+proof exists because a fast solution can be wrong: hipBLASLt's solution 320617 returned NaN on
+MI355X for e5m2 x e4m3 with an extreme dequantization scale (ROCm/rocm-libraries#9450).
 """
 
 from __future__ import annotations
@@ -27,26 +28,29 @@ from throughput.gemm_tuning.file import (
     write_tuned,
 )
 
-ROTATING_BUFFER_MB = (
-    512  # operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X
-)
+# Operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X.
+ROTATING_BUFFER_MB = 512
 MAX_MS_PER_SOLUTION = 30
 DTYPES = {"float": torch.float32, "tf32": torch.float32, "BFloat16": torch.bfloat16}
 DTYPES |= {
     f"Float8_{name}": getattr(torch, f"float8_{name}")
     for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
 }
-# Dequantization scales of the two operands. A gradient whose amax is 1e-12 has the scale 448 / 1e-12, whose inverse is 2e-15.
+# Dequantization scales of the two operands. A gradient whose amax is 1e-12 has the scale 448 /
+# 1e-12, whose inverse is 2e-15.
 EXTREME_SCALES = ((1.0, 1.0), (1e-15, 1.0), (1.0, 1e-15), (1e15, 1.0), (1.0, 1e15), (1e-15, 1e-15))
 
 
 def versions() -> dict[str, str]:
-    """The versions TunableOp ties a file to: torch, and on AMD also HIP, hipBLASLt, rocBLAS and the chip."""
+    """Return the versions that TunableOp ties a file to.
+
+    They are torch's and, on AMD, also those of HIP, hipBLASLt, rocBLAS and the chip.
+    """
     return dict(cast(Any, tunable.get_validators()))
 
 
 def results() -> dict[Key, tuple[str, float]]:
-    """TunableOp's table in this process: solution and milliseconds of each GEMM."""
+    """Return TunableOp's table in this process: solution and milliseconds of each GEMM."""
     return {
         (op, parameters): (solution, ms)
         for op, parameters, solution, ms in cast(Any, tunable.get_results())
@@ -54,9 +58,11 @@ def results() -> dict[Key, tuple[str, float]]:
 
 
 def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dtype] | None:
-    """Operands a [m, k] and b [k, n] with the recorded dtypes and strides, and the dtype of a x b; normal values, in FP8 over its range.
+    """Return operands a [m, k] and b [k, n] of the recorded call, and the dtype of a x b.
 
-    None for an operation, dtype or scaling that the trainers do not use. TunableOp counts in columns: its first operand is our b.
+    The operands have the recorded dtypes and strides. Values are normal, in FP8 scaled over its
+    range. Return None for an operation, dtype or scaling that the trainers do not use. TunableOp
+    counts in columns: its first operand is b here.
     """
     names = "|".join(sorted(DTYPES, key=len, reverse=True))
     op = re.fullmatch(
@@ -86,7 +92,10 @@ def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dty
 
 
 def product(a: Tensor, b: Tensor, out: torch.dtype, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """a x b [m, n], by the torch call that was recorded. The scales (fp32 scalars) apply to FP8 operands only."""
+    """Return a x b [m, n], by the torch call that was recorded.
+
+    The scales (fp32 scalars) apply to FP8 operands only.
+    """
     return (
         torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
         if a.dtype.itemsize == 1
@@ -95,18 +104,19 @@ def product(a: Tensor, b: Tensor, out: torch.dtype, scale_a: Tensor, scale_b: Te
 
 
 def fault(key: Key, device: torch.device) -> str:
-    """What is wrong with the tuned solution of `key`; "" if it is as accurate as the default one, also at extreme scales.
+    """Describe the fault of the tuned solution of `key`, or return "" if it has none.
 
-    Measure: relative error in the Frobenius norm against the fp32 product of the same operands, at most twice the default's.
+    The tuned solution must be as accurate as the default one, also at extreme scales. The measure
+    is the relative error in the Frobenius norm, against the fp32 product of the same operands. It
+    may be at most twice the default's.
     """
     call = reproduce(key, device)
     if call is None:
         return "the proof does not cover this operation"
     a, b, out = call
 
-    def relative_error(
-        found: Tensor, truth: Tensor
-    ) -> float:  # in fp64: squares of 1e-30 underflow in fp32
+    # In fp64, since squares of 1e-30 underflow in fp32.
+    def relative_error(found: Tensor, truth: Tensor) -> float:
         return float((found.double() - truth).norm() / truth.norm())
 
     for pair in EXTREME_SCALES if a.dtype.itemsize == 1 else EXTREME_SCALES[:1]:
@@ -115,9 +125,8 @@ def fault(key: Key, device: torch.device) -> str:
         known = len(results())
         tunable.enable(True)
         tuned = product(a, b, out, scale_a, scale_b)
-        if (
-            len(results()) != known
-        ):  # torch looked up another key, so another solution would be proven
+        # Otherwise torch looked up another key, so another solution would be proven.
+        if len(results()) != known:
             return "the proof could not reproduce the recorded call"
         tunable.enable(False)
         default, error = (
@@ -130,9 +139,10 @@ def fault(key: Key, device: torch.device) -> str:
 
 
 def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Iterator[str]:
-    """Tune and prove every GEMM of `recorded`, then write `out` once per GPU of a node; yields one line per GEMM and a summary.
+    """Tune and prove every GEMM of `recorded`, then write `out` once per GPU of a node.
 
-    An existing file of the same versions is extended. Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
+    Yields one line per GEMM and a summary. An existing file of the same versions is extended.
+    Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
     """
     validators, files, solutions = versions(), per_gpu(out, gpus), dict[Key, tuple[str, str]]()
     if files[0].exists():
@@ -162,9 +172,8 @@ def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
     tunable.record_untuned_enable(False)
     tunable.set_rotating_buffer_size(ROTATING_BUFFER_MB)
     tunable.set_max_tuning_duration(MAX_MS_PER_SOLUTION)
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # TunableOp also writes a file itself; ours holds only what was proven
+    # TunableOp also writes a file itself. The file written here holds only proven solutions.
+    with tempfile.TemporaryDirectory() as folder:
         tunable.set_filename(str(Path(folder, "results.csv")))
         path = Path(folder, "untuned.csv")
         path.write_text("".join(f"{','.join(key)}\n" for key in recorded))
