@@ -1,22 +1,28 @@
-"""From MLCommons' parquet files to micro-batches: the packed sequences of GovReport, in random order, each once per epoch.
+"""Read MLCommons' parquet files as micro-batches: packed sequences of GovReport, in random order,
+each once per epoch.
 
-    train-00000-of-00001.parquet         columns `input_ids` and `labels`: lists of integers, a row for each sequence
+    train-00000-of-00001.parquet         columns `input_ids` and `labels`: lists of integers, a row
+                                         per sequence
     validation-00000-of-00001.parquet    the same
 
-Labels are in Hugging Face's convention: `labels[i]` is `input_ids[i]`, or -100 where token i does not count. Hugging Face's model shifts
-inside its loss: logits at position i are compared with labels[i + 1]. Our loss compares position i with position i, so the shift happens
-here, once: what the model gets is (ids, labels moved left by one, -100 at the end). The label at position 0 is used by neither.
+Labels follow Hugging Face's convention: `labels[i]` is `input_ids[i]`, or -100 if token i does not
+count. Hugging Face's model shifts inside its loss: logits at position i are compared with labels[i
++ 1]. The loss here compares position i with position i, so the shift happens here, once. The model
+receives (ids, labels moved left by one, -100 at the end). Neither uses the label at position 0.
 
-Off by one: AMD's and NVIDIA's submissions turned labels into a mask (label != -100) and apply mask[i] to the loss at *input* position
-i, whose target is token i + 1. The first token of each answer is then not counted, and the one after its end is. The reference is
-Hugging Face's rule and so is ours: a mask belongs to the token that is predicted.
+Off by one: AMD's and NVIDIA's submissions turned labels into a mask (label != -100) and apply
+mask[i] to the loss at *input* position i, whose target is token i + 1. The first token of each
+answer is then not counted, and the one after its end is. This project follows the reference,
+Hugging Face's rule: a mask belongs to the predicted token.
 
-Order: epoch e is the e-th permutation of the rows drawn from one `numpy.random.RandomState(seed)`; epochs follow each other without a
-gap, so a batch may hold the end of one and the beginning of the next. The legacy generator, because its stream is frozen. A random
-order is needed, not only allowed: in file order the loss stays above the target (0.937 against 0.922 shuffled, as AMD measured).
+Order: epoch e is the e-th permutation of the rows drawn from one `numpy.random.RandomState(seed)`,
+a legacy generator whose stream is frozen. Epochs follow each other without a gap, so a batch may
+hold the end of one and the beginning of the next. A random order is necessary, not only allowed: in
+file order the loss stays above the target (0.937 against 0.922 shuffled, as measured by AMD).
 
-Rules: tokens may not be read before the clock starts. The rules fix the counts, so a run opens no file earlier. It then reads each file
-whole: 256 MB as int32 on each rank, and 0.7 GB while it reads. No torch here.
+Rules: tokens may not be read before the clock starts. The rules fix the counts, so a run opens no
+file earlier. It then reads each file whole: 256 MB as int32 on each rank, and 0.7 GB during the
+read. No torch here.
 """
 
 from __future__ import annotations
@@ -31,16 +37,18 @@ from common.errors import DataError
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
 COLUMNS = ("input_ids", "labels")
-IGNORE_INDEX = -100  # Hugging Face's, and that of common/kernels/cross_entropy.py
+IGNORE_INDEX = -100  # the value of Hugging Face and of common/kernels/cross_entropy.py
 OWN_FILES = "use MLCommons' own files: see prepare fetch"
 
 
 def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
-    """The rows of "train" or "validation" in file order: int32 [rows, 2, sequence], ids and unshifted labels.
+    """Return the rows of "train" or "validation" in file order: int32 [rows, 2, sequence], ids and
+    unshifted labels.
 
-    In a timed run: only after run_start. Raises DataError where they are not what the rules and `check_rows` want.
+    In a timed run, call it only after run_start. Raises DataError if the rows do not satisfy the
+    rules and `check_rows`.
     """
-    import pyarrow  # here, so that what needs no data runs without it
+    import pyarrow  # imported here, so that commands without data do not need it
     from pyarrow import compute, parquet, types
 
     path = Path(folder) / DATA_FILES[split]
@@ -65,7 +73,8 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
         pyarrow.ArrowException,
         KeyError,
         OSError,
-    ) as error:  # damage inside a file can be any of them
+        # damage inside a file can raise any of them
+    ) as error:
         first_line, _, _ = str(error).partition("\n")
         what = f"{path}: cannot be read as GovReport: {first_line}"
         raise DataError(
@@ -78,9 +87,10 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
 
 
 def check_rows(rows: np.ndarray, split: str, rules: Rules, source: str) -> None:
-    """Raise DataError unless int32 [rows, 2, sequence] are ids and unshifted labels of a split. `source`: their file, for the message.
+    """Raise DataError unless int32 [rows, 2, sequence] are ids and unshifted labels of a split.
 
-    There must be as many as the rules say, and in each a label that counts: the mean loss of the others would be 0/0.
+    `source`: their file, for the message. The number of rows must be that of the rules. Each row
+        needs a label that counts, because its mean loss would be 0/0 otherwise.
     """
     expected = rules.train_samples if split == "train" else rules.eval_samples
     if len(rows) != expected:
@@ -105,16 +115,17 @@ def check_rows(rows: np.ndarray, split: str, rules: Rules, source: str) -> None:
                 "it was tokenized with another vocabulary, labels were shifted, or it is damaged",
                 OWN_FILES,
             )
-    masked = np.flatnonzero(
-        ~counts[:, 1:].any(axis=1)
-    )  # the first label never counts: nothing predicts it
+    # the first label never counts, because nothing predicts it
+    masked = np.flatnonzero(~counts[:, 1:].any(axis=1))
     if len(masked):
         what = f"{source}: all labels are masked in {len(masked)} sequences, the first is row {masked[0]}"
         raise DataError(what, "the mean loss of such a sequence is 0/0", OWN_FILES)
 
 
 def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
-    """Write int32 [rows, 2, sequence] as MLCommons' file of this split, under a temporary name first."""
+    """Write int32 [rows, 2, sequence] as MLCommons' file of this split. The file has a temporary
+    name until it is complete.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -127,7 +138,11 @@ def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
 
 
 def next_token_labels(rows: np.ndarray) -> np.ndarray:
-    """int32 [..., 2, sequence] of ids and Hugging Face labels -> of ids and what each position must predict (see above)."""
+    """Convert int32 [..., 2, sequence] of ids and Hugging Face labels to ids and the label each
+    position must predict.
+
+    See the module.
+    """
     shifted = np.full_like(rows, IGNORE_INDEX)
     shifted[..., 0, :] = rows[..., 0, :]
     shifted[..., 1, :-1] = rows[..., 1, 1:]
@@ -135,7 +150,7 @@ def next_token_labels(rows: np.ndarray) -> np.ndarray:
 
 
 def row_order(rows: int, seed: int) -> Iterator[int]:
-    """Row numbers without end: one permutation of all rows after the other."""
+    """Yield row numbers without end: one permutation of all rows after another."""
     random = np.random.RandomState(seed)
     while True:
         yield from random.permutation(rows).tolist()
@@ -150,10 +165,14 @@ def train_batches(
     world_size: int,
     step: int = 0,
 ) -> Iterator[np.ndarray]:
-    """This rank's micro-batches from `step` on, without end, int32 [micro_batch_size, 2, sequence]; `global/(micro*world)` of them make a step.
+    """Yield this rank's micro-batches from `step` on, without end, int32 [micro_batch_size, 2,
+    sequence].
 
-    `rows`: of `read_rows`. Step s holds the samples s*GBS .. + GBS - 1 of the order, whatever the number of processes: each rank takes a
-    contiguous share of them and cuts it into micro-batches.
+    `rows`: the result of `read_rows`.
+
+    A step has `global/(micro*world)` micro-batches. Step s holds the samples s*GBS .. + GBS - 1 of
+    the order, for any number of processes. Each rank takes a contiguous share of them and cuts it
+    into micro-batches.
     """
     share = global_batch_size // world_size
     order = itertools.islice(row_order(len(rows), seed), step * global_batch_size, None)

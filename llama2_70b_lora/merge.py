@@ -1,8 +1,11 @@
-"""`./run_and_time.sh llama2_70b_lora merge ...`: write a checkpoint with the trained adapters merged into it.
+"""`./run_and_time.sh llama2_70b_lora merge ...`: write a checkpoint with the trained adapters
+    merged into it.
 
-W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the checkpoint's dtype, for a Hugging Face safetensors checkpoint with fused
-(`qkv_proj`, MLCommons') or ordinary projections. Merging is for export only: training never adds B @ A to W, because the updates of single
-steps are far below half a unit in the last place of W and would be rounded away.
+Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
+checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`,
+MLCommons') or ordinary projections. Merging is for export only. Training never adds B @ A to W,
+because the updates of single steps are far below half a unit in the last place of W and would be
+rounded away.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
 from llama2_70b_lora.weights_help import weights_help
 
 FUSED = "qkv_proj"
+# not copied: these would be the weights before the merge
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -38,20 +42,23 @@ WEIGHT_SUFFIXES = (
     ".pth",
     ".gguf",
     ".h5",
-)  # not copied: they would be the weights before the merge
+)
 ANOTHER_BASE = "use the base that the adapter was trained on"
 
-Updates = dict[
-    str, tuple[str, ...]
-]  # weight -> the modules of the adapter whose products B A are concatenated and added to it
+# Weight -> modules of the adapter whose products B A are concatenated and added to it.
+Updates = dict[str, tuple[str, ...]]
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write the checkpoint of `base` with the adapter of `adapter` merged into it to `out`, which must not exist.
+    """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`,
+    which must not exist.
 
-    One shard at a time: memory for the largest one (5 GB in the MLCommons checkpoint), its merged weights and one fp32 product.
-    Everything is checked before anything is written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
-    Raises ConfigError if `out` exists, WeightsError where base or adapter is damaged, or they do not fit each other.
+    One shard is processed at a time. That needs memory for the largest shard (5 GB in the MLCommons
+    checkpoint), its merged weights and one fp32 product. Everything is checked before anything is
+    written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
+
+    Raises ConfigError if `out` exists, WeightsError if base or adapter is damaged or they do not
+    fit each other.
     """
     rank, scale, tensors = _read_adapter(adapter)
     with weights_help():
@@ -94,7 +101,9 @@ def _merge_shard(
 
 
 def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
-    """rank, alpha / rank, and the tensors as `model.layers.N.self_attn.q_proj.lora_A` and so on."""
+    """Return rank, alpha / rank, and the tensors by names like
+    `model.layers.N.self_attn.q_proj.lora_A`.
+    """
     config, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
@@ -130,7 +139,11 @@ def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
 
 
 def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank: int) -> Updates:
-    """Which weights of the base change. Raises WeightsError unless the adapter has all of their modules and no others, of the right shapes."""
+    """Return the weights of the base that change, with the modules that change them.
+
+    Raises WeightsError unless the adapter has all of their modules and no others, of the right
+    shapes.
+    """
     updates: Updates = {}
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")

@@ -1,7 +1,7 @@
-"""Build the miniature: a base, trained here for a minute, and the data of miniature_task.py.
+"""Build the miniature: a base, trained in a minute, and the data of miniature_task.py.
 
-The base is a Llama of 1.3 million parameters, trained on the documentation inside Python's own standard library with the corpus, optimizer
-and step of the 8B's miniature.
+The base is a Llama of 1.3 million parameters. It is trained on the documentation in Python's
+standard library, with the corpus, optimizer and step of the 8B's miniature.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from llama2_70b_lora.data import check_rows, write_rows
 from llama2_70b_lora.miniature_task import library_texts, pack
 from llama2_70b_lora.rules import DATA_FILES, MINIATURE, Rules
 
-RECIPE = 1  # raise when texts, packing or the base's training change: existing files are then built again
+# Raise it when texts, packing or the base's training change: existing files are then rebuilt.
+RECIPE = 1
 TOKENIZER = "tokenizer.model"
 BASE_MANIFEST, DATA_MANIFEST = (Path(name).name for name in MINIATURE.manifests)
 
-# 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens attention has learned too little for
-# adapters to change: they gained 0.1 nats instead of 0.3. Sequences of 64 instead of 128 made the base 0.08 nats better.
+# 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens
+# attention has learned too little for adapters to change: they gained 0.1 nats instead of 0.3.
+# Sequences of 64 instead of 128 made the base 0.08 nats better.
 BASE_STEPS = 320
 BASE_BATCH = 32
 BASE_SEQUENCE = 64
@@ -49,13 +51,16 @@ BASE_LEARNING_RATE = 4e-3
 BASE_WARMUP_STEPS = 20
 BASE_SEED = 1
 INIT_STD = 0.02
-VOCABULARY_SOURCES = 1500  # training sources for the vocabulary: without code in it, the loss is 0.1 nats worse and more pairs are too long
+# Number of training sources in the vocabulary's text. Without code in it, the loss is 0.1 nats
+# worse and more pairs are too long.
+VOCABULARY_SOURCES = 1500
 
 
 def build(data_dir: Path) -> None:
-    """The base in `data_dir`/base and the data in `data_dir`; nothing where they are complete.
+    """Build the base in `data_dir`/base and the data in `data_dir`, unless they are complete.
 
-    Two steps, so that the base is not trained again after an interruption of the second, or damage to its files.
+    Two steps, so that an interruption of the second, or damage to its files, does not train the
+    base again.
     """
     base, library, size = (
         data_dir / "base",
@@ -91,9 +96,8 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
     )
     model = train_base(texts.documentation, corpus.load_sentencepiece(folder / TOKENIZER))
     tensors: dict[str, Tensor] = {}
-    for name, parts in parts_of(
-        model.shape, FUSED
-    ).items():  # in bf16 and with fused projections, as MLCommons' checkpoint
+    # In bf16 and with fused projections, as in MLCommons' checkpoint.
+    for name, parts in parts_of(model.shape, FUSED).items():
         rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
         tensors |= {part.name: values.clone() for part, values in zip(parts, rows, strict=True)}
     save_file(tensors, folder / SINGLE)
@@ -115,7 +119,10 @@ def _build_data(data_dir: Path) -> dict[str, PairFacts]:
 
 
 def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Llama:
-    """A Llama of the rules' shape, fp32 on the CPU, trained on `texts`. The same weights for the same machine and thread count."""
+    """Return a Llama of the rules' shape, fp32 on the CPU, trained on `texts`.
+
+    The weights are the same for the same machine and thread count.
+    """
     model = fused_llama(rules.shape, rules.sequence_length)
     init_weights(model, rules.shape.num_layers, BASE_SEED, INIT_STD, copy_weight)
     alone = not torch.distributed.is_initialized()
@@ -139,7 +146,11 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
 
 
 def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
-    """Endless int32 [batch, 2, sequence]: the texts, each between bos and eos, concatenated, cut, and in random order."""
+    """Yield int32 [batch, 2, sequence] without end.
+
+    The texts, each between bos and eos, are concatenated, cut into sequences and put in random
+    order.
+    """
     bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
     stream = np.fromiter(
         (id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32

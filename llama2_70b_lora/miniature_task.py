@@ -1,12 +1,15 @@
-"""The task of the miniature: GovReport's in small, made of the code and docstrings inside Python's own standard library.
+"""Task of the miniature: a small version of GovReport, made of the code and docstrings in Python's
+standard library.
 
-A function's or class's source without its docstring is the report, the first paragraph of the docstring is the summary. The base has read
-such sentences, but neither code before them nor the prompt around it: the adapters have something to learn. Modules held out for
-validation are in neither training set.
+The source of a function or class without its docstring is the report. The first paragraph of the
+docstring is the summary. The base has read such sentences, but neither code before them nor the
+prompt around it, so the adapters have something to learn. Modules held out for validation are in
+neither training set.
 
-Packing and labels follow the reference (mlcommons/training, llama2_70b_lora/scripts/utils.py): prompt template, answer, eos; examples
-longer than a sequence are left out, the others concatenated and cut into sequences across documents. Training counts every token;
-validation masks each document's prompt and its last token.
+Packing and labels follow the reference (mlcommons/training, llama2_70b_lora/scripts/utils.py):
+prompt template, answer, eos. Examples longer than a sequence are left out. The others are
+concatenated and cut into sequences across documents. Training counts every token. Validation masks
+each document's prompt and its last token.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from common.data import corpus
 from llama2_70b_lora.data import IGNORE_INDEX
 
 PROMPT = "### Document the following source:\n{source}\n### Docstring:\n"
-MIN_ANSWER = 20  # characters: shorter docstrings say nothing to learn
-MAX_LINES = 60  # of source without its docstring; a sequence has some 700 characters
+MIN_ANSWER = 20  # characters; shorter docstrings contain nothing to learn
+MAX_LINES = 60  # lines of source without its docstring; a sequence has some 700 characters
 
 Pair = tuple[str, str]  # source, answer
 
@@ -33,7 +36,7 @@ Pair = tuple[str, str]  # source, answer
 class LibraryTexts:
     """Texts of the standard library. No module is in both training and validation."""
 
-    documentation: list[str]  # to train the base on
+    documentation: list[str]  # training texts of the base
     train: list[Pair]
     validation: list[Pair]
 
@@ -46,9 +49,11 @@ def library_texts() -> LibraryTexts:
 
 
 def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
-    """(source, answer) pairs to train and to validate with, each once, in an order fixed by the texts (their SHA-256).
+    """Return the (source, answer) pairs for training and for validation, each once, ordered by
+    their SHA-256.
 
-    Source: a function or class of the standard library as `ast.unparse` writes it, without its docstring and without comments.
+    A source is a function or class of the standard library as `ast.unparse` writes it, without its
+    docstring and without comments.
     """
     found: dict[str, tuple[str, bool]] = {}
     for module, _, tree in corpus.modules():
@@ -58,9 +63,8 @@ def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
             answer = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
             if len(answer) >= MIN_ANSWER and _lines(node) - _lines(node.body[0]) <= MAX_LINES:
                 node.body = node.body[1:] or [ast.Pass()]  # the docstring is the first statement
-                found.setdefault(
-                    ast.unparse(node), (answer, module in held_out)
-                )  # the same source in two places: only the first counts
+                # If the same source occurs twice, only the first counts.
+                found.setdefault(ast.unparse(node), (answer, module in held_out))
     order = sorted(found, key=lambda source: hashlib.sha256(source.encode()).digest())
     train, validation = (
         [(source, found[source][0]) for source in order if found[source][1] is held]
@@ -74,7 +78,9 @@ def _lines(node: ast.stmt) -> int:
 
 
 def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: bool) -> np.ndarray:
-    """Pack the pairs into sequences: int32 [rows, 2, sequence], ids and unshifted labels, Hugging Face's convention."""
+    """Pack the pairs into sequences: int32 [rows, 2, sequence], ids and unshifted labels in Hugging
+    Face's convention.
+    """
     bos, eos = [tokenizer.bos_id()], [tokenizer.eos_id()]
     prompts = tokenizer.encode([PROMPT.format(source=source) for source, _ in pairs])
     answers = tokenizer.encode([answer for _, answer in pairs])
@@ -89,6 +95,5 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     rows = len(ids) // sequence_length
     packed = np.array([ids[: rows * sequence_length], labels[: rows * sequence_length]], np.int32)
     packed = packed.reshape(2, rows, sequence_length).transpose(1, 0, 2)
-    return packed[
-        (packed[:, 1, 1:] != IGNORE_INDEX).any(axis=1)
-    ]  # a row with nothing but a prompt has no loss
+    # A row with only a prompt has no loss.
+    return packed[(packed[:, 1, 1:] != IGNORE_INDEX).any(axis=1)]

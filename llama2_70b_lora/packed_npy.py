@@ -1,9 +1,12 @@
-"""AMD's and NVIDIA's packed GovReport: a `.npy` file that is a pickle, read without executing anything in it.
+"""Read AMD's and NVIDIA's packed GovReport, a `.npy` file that is a pickle, without executing
+anything in it.
 
-The file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1), seq_start_id. numpy stores object arrays as a
-pickle, and a pickle can call any function by name (CVE-2019-6446). This reader accepts only the four names that numpy's arrays need, and
-replaces each with `Stored`, which keeps arguments and state as plain data. Numbers come from `numpy.frombuffer` with a type of NUMBERS;
-numpy's own unpickling code never sees the file. Only `prepare convert-npy` uses it; a run reads no pickle.
+The file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1),
+seq_start_id. numpy stores object arrays as a pickle, and a pickle can call any function by name
+(CVE-2019-6446). This reader accepts only the four names that numpy's arrays need. It replaces each
+with `Stored`, which keeps arguments and state as plain data. Numbers come from `numpy.frombuffer`
+with a type of NUMBERS, so numpy's own unpickling code never reads the file. Only `prepare
+convert-npy` uses this reader; a run reads no pickle.
 """
 
 from __future__ import annotations
@@ -28,24 +31,25 @@ NUMBERS = {
     for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 }
 ALLOWED = {("numpy", "dtype"), ("numpy", "ndarray")}
+# numpy 1 and 2
 ALLOWED |= {
     (f"numpy.{core}.multiarray", name)
     for core in ("core", "_core")
     for name in ("_reconstruct", "scalar")
-}  # numpy 1 and 2
+}
 
 
-ROW_LIMIT = 1_000_000  # values in one row: three lists of 8,192 numbers are enough
-LOAD_S = 60.0  # a pickle of nested pairs takes longer than the age of the universe
+ROW_LIMIT = 1_000_000  # limit of values in one row; three lists of 8,192 numbers need fewer
+LOAD_S = 60.0  # seconds; a pickle of nested pairs takes longer than the age of the universe
 LOAD_BYTES_PER_S = 10e6
 
 
 class Refused(Exception):
-    """The pickle contains something that is no dict, list, number or array of numbers."""
+    """The pickle contains something other than dicts, lists, numbers or arrays of numbers."""
 
 
 class Stored:
-    """Takes the place of every name in the pickle: what it is called with, and the state it gets, as data."""
+    """Replaces every name in the pickle, and keeps its call arguments and its state as data."""
 
     state: Any = None
 
@@ -57,7 +61,7 @@ class Stored:
 
 
 class _Unpickler(pickle.Unpickler):
-    """A pickle reaches code only through `find_class`."""
+    """Restricts `find_class`, the only way for a pickle to reach code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -66,7 +70,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _numbers(dtype: Any, data: Any) -> np.ndarray:
-    """A flat array of `data`. `dtype`: a Stored numpy.dtype, whose state holds the byte order."""
+    """Return a flat array of `data`. `dtype`: a Stored numpy.dtype, whose state holds the byte
+    order.
+    """
     code = (dtype.state[1] if dtype.state else "|") + dtype.arguments[0]
     if code not in NUMBERS or not isinstance(data, bytes):
         raise Refused(f"an array of {code!r}")
@@ -74,8 +80,13 @@ def _numbers(dtype: Any, data: Any) -> np.ndarray:
 
 
 def plain(value: Any, left: list[int] | None = None) -> Any:
-    """`value` with pickled arrays in it as lists and flat numpy arrays. Raises Refused for what is no number, list or dict, and
-    for more than ROW_LIMIT values: a few shared lists in each other stand for any number. `left`: how many more may come."""
+    """Return `value` with pickled arrays in it as lists and flat numpy arrays.
+
+    `left`: number of values that are still allowed.
+
+    Raises Refused for anything but numbers, lists and dicts. Also raises Refused for more than
+    ROW_LIMIT values, because a few lists that share each other can expand to any number.
+    """
     left = [ROW_LIMIT] if left is None else left
     left[0] -= 1
     if left[0] < 0:
@@ -97,7 +108,10 @@ def plain(value: Any, left: list[int] | None = None) -> Any:
 
 
 def read_packed(path: Path) -> Iterator[dict[str, Any]]:
-    """The dicts of a packed file; their values are numbers, lists and arrays. Raises DataError, and executes nothing."""
+    """Yield the dicts of a packed file. Their values are numbers, lists and arrays.
+
+    Raises DataError, and executes nothing.
+    """
     if path.exists() and not path.is_file():
         raise DataError(
             f"{path} is no regular file",
@@ -107,7 +121,7 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     try:
         _try_to_load(path)
         with path.open("rb") as file:
-            version = npy.read_magic(file)  # what follows is a Python literal, then the pickle
+            version = npy.read_magic(file)  # a Python literal follows, then the pickle
             _, _, dtype = (
                 npy.read_array_header_1_0(file)
                 if version == (1, 0)
@@ -143,7 +157,10 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _try_to_load(path: Path) -> None:
-    """Raise Refused if the pickle cannot be read in time. Another process tries it: hashing nested pairs cannot be interrupted."""
+    """Raise Refused if the pickle cannot be read in time.
+
+    Another process tries it, because hashing nested pairs cannot be interrupted.
+    """
     limit_s = LOAD_S + path.stat().st_size / LOAD_BYTES_PER_S
     child = os.fork()
     if child == 0:
@@ -158,7 +175,7 @@ def _try_to_load(path: Path) -> None:
                 if dtype == np.dtype("O"):
                     _Unpickler(file).load()
         finally:
-            os._exit(0)  # what is wrong with it, the parent says
+            os._exit(0)  # the parent reports what is wrong with it
     end = time.monotonic() + limit_s
     while os.waitpid(child, os.WNOHANG)[0] == 0:
         if time.monotonic() > end:
@@ -169,12 +186,14 @@ def _try_to_load(path: Path) -> None:
 
 
 def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarray:
-    """One dict -> int32 [2, sequence]: ids, and labels with -100 where loss_mask is 0. Raises DataError."""
+    """Convert one dict to int32 [2, sequence]: ids, and labels with -100 where loss_mask is 0.
+    Raises DataError.
+    """
     parts = []
     for key in ("input_ids", "loss_mask"):
         try:
             row = np.asarray(packed.get(key))
-        except ValueError:  # lists of several lengths
+        except ValueError:  # lists of different lengths
             row = np.array(None)
         if (
             row.shape != (sequence_length,)
@@ -195,9 +214,13 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
 
 
 def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:
-    """Write AMD's train.npy and validation.npy as MLCommons' parquet files. Raises DataError, and StorageError where such files exist."""
+    """Write AMD's train.npy and validation.npy as MLCommons' parquet files.
+
+    Raises DataError, and StorageError if such files exist.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
-    converted = {}  # both, before one is written: half of a data set would stand in the way of the next try
+    # Both are converted before one is written: half of a data set would block the next try.
+    converted = {}
     for split, name in DATA_FILES.items():
         if (data_dir / name).exists():
             raise StorageError(

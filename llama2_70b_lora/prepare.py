@@ -1,13 +1,17 @@
-"""Data and base weights of `llama2_70b_lora`: say how to get them, verify them, convert AMD's files, build the miniature's.
+"""Prepare data and base weights of `llama2_70b_lora`: print how to get them, verify them, convert
+AMD's files, build the miniature's.
 
     ./run_and_time.sh llama2_70b_lora prepare miniature --data-dir D
-    ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
-    ./run_and_time.sh llama2_70b_lora prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
+    ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D
+        AMD's packed train.npy and validation.npy to parquet
+    ./run_and_time.sh llama2_70b_lora prepare verify --data-dir D [--weights W [--manifest M.json]]
+        [--full]
     ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights W --output M.json
     ./run_and_time.sh llama2_70b_lora prepare fetch --data-dir D --weights W [--download]
 
-No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
-(common/errors.py). torch and numpy are imported only by the verbs that need them.
+No command deletes or overwrites a file that it did not create. Messages go to stderr. The exit code
+is that of the kind of failure (common/errors.py). torch and numpy are imported only by the commands
+that need them.
 """
 
 from __future__ import annotations
@@ -32,9 +36,12 @@ WEIGHTS_BYTES = 138_000_000_000  # 68,976,648,192 parameters in bf16
 
 
 def miniature(data_dir: Path) -> None:
-    """Build the miniature's base in `data_dir`/base and its data in `data_dir`, unless they are complete."""
-    # Before torch is loaded: idle OpenMP threads then sleep instead of spinning. The base trains in 75 s instead of 300 while another
-    # process is busy, and in 52 s instead of 40 on two idle cores.
+    """Build the miniature's base in `data_dir`/base and its data in `data_dir`, unless they are
+    complete.
+    """
+    # Must precede the import of torch: idle OpenMP threads then sleep instead of spinning. The base
+    # trains in 75 s instead of 300 s while another process is busy, and in 52 s instead of 40 s on
+    # two idle cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from llama2_70b_lora.miniature import build
 
@@ -42,9 +49,11 @@ def miniature(data_dir: Path) -> None:
 
 
 def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
-    """Print how to get MLCommons' data and base weights, after a download of the data if that is asked for.
+    """Print how to get MLCommons' data and base weights. With `download_data`, download the data
+    first.
 
-    Raises what `download` raises; without a download PreflightError if the disk has too little space. It prints first.
+    The instructions are printed before an error is raised. Raises the errors of `download`, or
+    without a download PreflightError if the disk has too little space.
     """
     if download_data:
         try:
@@ -101,21 +110,22 @@ Training needs no tokenizer: it reads token ids only."""
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:
+    # imports numpy, which parsing the command line does not need
     from llama2_70b_lora.packed_npy import (
         convert_npy,
-    )  # numpy, which the command line is read without
+    )
 
     convert_npy(args.npy_dir, args.data_dir, rules)
 
 
 def write(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import write_manifest  # numpy as well
+    from llama2_70b_lora.verify import write_manifest  # imports numpy too
 
     write_manifest(args.weights, args.output, rules)
 
 
 def verify(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import verify_data, verify_weights  # numpy as well
+    from llama2_70b_lora.verify import verify_data, verify_weights  # imports numpy too
 
     verify_data(args.data_dir, rules)
     if args.weights is not None:
@@ -123,7 +133,7 @@ def verify(args: argparse.Namespace, rules: Rules) -> None:
 
 
 def parser(benchmark: str = "llama2_70b_lora") -> Parser:
-    """`work(args, rules)` of the arguments executes the verb."""
+    """Return the parser. `work(args, rules)` of the parsed arguments executes the command."""
     parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
     data, weights, small = (Parser("", add_help=False) for _ in range(3))

@@ -1,8 +1,9 @@
-"""What the closed division fixes for `llama2_70b_lora`, typed once: the loop, the log and the lint read it from here.
+"""Values that the closed division fixes for `llama2_70b_lora`. The loop, the log and the log check
+read them from here.
 
-Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the reference
-(mlcommons/training, llama2_70b_lora) and the compliance checker's closed_llama2_70b_lora.yaml.
-Standard library only.
+Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
+reference (mlcommons/training, llama2_70b_lora) and the compliance checker's
+closed_llama2_70b_lora.yaml. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
+# MLCommons' names
 DATA_FILES = {
     "train": "train-00000-of-00001.parquet",
     "validation": "validation-00000-of-00001.parquet",
-}  # as MLCommons names them
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    opt_learning_rate_training_steps: (
-        int  # optimizer steps of the half cosine from the base learning rate to 0
-    )
-    frozen_base: str = "sharded"  # over the node's GPUs; or whole on each GPU, as W or as W and W^T (common/sharding/frozen_base.py)
+    # optimizer steps of the half cosine from the base learning rate to 0
+    opt_learning_rate_training_steps: int
+    # Storage of the base: sharded over the node's GPUs, or whole on each GPU, as W or as W and W^T
+    # (common/sharding/frozen_base.py).
+    frozen_base: str = "sharded"
     offload_layers: int = 0  # layers whose SwiGLU input waits for backward in pinned host memory
 
     def __post_init__(self) -> None:
@@ -59,24 +62,25 @@ class Config(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(benchmarks.Rules):
-    train_samples: int  # packed sequences in the training set, a pass over which is an epoch
+    train_samples: int  # packed sequences in the training set; one pass is an epoch
     lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
-    lora_dropout: float = 0.1  # on the adapter's input
-    warmup_factor: float = 0.0  # the reference warms nothing up
-    base_files: tuple[
-        str, ...
-    ] = ()  # of the base weights, if they are under DATADIR and not in $MODEL
+    lora_dropout: float = 0.1  # applied to the adapter's input
+    warmup_factor: float = 0.0  # the reference has no warm-up
+    # files of the base weights, if they are under DATADIR and not in $MODEL
+    base_files: tuple[str, ...] = ()
 
     @property
     def data_files(self) -> tuple[str, ...]:
         return (*DATA_FILES.values(), *self.base_files)
 
     def skipped_evaluations(self, global_batch_size: int) -> int:
-        """S = floor(0.125*GBS + 2): so many intervals pass at the beginning without an evaluation."""
+        """Return S = floor(0.125*GBS + 2), the number of intervals at the start without an
+        evaluation.
+        """
         return global_batch_size // 8 + 2
 
     def first_evaluation(self, global_batch_size: int) -> int:
-        """Return (S + 1) intervals."""
+        """Return the first evaluation, after (S + 1) intervals, in training sequences."""
         return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(
             global_batch_size
         )
@@ -106,7 +110,7 @@ CLOSED = Rules(
     train_samples=3901,
     eval_samples=173,  # the whole validation set
     eval_interval_samples=384,
-    target_loss=0.925,  # mean over the sequences of each one's loss per token that counts
+    target_loss=0.925,  # mean over the sequences of each one's mean loss over the tokens that count
     adam_beta_1=0.9,
     adam_beta_2=0.999,
     adam_epsilon=1e-8,
@@ -114,8 +118,8 @@ CLOSED = Rules(
     gradient_clip_norm=0.3,
     lora_rank=16,
     throughput_mode="lora",
-    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json, "samples to converge"
-    # and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
+    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json,
+    # "samples to converge" and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
     reference_runs={
         8: ((2688, 3), (3072, 9), (3456, 7), (3840, 1)),
         16: ((3456, 1), (3840, 13), (4224, 2), (4608, 2), (4992, 2)),
@@ -125,7 +129,8 @@ CLOSED = Rules(
     reference_learning_rates={8: 4e-4, 16: 4e-4, 32: 4e-4, 128: 1e-3},
 )
 
-# The whole path on a CPU: same code, a base that `prepare` has trained, a target that only the adapters reach. No benchmark result.
+# The whole path on a CPU: same code, a base that `prepare` has trained, and a target that only the
+# adapters reach. Not a benchmark result.
 MINIATURE = replace(
     CLOSED,
     division="miniature",
@@ -134,12 +139,15 @@ MINIATURE = replace(
     train_samples=1024,
     eval_samples=48,
     eval_interval_samples=128,
-    target_loss=4.68,  # the base alone stands at 4.95 with Python 3.11's texts, adapters reach 4.6, full-rank training 4.5
+    # With Python 3.11's texts the base alone has a loss of 4.95, adapters reach 4.6, full-rank
+    # training 4.5.
+    target_loss=4.68,
     base_files=("base/manifest.json",),
     manifests=(
         "base/manifest.json",
+        # Differs from the name of the 8B miniature's manifest, which may be in the same folder.
         "miniature-govreport.json",
-    ),  # not the name of the 8B miniature's, which may be in the same folder
+    ),
     reference_runs={},
     reference_learning_rates={},
 )

@@ -1,9 +1,12 @@
-"""A timed run of `llama2_70b_lora`: builds the objects and hands them to the loop. One process per GPU, started by torchrun.
+"""Timed run of `llama2_70b_lora`: build the objects and pass them to the loop. One process per GPU,
+started by torchrun.
 
-    python -m llama2_70b_lora.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu
+    python -m llama2_70b_lora.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
+        --device cuda|cpu
 
-It reads DIR/config.toml, which the launcher wrote, and the base weights from $MODEL, or DATADIR/base without it. Order: build and load the
-base, warm up on synthetic tokens, start the clock, open the data. At the end the adapters are saved in DIR/adapter.
+The process reads DIR/config.toml, which the launcher wrote, and the base weights from $MODEL, or
+from DATADIR/base if MODEL is unset. It builds the objects and loads the base, warms up on synthetic
+tokens, starts the clock and opens the data. At the end it saves the adapters in DIR/adapter.
 """
 
 from __future__ import annotations
@@ -51,10 +54,11 @@ def assemble(
     seed: int,
     load: Callable[[Llama, FrozenBase], object],
 ) -> tuple[Assembly, FrozenBase]:
-    """Adapters that train on a frozen base, which `load` fills.
+    """Assemble adapters that train, on a frozen base that `load` fills.
 
-    The blocks' matrices are in the FrozenBase. What else is frozen, embedding, norms and head (1.05 GB at 70B in bf16), is whole on every
-    rank: sharding it would save less than a gigabyte, for two collectives in every pass.
+    The FrozenBase holds the matrices of the blocks. The other frozen weights, embedding, norms and
+    head (1.05 GB at 70B in bf16), are whole on every rank. Sharding them would save less than a
+    gigabyte, for two collectives in every pass.
     """
     shape, kernels, device = rules.shape, config.kernels, processes.device
     dtype = None if config.linear_format.stores_fp8 else DTYPES[config.precision]
@@ -121,7 +125,9 @@ def assemble(
 
 
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
-    """Where the base weights are, and the manifest with their SHA-256 if there is one (`prepare write-manifest`)."""
+    """Return the folder of the base weights, and the manifest with their SHA-256 if there is one
+    (`prepare write-manifest`).
+    """
     folder = (
         data_dir / "base"
         if config.miniature
@@ -132,7 +138,7 @@ def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
 
 
 def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
-    """A hash of each frozen tensor's bits on this rank."""
+    """Return a hash of each frozen tensor's bits on this rank."""
     return [
         fingerprint(tensor)
         for tensor in (*(p for p in model.parameters() if not p.requires_grad), *base.tensors())
@@ -140,7 +146,9 @@ def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
 
 
 def high_priority_compute(config: Config) -> bool:
-    """Whether the compute stream gets a high priority: never, as only gathers of a sharded base run beside it."""
+    """Return whether the compute stream gets a high priority: never, as only gathers of a sharded
+    base run concurrently.
+    """
     return False
 
 
@@ -151,10 +159,11 @@ def run(run: Run, reports: Reports) -> None:
     rules = rules_of(config)
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, rules.train_samples)
-    torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
+    torch.manual_seed(seed + processes.rank)  # for the dropout, which must differ between the ranks
+    # as large as the loop, and not needed after this call
     from common.training.self_test import (
         before_a_run,
-    )  # as large as the loop, and none of it runs after this
+    )
 
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         before_a_run(config, rules, processes, reports)
@@ -179,7 +188,11 @@ def run(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
+    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
+    device.
+
+    Call it after the clock has started.
+    """
     rows = read_rows(data_dir, "train", rules)
     pairs = train_batches(
         rows,
@@ -204,7 +217,11 @@ def save_adapter(
     base: FrozenBase,
     base_before: list[int],
 ) -> None:
-    """After the clock: prove that the base is what it was, and save the adapter in peft's format."""
+    """Verify that the base is unchanged, and save the adapter in peft's format, after the clock has
+    stopped.
+
+    Raises RunError if the base changed.
+    """
     unchanged = base_fingerprints(model, base) == base_before
     reports.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
@@ -214,9 +231,8 @@ def save_adapter(
             "this is a defect: report it",
         )
     if run.rank == 0:
-        reports.heartbeat.write(
-            reports.step, "save"
-        )  # what fails from here on does not concern the run
+        # A failure from here on does not affect the run.
+        reports.heartbeat.write(reports.step, "save")
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
@@ -231,13 +247,13 @@ def save_adapter(
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
-    """On a random base: for measurements of speed."""
+    """Assemble on a random base, for speed measurements."""
     return assemble(config, rules, processes, seed, load_random)[0]
 
 
 @torch.no_grad()
 def load_random(model: Llama, base: FrozenBase) -> None:
-    """N(0, 0.02) for the whole base, a layer at a time."""
+    """Draw the whole base from N(0, 0.02), one layer at a time."""
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
     for layer in range(base.num_layers):

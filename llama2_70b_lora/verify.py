@@ -1,4 +1,4 @@
-"""Check GovReport and base weights against the rules. torch is imported for the weights only."""
+"""Check GovReport and base weights against the rules. torch is imported only for the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from llama2_70b_lora.weights_help import weights_help
 
 
 def verify_data(data_dir: Path, rules: Rules) -> None:
-    """Counts, every id and label, and that no sequence is in both splits. Raises DataError."""
+    """Check counts, every id and label, and that no sequence is in both splits. Raises
+    DataError.
+    """
     train, validation = (read_rows(data_dir, split, rules) for split in DATA_FILES)
     row_of = {ids.tobytes(): row for row, ids in enumerate(train[:, 0])}
     for row, ids in enumerate(validation[:, 0]):
@@ -31,11 +33,11 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
 
 @weights_help()
 def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules: Rules) -> None:
-    """Names, shapes, dtypes and file sizes by the headers; with a manifest its sizes too, and with `full` the SHA-256 of every file.
+    """Check names, shapes, dtypes and file sizes by the headers. Raises WeightsError.
 
-    Raises WeightsError.
+    With a manifest, check its sizes too, and with `full` also the SHA-256 of every file.
     """
-    # torch, which checks of the data do without.
+    # imports torch, which checks of the data do not need
     import torch
 
     from common.model.checkpoint_reader import check_hashes, check_sizes, open_checkpoint
@@ -58,10 +60,13 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 
 @weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
-    """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks: of a download that you trust."""
+    """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks. Use it on a
+    download that you trust.
+    """
+    # imports torch, which checks of the data do not need
     from common.model.checkpoint_reader import (
         open_checkpoint,
-    )  # torch, which checks of the data do without
+    )
 
     checkpoint = open_checkpoint(weights, rules.shape)
     bar, files = Bar("sha256", len(checkpoint.files), "files"), {}

@@ -1,4 +1,4 @@
-"""The command that helps where the base weights are missing or damaged."""
+"""A hint for errors about missing or damaged base weights: the command that helps."""
 
 from __future__ import annotations
 

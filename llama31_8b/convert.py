@@ -1,4 +1,6 @@
-"""`prepare convert`: text to Megatron's .bin/.idx with a SentencePiece model or Llama 3.1's tokenizer.json."""
+"""`prepare convert`: convert text to Megatron's .bin/.idx with a SentencePiece model or Llama 3.1's
+tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,22 @@ from common.data.preparation import Bar, locked, say
 from common.errors import ConfigError, DataError, StorageError
 from llama31_8b.rules import CLOSED
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads takes them, UTF-8 does not
-BATCH_DOCUMENTS = 512  # encoded in one call, on all cores
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads accepts them, UTF-8 does not
+BATCH_DOCUMENTS = 512  # documents encoded in one call, on all cores
 
 
 def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) -> Index:
     """Tokenize `inputs` into `<prefix>.bin/.idx`, one sequence per document.
 
-    No document gets a bos or an eos: the reference's `utils/preprocess.sh` calls NeMo's preprocessor without `--append-eod`.
-    `.jsonl` and `.json` files have one object per line, as C4 does, with the document in `key`; in `.txt` files blank lines separate
-    documents. All are streamed, and may be compressed (`.gz`). Documents without a token are left out, as in Megatron's preprocessor. A
-    conversion that was killed starts again, also where one of its files has its name already. Raises ConfigError, DataError, StorageError.
+    No document gets a bos or an eos, because the reference's `utils/preprocess.sh` calls NeMo's
+    preprocessor without `--append-eod`.
+
+    `.jsonl` and `.json` files have one object per line, as in C4, with the document in `key`. In
+    `.txt` files blank lines separate documents. All inputs are streamed and may be compressed
+    (`.gz`). Documents without tokens are left out, as in Megatron's preprocessor. A conversion that
+    was killed starts again, even if one of its files already has its final name.
+
+    Raises ConfigError, DataError, StorageError.
     """
     encode, vocab_size = _load_tokenizer(tokenizer_path)
     for path in inputs:
@@ -63,12 +70,15 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
 def _encoded(
     encode: Callable[[list[str]], list[list[int]]], texts: list[str], tokenizer_path: Path
 ) -> list[list[int]]:
-    """Return the token ids of `texts`. Raises DataError where the tokenizer gives up, as on a regular expression that backtracks."""
+    """Return the token ids of `texts`.
+
+    Raises DataError if the tokenizer fails, for example on a regular expression that backtracks.
+    """
     try:
         return encode(texts)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         what = (
             f"{tokenizer_path} cannot encode the input: {type(error).__name__}: {str(error)[:200]}"
         )
@@ -78,7 +88,10 @@ def _encoded(
 
 
 def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """A function from documents to their token ids, and the size of the vocabulary. A `.json` file must have Llama 3.1's size."""
+    """Return a function from documents to their token ids, and the vocabulary size.
+
+    A `.json` file must have the vocabulary size of Llama 3.1.
+    """
     if path.suffix != ".json":
         model = corpus.load_sentencepiece(path)
         return model.encode, model.vocab_size()
@@ -106,7 +119,7 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
             why,
             "take Llama 3.1's tokenizer.json",
         )
-    tokenizer.no_truncation()  # both may be stored in the file
+    tokenizer.no_truncation()  # truncation and padding may be stored in the file
     tokenizer.no_padding()
     return lambda texts: [
         encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -127,7 +140,7 @@ def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[st
 
 
 def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
-    """Every document, and the number of bytes read so far, as stored."""
+    """Yield every document, with the number of stored bytes read so far."""
     done = 0
     for path in inputs:
         with path.open("rb") as raw:
@@ -171,9 +184,8 @@ def _json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str
 
 def _text_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
     block: list[str] = []
-    for number, line in enumerate(
-        chain(file, [b"\n"]), start=1
-    ):  # a blank line ends the last document too
+    # The added blank line ends the last document.
+    for number, line in enumerate(chain(file, [b"\n"]), start=1):
         if line.strip():
             try:
                 block.append(line.decode())

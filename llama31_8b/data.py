@@ -1,27 +1,36 @@
-"""From token files to micro-batches: Megatron's sample order, rebuilt exactly, in seconds for 45 million documents.
+"""Read token files as micro-batches in Megatron's sample order, rebuilt exactly, in seconds for 45
+million documents.
 
-The order is that of `GPTDataset` in megatron-core 0.16.1 (`datasets/gpt_dataset.py`, `datasets/helpers.cpp`), which the
-reference trains with. D documents hold T tokens together; a run asks for N samples of S tokens:
+The order is that of `GPTDataset` in megatron-core 0.16.1 (`datasets/gpt_dataset.py`,
+`datasets/helpers.cpp`), which the reference trains with. D documents hold T tokens in total. A run
+requests N samples of S tokens:
 
-1. Epochs. E is the smallest number of passes with E*T >= N*S + 1 (the last sample needs one more token, its last label).
-2. Separate final epoch. If E > 1 the first E-1 passes hold a = ((E-1)*T - 1)//S whole samples, one pass p = (T-1)//S. When the
-   last pass is asked for less than 80 % of its samples (N - a < int(0.8*p)), its documents and samples are shuffled apart, so
-   that samples which are never reached do not displace whole documents of the earlier passes.
-3. Document order. The numbers 0..D-1 repeated E times and shuffled together; with a separate final epoch, E-1 times, and then
-   the last pass by itself. This yields one long stream of E*T tokens.
-4. Samples. Sample j is the tokens j*S .. (j+1)*S of the stream, both included: it shares its last token with the next one.
-   There are n = (E*T - 1)//S; the tail is dropped. Where each begins (position in the document order, token within it) comes
-   from a running sum over the ordered document lengths and a binary search in it for all multiples of S: no loop over documents.
-5. Sample order. The numbers 0..n-1 shuffled; with a separate final epoch 0..a-1 and a..n-1 apart.
+1. Epochs. E is the smallest number of passes with E*T >= N*S + 1 (the last sample needs one more
+   token, its last label).
+2. Separate final epoch. If E > 1 the first E-1 passes hold a = ((E-1)*T - 1)//S whole samples, and
+   one pass holds p = (T-1)//S. If less than 80 % of the last pass's samples are requested
+   (N - a < int(0.8*p)), its documents and samples are shuffled separately. Otherwise samples that
+   are never reached would displace whole documents of the earlier passes.
+3. Document order. The numbers 0..D-1 are repeated E times and shuffled together. With a separate
+   final epoch, E-1 repetitions are shuffled, and then the last pass by itself. This yields one
+   stream of E*T tokens.
+4. Samples. Sample j is the tokens j*S .. (j+1)*S of the stream, both included: it shares its last
+   token with the next one. There are n = (E*T - 1)//S samples; the tail is dropped. The start of
+   each sample (position in the document order, token within the document) comes from a running sum
+   over the ordered document lengths and a binary search in it for all multiples of S. No loop over
+   documents is needed.
+5. Sample order. The numbers 0..n-1 are shuffled. With a separate final epoch 0..a-1 and a..n-1 are
+   shuffled separately.
 
-All shuffles draw from one `numpy.random.RandomState(seed)`, in the order written here: the legacy generator, because its
-stream is frozen and the one that Megatron uses.
+All shuffles draw from one `numpy.random.RandomState(seed)`, in the order written here. Megatron
+uses this legacy generator, and its stream is frozen.
 
-N is the caller's: we pass the `max_samples` of a run, where the reference asks for 1.2 million steps x global batch, 16 passes
-over the file of which a run reads a fiftieth. With N inside one pass, every document is read at most once, as the rules ask
-("every datum exactly once"), and the order takes seconds to build. The rules want it random, not bit-equal to the reference's.
+The caller chooses N. A run here passes its `max_samples`. The reference requests 1.2 million steps
+x global batch, which is 16 passes over the file, of which a run reads a fiftieth. With N inside one
+pass, every document is read at most once, as the rules require ("every datum exactly once"), and
+building the order takes seconds. The rules require a random order, not the reference's exact one.
 
-Everything here belongs after run_start, except `sequences_in`, which reads metadata only.
+All functions here belong after run_start, except `sequences_in`, which reads only metadata.
 """
 
 from __future__ import annotations
@@ -39,10 +48,12 @@ CHUNK = 1 << 18  # documents per step of the running sum
 
 
 class TrainData:
-    """The training samples in Megatron's order: `data[i]` is int32 [sequence_length + 1], the i-th sample of the run.
+    """The training samples in Megatron's order: `data[i]` is int32 [sequence_length + 1], the i-th
+    sample of the run.
 
-    `len(data)` counts the whole samples of all epochs, at least `num_samples`. Opens the token file: in a timed run, build it
-    after run_start. Raises DataError if the files are damaged or hold less than one sequence.
+    `len(data)` counts the whole samples of all epochs, at least `num_samples`. The constructor
+    opens the token file, so a timed run builds it after run_start. Raises DataError if the files
+    are damaged or hold less than one sequence.
     """
 
     def __init__(
@@ -60,7 +71,10 @@ class TrainData:
         return len(self.sample_order)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """Sample `i`, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]. Raises DataError on an id that is no token."""
+        """Return sample `i`, int32 [sequence_length + 1]: inputs are [:-1], labels [1:].
+
+        Raises DataError if an id is outside the vocabulary.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         j = int(self.sample_order[i])
@@ -89,11 +103,13 @@ def train_batches(
     world_size: int,
     step: int = 0,
 ) -> Iterator[np.ndarray]:
-    """This rank's micro-batches from `step` on, int32 [micro_batch_size, sequence_length + 1]; `global/(micro*world)` of them make a step.
+    """Return this rank's micro-batches from `step` on, int32 [micro_batch_size, sequence_length +
+    1].
 
-    Step s holds the samples s*GBS .. + GBS - 1, whatever the number of processes: each rank takes a contiguous
-    share of them and cuts it into micro-batches. So 2 ranks train on what 1 process does, and 4 micro-batches of 1 are 1 of 4.
-    Ends when fewer than a global batch are left.
+    A step has `global/(micro*world)` of them. Step s holds the samples s*GBS .. + GBS - 1, for any
+    number of processes. Each rank takes a contiguous share of them and cuts it into micro-batches.
+    So 2 ranks train on the same samples as 1 process, and 4 micro-batches of 1 are the same as 1 of
+    4. The iterator ends when less than a global batch is left.
     """
     share = global_batch_size // world_size
     begin = step * global_batch_size
@@ -108,10 +124,12 @@ def train_batches(
 def validation_tokens(
     prefix: Path, sequence_length: int, eval_samples: int, vocab_size: int
 ) -> np.ndarray:
-    """The first `eval_samples` sequences, unshuffled, int32 [eval_samples, sequence_length + 1].
+    """Return the first `eval_samples` sequences, unshuffled, int32 [eval_samples, sequence_length +
+    1].
 
-    Documents in file order; row j holds tokens j*S .. (j+1)*S, both included (reference README: "the first 1024 sequences",
-    not shuffled, the same every time). Raises DataError if the file is too short or holds an id that is no token.
+    Documents are in file order. Row j holds tokens j*S .. (j+1)*S, both included (reference README:
+    "the first 1024 sequences", not shuffled, the same every time). Raises DataError if the file is
+    too short or holds an id outside the vocabulary.
     """
     index = Index.read(prefix)
     available = whole_sequences(index.num_tokens, sequence_length)
@@ -129,17 +147,20 @@ def validation_tokens(
 
 
 def sequences_in(prefix: Path, sequence_length: int) -> int:
-    """Whole sequences in one pass, (T - 1)//S, from the `.idx` alone: may be asked before run_start."""
+    """Return the number of whole sequences in one pass, (T - 1)//S. Reads only the `.idx`, so it
+    may run before run_start.
+    """
     return whole_sequences(Index.read(prefix).num_tokens, sequence_length)
 
 
 def build_order(
     index: Index, sequence_length: int, num_samples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps 1 to 5 of this module's docstring.
+    """Build the order of documents and samples: steps 1 to 5 of this module's docstring.
 
-    Returns document_order int32 [E*D]; sample_starts int64 [n+1, 2] (position in document_order, token within that document);
-    sample_order uint32 [n] (int64 from 2^32 - 2 samples on, as Megatron).
+    Returns document_order int32 [E*D]; sample_starts int64 [n+1, 2] (position in document_order,
+    token within that document); sample_order uint32 [n] (int64 from 2^32 - 2 samples on, as in
+    Megatron). Raises DataError if one pass holds no whole sequence.
     """
     tokens = index.num_tokens
     if num_samples < 1 or whole_sequences(tokens, sequence_length) < 1:
@@ -168,7 +189,9 @@ def build_order(
 
 
 def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState) -> None:
-    """Shuffle the `first` entries in place, then the others by themselves; where there are none, nothing is drawn."""
+    """Shuffle the `first` entries in place, then the others separately. An empty part draws no
+    random numbers.
+    """
     random.shuffle(order[:first])
     random.shuffle(order[first:])
 
@@ -176,15 +199,18 @@ def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState) -> No
 def _sample_starts(
     lengths: np.ndarray, document_order: np.ndarray, sequence_length: int
 ) -> np.ndarray:
-    """Step 4, int64 [n + 1, 2]. Token number x of the stream lies in the first document whose end is beyond x.
+    """Return step 4, int64 [n + 1, 2]. Token x of the stream is in the first document that ends
+    after x.
 
-    In chunks that stay in cache: 0.9 s instead of 3.4 s for 45 million documents on one slow core, and 8 bytes per document less.
+    Works in chunks that stay in cache: 0.9 s instead of 3.4 s for 45 million documents on one slow
+    core, and 8 bytes less per document.
     """
     parts: list[np.ndarray] = []
+    # Token numbers in the stream need 64 bits: an epoch of C4 group 6 has 2e10 tokens.
     stream, next_start = (
         0,
         0,
-    )  # token numbers in the stream; 64 bit, since an epoch of C4 group 6 has 2e10 tokens
+    )
     for first in range(0, len(document_order), CHUNK):
         chunk = lengths[document_order[first : first + CHUNK]]
         ends = np.cumsum(chunk, dtype=np.int64) + stream
@@ -199,7 +225,9 @@ def _sample_starts(
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
-    """Raise DataError if an id lies outside [0, vocab_size): on a GPU it would be a fault in the embedding without a name."""
+    """Raise DataError if an id lies outside [0, vocab_size). On a GPU it would be an unexplained
+    fault in the embedding.
+    """
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise DataError(
@@ -210,5 +238,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
 
 
 def whole_sequences(tokens: int, sequence_length: int) -> int:
-    """Sequences with all their labels in a stream: the last label needs one token more."""
+    """Return the number of sequences with all their labels in a stream. The last label needs one
+    more token.
+    """
     return max(tokens - 1, 0) // sequence_length

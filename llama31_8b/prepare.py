@@ -1,12 +1,15 @@
-"""Data of `llama31_8b`: build the miniature's, convert your own text, verify MLCommons' files, print how to fetch them.
+"""Prepare the data of `llama31_8b`: build the miniature's, convert text, verify MLCommons' files,
+print how to fetch them.
 
     ./run_and_time.sh llama31_8b prepare miniature --data-dir D
-    ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
-    ./run_and_time.sh llama31_8b prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
+    ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P
+        [--jsonl-key text]
+    ./run_and_time.sh llama31_8b prepare verify --data-dir D [--manifest M.json] [--full]
+        [--write-manifest M.json]
     ./run_and_time.sh llama31_8b prepare fetch --data-dir D [--download]
 
-Nothing here deletes or overwrites a file that it did not create. Text goes to stderr; the exit code is that of the failure's
-family (common/errors.py).
+No command deletes or overwrites a file that it did not create. Messages go to stderr. The exit code
+is that of the kind of failure (common/errors.py).
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ from common.data.manifest import PairFacts
 from common.data.preparation import Recipe, build_once, require_free_space, say
 from llama31_8b.rules import CLOSED, MINIATURE
 
-MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
+# Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
+MINIATURE_RECIPE = 1
 TOKENIZER = "tokenizer.model"
 SHIPPED_MANIFEST = Path(__file__).with_name("manifest.json")
 
 TOKENIZER_REPOSITORY = "meta-llama/Llama-3.1-8B"  # gated: its license must be accepted on its page
-TOKENIZER_FILE = "tokenizer.json"  # what `convert` takes
+TOKENIZER_FILE = "tokenizer.json"  # input of `convert`
 DATA_URI = (
     "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
 )
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
-DOWNLOAD_BYTES = 80_000_000_000  # about, by AMD's v5.1 README
+DOWNLOAD_BYTES = 80_000_000_000  # approximate, from AMD's v5.1 README
 HOW_TO_FETCH = f"""\
 None of the token files has been downloaded: MLCommons' storage asks you to log in with a browser, and this program cannot do that for you.
 Missing in {{data_dir}}: {{missing}}
@@ -55,7 +59,9 @@ If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
 
 def miniature(data_dir: Path) -> None:
-    """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`, the manifest last. Does nothing where they are complete."""
+    """Build the corpus, the vocabulary, both .bin/.idx pairs and at last the manifest in
+    `data_dir`, unless they are complete.
+    """
     source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
     files = (TOKENIZER, *MINIATURE.data_files)
     build_once(
@@ -66,9 +72,10 @@ def miniature(data_dir: Path) -> None:
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
+    # imports numpy, which parsing the command line does not need
     from common.data.indexed_dataset_writer import (
         Writer,
-    )  # numpy, which the command line is read without
+    )
 
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
@@ -88,9 +95,11 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 
 
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
-    """Print how to get MLCommons' files into `data_dir`, after a download of the tokenizer if that is asked for.
+    """Print how to get MLCommons' files into `data_dir`. With `download_tokenizer`, download the
+    tokenizer first.
 
-    Raises what `download` raises; without a download PreflightError if there is no space for the files. It prints first.
+    The instructions are printed before an error is raised. Raises the errors of `download`, or
+    without a download PreflightError if the disk has too little space for the files.
     """
     if not download_tokenizer:
         _say_how(data_dir)
@@ -99,7 +108,7 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
         return
     try:
         download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
-    finally:  # the failure of the download is what the command ends with
+    finally:  # the command ends with the failure of the download
         _say_how(data_dir)
 
 
@@ -113,19 +122,20 @@ def _say_how(data_dir: Path) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    from llama31_8b.convert import convert  # numpy, which the command line is read without
+    # imports numpy, which parsing the command line does not need
+    from llama31_8b.convert import convert
 
     convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
 
 
 def verify(args: argparse.Namespace) -> None:
-    from llama31_8b.verify import verify  # numpy as well
+    from llama31_8b.verify import verify  # imports numpy too
 
     verify(args.data_dir, args.manifest, args.full, args.write_manifest)
 
 
 def parser(benchmark: str = "llama31_8b") -> Parser:
-    """`work(args)` of the arguments executes the verb."""
+    """Return the parser. `work(args)` of the parsed arguments executes the command."""
     parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
     data = Parser("", add_help=False)

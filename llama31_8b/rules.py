@@ -1,8 +1,9 @@
-"""What the closed division fixes for `llama31_8b`, typed once: the loop, the log and the lint read it from here.
+"""Values that the closed division fixes for `llama31_8b`. The loop, the log and the log check read
+them from here.
 
-Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the reference
-(mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's closed_llama31_8b.yaml.
-Standard library only.
+Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
+reference (mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's
+closed_llama31_8b.yaml. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ BENCHMARK = "llama31_8b"
 class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
-    reduce_scatter: str = "nccl"  # of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one node
-    moment_precision: str = (
-        "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
-    )
+    # reduce-scatter of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one
+    # node
+    reduce_scatter: str = "nccl"
+    # dtype of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
+    moment_precision: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +60,9 @@ class Rules(benchmarks.Rules):
     end_learning_rate_ratio: float = 0.1
     decay_schedule: str = "cosine with linear warmup"
     init_std: float = 0.02
-    eval_by_seed: bool = False  # False: on the file's first sequences, by the reference's README; True: on those that its code draws
+    # False: evaluate on the file's first sequences, as in the reference's README. True: evaluate on
+    # the sequences that the reference's code draws.
+    eval_by_seed: bool = False
 
     @property
     def data_files(self) -> tuple[str, ...]:
@@ -66,7 +70,11 @@ class Rules(benchmarks.Rules):
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
 
     def eval_order_samples(self, global_batch_size: int) -> int:
-        """For how many samples NeMo asks GPTDataset to order the validation split: so many evaluations as max_steps has, and one."""
+        """Return the number of samples for which NeMo asks GPTDataset to order the validation
+        split.
+
+        It is enough for one evaluation more than max_steps has.
+        """
         return (
             self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1
         ) * self.eval_samples
@@ -77,12 +85,13 @@ class Rules(benchmarks.Rules):
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
         assert isinstance(config, Config)
         warmup_steps = config.opt_learning_rate_warmup_steps
+        # The checker computes the next line's value from this one.
         return [
             ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
             (
                 "opt_learning_rate_warmup_steps",
                 warmup_steps,
-            ),  # the checker computes the next line's value from this one
+            ),
             ("opt_learning_rate_decay_steps", self.max_steps - warmup_steps),
             ("opt_learning_rate_decay_schedule", self.decay_schedule),
             ("max_steps", self.max_steps),
@@ -102,13 +111,15 @@ CLOSED = Rules(
     adam_beta_1=0.9,
     adam_beta_2=0.95,
     adam_epsilon=1e-5,
-    # 1-D parameters are exempt here. NeMo 2.1.0, which the reference pins, decays them too; later versions of NeMo exempt them.
+    # 1-D parameters are exempt here. NeMo 2.1.0, which the reference pins, decays them too. Later
+    # versions of NeMo exempt them.
     weight_decay=0.1,
     gradient_clip_norm=1.0,
     saves_model=True,
     throughput_mode="full",
-    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama31_8b.json, "Epochs to converge" (which are samples)
-    # and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
+    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama31_8b.json, "Epochs
+    # to converge" (which are samples) and "Hyperparams". The files of 5.1.0 and 6.0.0 are
+    # identical.
     reference_runs={
         16: ((159744, 17), (172032, 3)),
         32: ((172032, 9), (184320, 10), (196608, 1)),
@@ -128,7 +139,8 @@ CLOSED = Rules(
     reference_learning_rates={16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
 )
 
-# The whole path on a CPU in two minutes: same code, real text, a target that has to be learned. Not a benchmark result.
+# The whole path on a CPU in two minutes: same code, real text, and a target that must be learned.
+# Not a benchmark result.
 MINIATURE = replace(
     CLOSED,
     division="miniature",

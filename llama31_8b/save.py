@@ -1,7 +1,9 @@
-"""`--save`: after the clock, the trained model as a Hugging Face checkpoint in `model/` of the run's directory.
+"""`--save`: write the trained model after the clock, as a Hugging Face checkpoint in `model/` of
+    the run's directory.
 
-Written are the module's parameters, which every rank has whole: the weights that the last evaluation computed with, bf16 on a GPU,
-fp32 on a CPU. The fp32 masters, of which each rank has a part, are not saved. Only rank 0 writes.
+The checkpoint holds the module's parameters, which every rank has whole. These are the weights of
+the last evaluation, bf16 on a GPU, fp32 on a CPU. The fp32 masters, of which each rank has a part,
+are not saved. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.llama import Llama
 
-FOLDER, PARTIAL = "model", "model.partial"  # a folder gets the first name when it is complete
-FILE_BYTES = 4_000_000_000  # a file ends with the tensor that reaches its share: 5.05 GB at most, with the embedding of the 8B
+FOLDER, PARTIAL = "model", "model.partial"  # a complete folder is renamed to the first name
+# A file ends with the tensor that reaches its share: at most 5.05 GB, with the embedding of the 8B.
+FILE_BYTES = 4_000_000_000
 
 
 def require_absent(run_dir: Path) -> None:
-    """Raises ConfigError if there is something where the model is going to be."""
+    """Raise ConfigError if the folder of the model exists."""
     for folder in (run_dir / FOLDER, run_dir / PARTIAL):
         if folder.exists():
             raise ConfigError(
@@ -31,7 +34,10 @@ def require_absent(run_dir: Path) -> None:
 
 
 def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> Path:
-    """Write the model; returns its folder. `on_tensor` is called before each tensor. Raises StorageError; no part of the model is left then."""
+    """Write the model and return its folder. `on_tensor`: called before each tensor.
+
+    Raises StorageError. After any failure no part of the model is left.
+    """
     partial, total = run_dir / PARTIAL, sum(parameter.nbytes for parameter in model.parameters())
     try:
         write_checkpoint(

@@ -1,9 +1,12 @@
-"""A timed run of `llama31_8b`: builds the objects and hands them to the loop. One process per GPU, started by torchrun.
+"""Timed run of `llama31_8b`: build the objects and pass them to the loop. One process per GPU,
+started by torchrun.
 
-    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu [--save]
+    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
+        --device cuda|cpu [--save]
 
-It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data; with --save,
-write the model at the end (save.py).
+The process reads DIR/config.toml, which the launcher wrote. It builds the objects, warms up on
+synthetic tokens, starts the clock and opens the data. With --save, it writes the model at the end
+(save.py).
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
-    """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
+    """Assemble model and optimizer. Every weight trains, sharded by ZeRO-2, from the random values
+    of `seed`.
+    """
     shape, kernels = rules.shape, config.kernels
     linear = linear_layers(config.linear_format)
 
@@ -71,16 +76,17 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     )
 
 
-assemble_random = (
-    assemble  # for measurements of speed; pre-training starts from random weights anyway
-)
+# For speed measurements: pre-training starts from random weights anyway.
+assemble_random = assemble
 
 
 def high_priority_compute(config: Config) -> bool:
-    """Return whether the compute stream gets a high priority: where no NCCL kernel runs beside it.
+    """Return whether the compute stream gets a high priority: only if no NCCL kernel runs
+    concurrently.
 
-    With copy engines, or on one GPU, only sums of gradients do: 10 ms less in a step of 2,120, and
-    12 of 5,440 (docs/log.md). NCCL's kernels must not wait for compute.
+    With copy engines, or on one GPU, only sums of gradients run concurrently. High priority then
+    saves 10 ms of a step of 2,120 ms, and 12 ms of 5,440 ms (docs/log.md). NCCL's kernels must not
+    wait for compute.
     """
     return config.reduce_scatter == "copy_engine" or config.world_size == 1
 
@@ -91,24 +97,25 @@ def run(run: Run, reports: Reports) -> None:
     assert isinstance(config, Config)
     rules = rules_of(config)
     if run.save:
-        from llama31_8b import save  # no other run needs it
+        from llama31_8b import save  # imported only by runs that need it
 
         save.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
-    # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
+    # Document lengths are metadata. The .idx may be read before the clock starts, the tokens may
+    # not.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     timed_run.log_submission(run, reports.log, rules, train_samples)
-    torch.manual_seed(
-        seed + processes.rank
-    )  # for stochastic rounding, whose errors cancel between ranks only if these differ
+    # For stochastic rounding: its errors cancel between ranks only if the seeds differ.
+    torch.manual_seed(seed + processes.rank)
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(
         base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps
     )
     with attention_backends(processes.device.type, DTYPES[config.precision]):
+        # as large as the loop, and not needed after this call
         from common.training.self_test import (
             before_a_run,
-        )  # as large as the loop, and none of it runs after this
+        )
 
         before_a_run(config, rules, processes, reports)
         assembly = assemble(config, rules, processes, seed)
@@ -126,11 +133,14 @@ def run(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
+    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
+    device.
+
+    Call it after the clock has started.
+    """
     vocab_size, length = rules.shape.vocab_size, rules.sequence_length
-    samples = (
-        -(-config.max_samples // config.global_batch_size) * config.global_batch_size
-    )  # the last step is a whole one
+    # the last step is a whole one
+    samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(
         data,

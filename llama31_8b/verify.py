@@ -15,10 +15,12 @@ CHUNK = 1 << 22  # tokens
 
 
 def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path | None) -> None:
-    """Compare `data_dir` with a manifest. Raises DataError if anything differs; prints what could not be checked.
+    """Compare `data_dir` with a manifest, and print what could not be checked. Raises DataError if
+    anything differs.
 
-    Always checked: names, known sizes, the structure of each .idx, .bin sizes, dtype, known counts. With `full`: every id, and the SHA-256 of
-    every file. `write_manifest` does the same and records what was found, for later checks: use it after a download that you have reason to
+    Names, known sizes, the structure of each .idx, .bin sizes, dtype and known counts are always
+    checked. `full` also checks every id and the SHA-256 of every file. `write_manifest` implies
+    `full` and records the results for later checks: use it after a download that you have reason to
     trust.
     """
     manifest, full = Manifest.read(manifest_path), full or write_manifest is not None
@@ -72,7 +74,9 @@ def _compare(
 
 
 def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
-    """What a .bin/.idx pair holds; with `full`, after a check of every id. Raises DataError."""
+    """Return the properties of a .bin/.idx pair, with `full` after a check of every id. Raises
+    DataError.
+    """
     index = Index.read(prefix)
     index.check_token_file_size()
     if full:
