@@ -1,6 +1,6 @@
-"""Compare results of the same measurement: table.md and page.html.
+"""Compare results of the same measurement, in table.md and page.html.
 
-Given a single result, rewrites that result's own two files.
+A single result gets its own two files written again.
 """
 
 from __future__ import annotations

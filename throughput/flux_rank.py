@@ -34,7 +34,7 @@ from throughput.timing import step_ms
 TIMEOUT_S = 300.0  # timeout of a collective
 SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
 LEARNING_RATE = 1e-5
-# Weights are random, since zeros, with which training would begin, make a GPU faster than it is.
+# Weights are random: training would begin with zeros, which make a GPU faster than it is.
 WEIGHT_STD = 0.02
 # Dtype of weights, activations, reduced gradients and moments. Master weights and summed gradients
 # are fp32.

@@ -1,6 +1,6 @@
 """Training steps of Llama-like models, full or LoRA, by the code that trains the benchmarks.
 
-Tokens are synthetic; the optimizer is included.
+Tokens are synthetic. The optimizer is included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory profile (profile --memory): the allocations that make up a GPU's peak memory.
 
-The source is torch's history of the allocations of some steps. All ranks run the steps; only rank 0
+The source is torch's history of the allocations of some steps. All ranks run the steps. Only rank 0
 keeps the history and writes. snapshot.pickle is torch's own format, and a pickle because
 pytorch.org/memory_viz opens nothing else. Nothing here reads it: memory.json and memory.html are
 made from the same snapshot while it is in memory.

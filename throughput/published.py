@@ -1,8 +1,8 @@
 """Numbers that others published, from published.json. Standard library only.
 
 None of them was measured by this package. Each table has a title, a source, notes, columns as
-throughput/tables.py declares them, and flat rows. The source includes the machine and date as it
-states them. `notes` say what it leaves out. "gpu" names the kind of GPU of a row.
+throughput/tables.py declares them, and flat rows. The source names machine and date as the
+publication states them. The notes say what it leaves out. "gpu" names the kind of GPU of a row.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measured(table: Table, data: dict[str, Any]) -> list[Section]:
-    """Return the section of a table, or none if it has no rows.
+    """Return the section of a table, in a list that is empty if the table has no rows.
 
     A failed row shows its error in place of the table's value.
     """

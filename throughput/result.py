@@ -126,7 +126,7 @@ class Result:
             values, samples_ms = work()
         except RunError:
             raise
-        except Exception as error:  # libraries and drivers raise any class
+        except Exception as error:  # libraries and drivers raise exceptions of any class
             self.add(row | {"error": why_failed(error)})
             return False
         self.add(row | values, samples_ms)

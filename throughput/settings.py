@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
     """Yield one line per backend and per optional package (common/kernels/attention.py).
 
-    On ROCm there is one per library of the flash backend.
+    On ROCm the flash backend has one line per library.
     """
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
     flash, efficient, cudnn = (

@@ -203,7 +203,10 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
 
 
 def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
-    """Return machine, a row for each part, each part's tables, and the published tables."""
+    """Return the sections of the page.
+
+    They are the machine, the parts, each part's tables, and the published tables.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name in ended:
         try:

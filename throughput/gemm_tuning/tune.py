@@ -60,9 +60,9 @@ def results() -> dict[Key, tuple[str, float]]:
 def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dtype] | None:
     """Return operands a [m, k] and b [k, n] of the recorded call, and the dtype of a x b.
 
-    The operands have the recorded dtypes and strides. Values are normal, in FP8 scaled over its
-    range. Return None for an operation, dtype or scaling that the trainers do not use. TunableOp
-    counts in columns: its first operand is b here.
+    The operands have the recorded dtypes and strides. Their values are normally distributed, in FP8
+    over the dtype's range. Return None for an operation, dtype or scaling that the trainers do not
+    use. TunableOp counts in columns: its first operand is b here.
     """
     names = "|".join(sorted(DTYPES, key=len, reverse=True))
     op = re.fullmatch(
