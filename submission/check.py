@@ -35,8 +35,8 @@ from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, r
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 
 CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
-# Day by which the logs of a round were made, as these have the same keys as those of later rounds.
-# Sources: submission deadlines and the published logs.
+# Day by which the logs of a round were made. The keys do not identify these rounds, as later ones
+# have the same. Sources of the days: submission deadlines and the published logs.
 LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 

@@ -153,8 +153,8 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
     """Write the description to `path`, print what is missing and return the exit code.
 
     `found`: facts of this machine, as from inventory.facts. `answers`: values from the command
-    line. Raises ConfigError if `path` is no valid name or holds no description, StorageError if it
-    cannot be written, PreflightError without the official checker.
+    line. Raises ConfigError if `path` has an invalid name or does not hold a description,
+    StorageError if it cannot be written, PreflightError without the official checker.
     """
     if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
         why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"

@@ -64,7 +64,7 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
     """Write the code of `run`, from the git repository at `root`, into the new directory `folder`.
 
     `system`: ID of the system. Raises CheckFailed if the repository does not have the commit of the
-    run, the commit does not have the config that the log names, or it contains links.
+    run, or if that commit contains links or does not have the config that the log names.
     """
     config, commit = str(run.log.value("config_filename")), str(run.versions["commit"])
     export(folder, root, run.benchmark, commit, str(run.gpu))

@@ -56,7 +56,7 @@ Found = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), m
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a log, or worth a note."""
+    """A problem in a log, or a note about it."""
 
     line: int  # of the file, from 1; 0 means the log as a whole
     rule: str

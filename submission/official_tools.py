@@ -8,7 +8,7 @@ its output says so and contains nothing that contradicts it. The programs leave 
 working directory, so each runs in a temporary one.
 
 A miniature is checked with a rule file of this project, because the official files fix the sequence
-length and the target. It has the closed rules with the numbers of the benchmark's miniature
+length and the target. That file has the closed rules with the numbers of the benchmark's miniature
 division.
 """
 
@@ -280,8 +280,8 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     `sets`: number of result sets in `org_dir`. `missed`: number of result sets with a run that did
     not converge, which olympic scoring forgives.
 
-    The checker skips result sets that it does not know, and forgives any one log. Here every result
-    set must have passed its RCP test, and exactly `missed` logs must have been forgiven.
+    The checker skips whatever it does not know, and forgives any one log. Here every result set
+    must have passed its RCP test, and exactly `missed` logs must have been forgiven.
     """
     text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
     parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
@@ -332,7 +332,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
-    """Return the verdict of the repo checker: names and kinds of files."""
+    """Return the verdict of the repo checker on the files in `org_dir`."""
     text = run_tool("repo_checker", str(org_dir.resolve()), "training", ruleset)
     return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
 

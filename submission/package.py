@@ -2,10 +2,10 @@
 
 The command makes a submission out of series of ten runs. It writes DIR/ORG with systems/,
 results/<system>/<benchmark>/result_0.txt .. result_9.txt and
-benchmarks/<benchmark>/implementations/. The code in there is that of the commit that ran, taken
-from git. Ten consecutive attempts are submitted: submission/series.py selects them, and the choice
-is printed. Then the package checker, summarizer and repo checker are run on DIR/ORG, and their
-output is kept in DIR.
+benchmarks/<benchmark>/implementations/. The code in the latter is that of the commit that ran,
+taken from git. Ten consecutive attempts are submitted: submission/series.py selects them, and the
+choice is printed. Then the package checker, summarizer and repo checker are run on DIR/ORG, and
+their output is kept in DIR.
 
 Exit code: 0 all of them reported success, 20 they did not, or something must not be submitted, 2
 wrong usage, 17 cannot be written, 18 no official tools. DIR is not created until everything has
@@ -389,7 +389,7 @@ def _check_identity(request: Request, run: Run, description: dict) -> None:
 def _check_log(request: Request, run: Run) -> None:
     """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
 
-    Findings that are inevitable in a run that missed its target are accepted.
+    Findings that every run has if it missed its target or was killed are accepted.
     """
     linked = run.path.is_symlink()
     _demand(

@@ -71,7 +71,10 @@ Labeled = tuple[str, Run]
 
 
 def run_page(run: Run, advised: list[Advice]) -> str:
-    """Return the page as HTML text. Raises PreflightError if mlperf-logging or jinja2 is missing."""
+    """Return the page as HTML text.
+
+    Raises PreflightError if mlperf-logging or jinja2 is missing.
+    """
     samples, figures, (clean, verdict) = (
         gpu_samples.read_samples(run),
         figures_of(run),
@@ -196,7 +199,7 @@ def shown(figures: dict[str, float | None], name: str) -> str:
 def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
     """Return a loss chart with the target of `run` and its RCP band.
 
-    The band reaches from the lowest mean with which a series passes to the reference mean.
+    The band begins at the lowest mean with which a series passes and ends at the reference mean.
     """
     band = (run.point.minimum, run.point.mean) if run.point else None
     label += ", nats per token" + (

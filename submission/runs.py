@@ -1,4 +1,4 @@
-"""A run, read from its MLPerf log, of any submitter, and from the files in the same directory.
+"""A run, read from the MLPerf log of any submitter and from the files in the same directory.
 
 Values that decide a score are read as the official tools of mlcommons/logging read them.
 result_summarizer uses the last run_start before the first run_stop. rcp_checker uses the last
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why the run is not good, in one line, or "" if there is nothing to add to `state`."""
+        """The reason why the run is not good, in one line, or "" if `state` says everything."""
         if self.state == FAILED and self.status == "success":
             refused = self.refused[:1]
             return (

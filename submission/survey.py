@@ -77,7 +77,7 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        """Whether our score equals the official one to TOLERANCE, or cannot be compared."""
+        """True if our score equals the official one to TOLERANCE, or cannot be compared."""
         # If a set passed and has no official score, the summarizer crashed, as on sets with power
         # logs.
         if self.official_score is None:
