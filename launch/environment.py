@@ -114,9 +114,8 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
                     build = OWN_TORCH
                 build = _install(lacking if own_torch else requirements(path), path, folder, build)
                 stamp = f"{_digest(path, build)} {build} {platform.machine()}"
-                _stamp(folder, path).write_text(
-                    stamp
-                )  # written last, so that an incomplete environment has no stamp
+                # Written last, so that an incomplete environment has no stamp.
+                _stamp(folder, path).write_text(stamp)
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"

@@ -105,9 +105,8 @@ def _members(name: tuple[str, str], dumps: dict[int, dict]) -> set[int]:
 def _first_open(
     name: tuple[str, str], ranks: dict[int, Entries], members: set[int], heard: set[int]
 ) -> dict | None:
-    oldest = max(
-        min(entries) for entries in ranks.values()
-    )  # the recorder keeps only the most recent collectives
+    # The recorder keeps only the most recent collectives.
+    oldest = max(min(entries) for entries in ranks.values())
     for sequence in range(oldest, max(max(entries) for entries in ranks.values()) + 1):
         entered = {
             rank: entries[sequence] for rank, entries in ranks.items() if sequence in entries

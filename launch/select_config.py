@@ -102,9 +102,8 @@ def select_config(
         notes += known_issues.notes(
             kind, known_issues.installed(found.driver), environment, refuse=not any_kind
         )
-    shipped = (
-        root / "configs" / benchmark / path.name
-    )  # its contents must be equal, since the log has only the file name
+    # The contents must be equal, since the log has only the file name.
+    shipped = root / "configs" / benchmark / path.name
     modified = bool(options.set)
     if derived:
         notes.append(f"{path.name} is no file in configs/{benchmark}: not for submission")

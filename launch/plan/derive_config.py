@@ -145,9 +145,8 @@ def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict
     if kind is not None:
         changes["gpu"] = kind.name
     if gpus == 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
-        changes["reduce_scatter"] = (
-            "nccl"  # copy engines need a second GPU, and were run on NVIDIA only
-        )
+        # Copy engines need a second GPU, and were run on NVIDIA only.
+        changes["reduce_scatter"] = "nccl"
     if linear == "bf16":
         changes["offload_layers"] = 0
         if file.frozen_base == "replicated_both":
