@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_log import find, write_records
+from synthetic_run import find, write_records
 
 from submission.log_rules import DISCLOSURE_KEYS
 

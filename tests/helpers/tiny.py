@@ -22,7 +22,7 @@ from unittest import mock
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import numpy as np
 import torch
-from synthetic_log import records
+from synthetic_run import records
 
 from common import config
 from common.data.indexed_dataset_writer import Writer

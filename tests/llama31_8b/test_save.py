@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from synthetic_log import records
+from synthetic_run import records
 from tiny import PYTHONPATH, TINY, call_on_ranks, run, run_config, write_data
 
 from common.errors import ConfigError, StorageError, WeightsError

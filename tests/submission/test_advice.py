@@ -1,12 +1,17 @@
 """Advice by symptom: a healthy run on H200s gets none; each symptom, planted in it, gets its own, with its number."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-from synthetic_log import records, write_good
-from synthetic_run import events, spread
+from synthetic_run import (
+    events,
+    run_start_s,
+    sample_lines,
+    spread,
+    write_good,
+    write_json_lines,
+)
 
 from common.paths import ROOT
 from submission import report
@@ -68,28 +73,11 @@ class Planted:
             event |= values if event["event"] == "step" else {}
 
     def symptoms(self) -> list[str]:
-        start = (
-            next(
-                record
-                for record in records(self.folder / "result.txt")
-                if record["key"] == "run_start"
-            )["time_ms"]
-            / 1e3
-        )
-        lines: list[dict] = [
-            {
-                "event": "start",
-                "source": "nvidia-smi",
-                "time": start,
-                "gpus": [{"id": "", "name": "NVIDIA H200"}] * 8,
-            }
-        ]
-        lines += [
-            {"event": "sample", "time_s": second, "gpus": gpus}
-            for second, gpus in enumerate(self.samples)
-        ]
-        for name, content in (("gpu_samples.jsonl", lines), ("events.jsonl", self.events)):
-            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+        start_s = run_start_s(self.folder / "result.txt")
+        gpus = [{"id": "", "name": "NVIDIA H200"}] * 8
+        samples = sample_lines("nvidia-smi", start_s, gpus, self.samples)
+        write_json_lines(self.folder / "gpu_samples.jsonl", samples)
+        write_json_lines(self.folder / "events.jsonl", self.events)
         return [each.symptom for each in advice(read_attempt(self.folder / "result.txt"))]
 
 

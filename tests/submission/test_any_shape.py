@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series as synthetic
-from synthetic_log import LORA
+from synthetic_run import LORA
 
 from common.config import from_table
 from common.errors import RunError
@@ -54,7 +54,7 @@ values = draw.recursive(
 def good(tmp_path_factory):
     """Records of a good run, and the lines of the ledger of a series of one."""
     folder = synthetic.write(tmp_path_factory.mktemp("good"), LORA, synthetic.plans([3]), goal=2)
-    log = synthetic_log.records(next(folder.glob("*/result.txt")))
+    log = synthetic_run.records(next(folder.glob("*/result.txt")))
     lines = [json.loads(line) for line in (folder / ledger.NAME).read_text().splitlines()]
     return (
         log,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from log_dialects import DIALECTS, write
-from synthetic_log import (
+from synthetic_run import (
     BENCHMARKS,
     LORA,
     PRETRAINING,

@@ -4,9 +4,9 @@ import json
 import os
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series as synthetic
-from synthetic_log import LORA
+from synthetic_run import LORA
 
 from common.errors import StorageError
 from submission import check, describe, report, score, terminal
@@ -59,11 +59,11 @@ def test_versions_of_a_wrong_shape_are_a_note(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("value", [["llama2_70b_lora"], {"a": 1}, 7, None, ""])
 def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
-    log = synthetic_log.records(
-        synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
+    log = synthetic_run.records(
+        synthetic_run.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
     )
-    log[synthetic_log.find(log, "submission_benchmark")]["value"] = value
-    synthetic_log.write_records(tmp_path / "result.txt", log)
+    log[synthetic_run.find(log, "submission_benchmark")]["value"] = value
+    synthetic_run.write_records(tmp_path / "result.txt", log)
     assert check.main([str(tmp_path / "result.txt")]) == 20
     assert score.main([str(tmp_path / "result.txt"), "--json"]) == 2
     assert read_attempt(tmp_path / "result.txt").state != "good"
@@ -71,11 +71,11 @@ def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
 
 @pytest.mark.parametrize("key", ["init_stop", "run_start", "eval_accuracy", "run_stop"])
 def test_the_score_of_a_cut_log_is_json(tmp_path, key, capsys):
-    log = synthetic_log.records(
-        synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
+    log = synthetic_run.records(
+        synthetic_run.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
     )
-    path = synthetic_log.write_records(
-        tmp_path / "result_0.txt", log[: synthetic_log.find(log, key)]
+    path = synthetic_run.write_records(
+        tmp_path / "result_0.txt", log[: synthetic_run.find(log, key)]
     )
     assert score.main([str(path), "--json"]) == 20
     assert json.loads(capsys.readouterr().out)["result"]["score"] is None

@@ -2,7 +2,7 @@
 
 import pytest
 from log_dialects import processes, srun
-from synthetic_log import (
+from synthetic_run import (
     BENCHMARKS,
     LORA,
     PRETRAINING,

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series as synthetic
-from synthetic_log import LORA
+from synthetic_run import LORA
 
 from common.errors import CheckFailed
 from submission import describe, package, report, score
@@ -18,8 +18,8 @@ FIFTH = 4  # the attempt that something happens to
 
 def cut_before(path, key: str) -> None:
     """As a run leaves its log that is killed before it logs `key`."""
-    records = synthetic_log.records(path)
-    synthetic_log.write_records(path, records[: synthetic_log.find(records, key)])
+    records = synthetic_run.records(path)
+    synthetic_run.write_records(path, records[: synthetic_run.find(records, key)])
 
 
 def ledger_lines(folder) -> list[dict]:
@@ -59,18 +59,18 @@ def nothing(folder, run) -> None:
 
 
 def in_vain(folder, run) -> None:
-    records = synthetic_log.records(run / "result.txt")
+    records = synthetic_run.records(run / "result.txt")
     records[-1]["metadata"]["status"] = "aborted"
     for record in records:
         if record["key"] == "eval_accuracy":
             record["value"] = 0.95
-    synthetic_log.write_records(run / "result.txt", records)
+    synthetic_run.write_records(run / "result.txt", records)
 
 
 def against_the_rules(folder, run) -> None:
-    records = synthetic_log.records(run / "result.txt")
-    records[synthetic_log.find(records, "lora_rank")]["value"] = 8
-    synthetic_log.write_records(run / "result.txt", records)
+    records = synthetic_run.records(run / "result.txt")
+    records[synthetic_run.find(records, "lora_rank")]["value"] = 8
+    synthetic_run.write_records(run / "result.txt", records)
 
 
 # What became of the log, what the ledger knows, and the state of the attempt. One of ten may be lost: it counts as the slowest.

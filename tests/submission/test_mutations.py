@@ -2,7 +2,7 @@
 
 import pytest
 from log_dialects import DIALECTS, write
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good
+from synthetic_run import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good
 
 from common.records.mlperf_log import TOKEN
 from submission.check import examine

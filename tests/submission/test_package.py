@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series as synthetic
-from synthetic_log import LORA, PRETRAINING
+from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
@@ -510,10 +510,10 @@ def test_what_exists_is_not_overwritten(case):
 def test_a_log_that_is_not_clean_is_refused_with_its_line(case):
     case.write()
     path = case.runs()[8] / "result.txt"
-    log = synthetic_log.records(path)
-    index = synthetic_log.find(log, "lora_alpha")
+    log = synthetic_run.records(path)
+    index = synthetic_run.find(log, "lora_alpha")
     log[index]["value"] = 64
-    synthetic_log.write_records(path, log)
+    synthetic_run.write_records(path, log)
     case.refused("is not clean", f"line {index + 1}: lora_alpha is 64")
 
 

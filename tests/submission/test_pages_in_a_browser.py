@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series
 from synthetic_run import write_run
 
@@ -58,7 +58,7 @@ def pages(tmp_path_factory):
         assert report.main([str(write_run(run, gpus=8))]) == 0
     assert report.main(list(map(str, runs))) == 0
     series = synthetic_series.write(
-        root, synthetic_log.PRETRAINING, synthetic_series.plans([13] * 12)
+        root, synthetic_run.PRETRAINING, synthetic_series.plans([13] * 12)
     )
     assert report.main([str(series)]) == 0
     return {

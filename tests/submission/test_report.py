@@ -7,11 +7,10 @@ import sys
 import types
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series
 from page import Page, read_page
-from synthetic_log import records, start, write_good, write_records
-from synthetic_run import events, spread, write_run
+from synthetic_run import events, records, spread, start, write_good, write_records, write_run
 
 from llama31_8b import rules
 from submission import export, rcp, report
@@ -217,7 +216,7 @@ def test_a_log_with_a_prefix_gives_the_same_page_but_for_the_verdict(run_dir):
 
 def test_a_log_that_the_official_checker_refuses_is_no_good_run(run_dir):
     log = records(run_dir / "result.txt")
-    log[synthetic_log.find(log, "opt_gradient_clip_norm")]["value"] = 5.0
+    log[synthetic_run.find(log, "opt_gradient_clip_norm")]["value"] = 5.0
     write_records(run_dir / "result.txt", log)
     text = page(run_dir)
     assert "official checker refuses" in text and "opt_gradient_clip_norm" in text
@@ -283,7 +282,7 @@ def series(tmp_path):
     """Twelve attempts: the third missed the target, the eleventh never started its clock; the directory of the ledger."""
     plans = synthetic_series.plans([13, 14, 16, 13, 14, 13, 13, 13, 13, 14, 13, 13])
     plans[2].fails, plans[10].fails = "missed", "early"
-    return synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans)
+    return synthetic_series.write(tmp_path, synthetic_run.PRETRAINING, plans)
 
 
 def test_the_report_of_a_series_is_complete(series):
@@ -333,7 +332,7 @@ def test_the_report_of_a_series_is_self_contained_and_small(series):
 def test_what_differs_among_the_runs_is_shown(tmp_path):
     plans = synthetic_series.plans([13] * 10)
     plans[4].changes = {"driver": "6.15", "commit": "feedfacefeedface"}
-    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
+    text = page(synthetic_series.write(tmp_path, synthetic_run.PRETRAINING, plans))
     assert "runs differ" in text
     assert (
         "attempt 5: 6.15" in text
@@ -345,7 +344,7 @@ def test_what_differs_among_the_runs_is_shown(tmp_path):
 def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
     plans = synthetic_series.plans([13] * 12)
     plans[5].fails = plans[6].fails = "killed"
-    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
+    text = page(synthetic_series.write(tmp_path, synthetic_run.PRETRAINING, plans))
     assert (
         "10 of 12 attempts are good" in text
         and "0 of 3 windows" in text
@@ -358,7 +357,7 @@ def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
 def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
     plans = synthetic_series.plans([4, 5, 4])
     text = page(
-        synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans, rules=rules.MINIATURE)
+        synthetic_series.write(tmp_path, synthetic_run.PRETRAINING, plans, rules=rules.MINIATURE)
     )
     assert (
         "not a benchmark result" in text
@@ -369,7 +368,7 @@ def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
 
 def test_pages_of_several_runs_on_a_cpu_do_not_speak_of_gpus(tmp_path):
     folder = synthetic_series.write(
-        tmp_path, synthetic_log.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE
+        tmp_path, synthetic_run.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE
     )
     runs = [path.parent for path in sorted(folder.glob("*/config.toml"))]
     for run in runs:
@@ -396,7 +395,7 @@ def test_the_series_that_is_asked_for(series, capsys):
     for plan in other:
         plan.seed += 1
     synthetic_series.write(
-        series.parent, synthetic_log.PRETRAINING, other, series="20270101-000000-fedcba"
+        series.parent, synthetic_run.PRETRAINING, other, series="20270101-000000-fedcba"
     )
     assert "10 of 10 attempts" in page(series)
     assert report.main([str(series), "--series", synthetic_series.SERIES[:10]]) == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import rcp_formula
-import synthetic_log
-from synthetic_log import LORA, PRETRAINING, Timed
+import synthetic_run
+from synthetic_run import LORA, PRETRAINING, Timed
 
 from common.paths import ROOT
 from common.records import published
@@ -70,7 +70,7 @@ def read(folder: Path) -> TenRuns:
 
 def change(path: Path, edit) -> None:
     """Rewrite each record of the log at `path` with what `edit` makes of it."""
-    synthetic_log.write_records(path, [edit(record) for record in synthetic_log.records(path)])
+    synthetic_run.write_records(path, [edit(record) for record in synthetic_run.records(path)])
 
 
 def one_step_short(record: dict) -> dict:
@@ -82,7 +82,7 @@ def one_step_short(record: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def amd(tmp_path_factory) -> Path:
-    folder = synthetic_log.write_timed_series(
+    folder = synthetic_run.write_timed_series(
         tmp_path_factory.mktemp("amd") / "results/MI355X/llama31_8b", PRETRAINING, AMD_RUNS
     )
     for path in folder.glob("result_*.txt"):
@@ -127,11 +127,11 @@ def organisation(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("submission") / "Org"
     write_system(folder / "systems/sys.json")
     pretraining = [replace(run, samples_per_s=30 + index / 7) for index, run in enumerate(MIXED)]
-    synthetic_log.write_timed_series(folder / "results/sys/llama31_8b", PRETRAINING, pretraining)
+    synthetic_run.write_timed_series(folder / "results/sys/llama31_8b", PRETRAINING, pretraining)
     lora = [Timed(2688, 5.8 + index / 9, 12.3) for index in range(3)] + [
         Timed(3072, 5.8 - index / 90, 12.3) for index in range(6)
     ]
-    synthetic_log.write_timed_series(
+    synthetic_run.write_timed_series(
         folder / "results/sys/llama2_70b_lora",
         LORA,
         [*lora, Timed(3840, 5.9, 12.3, converged=False)],
@@ -295,7 +295,7 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
     slow = [replace(run, minutes=None, samples_per_s=20.0, evaluation_s=10.0) for run in MIXED]
     fast = [replace(run, minutes=None, samples_per_s=40.0, evaluation_s=20.0) for run in MIXED]
     ours, theirs = (
-        synthetic_log.write_timed_series(tmp_path / name, PRETRAINING, runs)
+        synthetic_run.write_timed_series(tmp_path / name, PRETRAINING, runs)
         for name, runs in (("a", slow), ("b", fast))
     )
     found = evaluate(capsys, ours, "--gpu", "H200", "--gpus", 4, "--against", theirs)["against"]
@@ -322,7 +322,7 @@ def test_what_cannot_be_compared_is_refused(amd, wish, said, capsys):
 
 
 def test_logs_of_two_benchmarks_cannot_be_compared(amd, tmp_path, capsys):
-    lora = synthetic_log.write_timed_series(tmp_path / "lora", LORA, [Timed(3072, 5.8, 12.0)] * 10)
+    lora = synthetic_run.write_timed_series(tmp_path / "lora", LORA, [Timed(3072, 5.8, 12.0)] * 10)
     assert score.main([str(amd), "--against", str(lora)]) == 2
     assert "llama2_70b_lora" in capsys.readouterr().err
     assert score.main(["AMD MI355X 5.1", "--against", "AMD MI300X"]) == 2
@@ -364,12 +364,12 @@ def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, 
 def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
     runs = [Timed(172_032 if index < 5 else 184_320, 35, minutes=100 + index) for index in range(9)]
     runs.append(Timed(196_608, 80, converged=False, minutes=50))
-    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, runs)
+    folder = synthetic_run.write_timed_series(tmp_path / "logs", PRETRAINING, runs)
     found = read(folder)
     assert found.samples == (172_032 + 184_320) / 2
     assert found.minutes == sum(100 + index for index in range(1, 9)) / 8 and found.passed
     assert "did not converge" in text(capsys, folder)
-    synthetic_log.write_timed(
+    synthetic_run.write_timed(
         folder / "result_0.txt", PRETRAINING, Timed(184_320, converged=False), seed=1
     )
     printed = text(capsys, folder, code=20)
@@ -382,7 +382,7 @@ def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
 
 
 def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
-    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
+    path = synthetic_run.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
     change(
         path,
         lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record,
@@ -392,7 +392,7 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
 
 
 def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
-    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
+    folder = synthetic_run.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
     assert "RCP test        FAILED (RCP found)" in text(capsys, folder, code=20)
     found = evaluate(capsys, folder, code=20)["result"]
     assert found["score"] is None and found["rcp"]["passed"] is False
@@ -400,7 +400,7 @@ def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
 
 def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     minutes = [100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 95, 130, 130]
-    folder = synthetic_log.write_timed_series(
+    folder = synthetic_run.write_timed_series(
         tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes]
     )
     found = read_series([folder])
@@ -419,7 +419,7 @@ def test_a_window_that_is_no_result_is_not_in_the_middle(tmp_path):
     failed = [Timed(184_320, minutes=200, converged=False)]
     runs = [Timed(184_320, 35, minutes=100 + index) for index in range(10)]
     found = read_series(
-        [synthetic_log.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])]
+        [synthetic_run.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])]
     )
     windows = series.windows(found)
     assert [bool(window.invalid) for window in windows] == [False, False, True]
@@ -427,7 +427,7 @@ def test_a_window_that_is_no_result_is_not_in_the_middle(tmp_path):
 
 
 def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
-    synthetic_log.write_timed_series(
+    synthetic_run.write_timed_series(
         tmp_path / "logs", PRETRAINING, [Timed(184_320, 37, minutes=90)]
     )
     printed = text(capsys, tmp_path / "logs", "--gpu", "MI355X", "--gpus", 8, code=20)
@@ -444,7 +444,7 @@ def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(am
     wanted = read(amd)
     for path in amd.glob("result_*.txt"):
         lines = [(0, "+ echo ':::DLPAL image 123 1 node'")]
-        for record in synthetic_log.records(path):
+        for record in synthetic_run.records(path):
             if record["key"] in ("eval_start", "eval_stop"):
                 record["metadata"]["epoch_num"] = record["metadata"].pop("samples_count")
             for rank in range(
@@ -469,11 +469,11 @@ def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(am
 
 def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
     """The last token of a line counts; so do the last run_start before the first run_stop, and the last evaluation before a run_stop."""
-    path = synthetic_log.write_timed(
+    path = synthetic_run.write_timed(
         tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1
     )
-    records = synthetic_log.records(path)
-    start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
+    records = synthetic_run.records(path)
+    start, stop = synthetic_run.find(records, "run_start"), synthetic_run.find(records, "run_stop")
     again = [records[start] | {"time_ms": records[start]["time_ms"] + 60_000}]
     late = [records[stop - 2] | {"metadata": {"samples_count": 999_999}, "value": 3.0}]
     ended_ms = records[stop]["time_ms"]
@@ -481,7 +481,7 @@ def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
         records[start] | {"time_ms": ended_ms},
         records[stop] | {"time_ms": ended_ms + 120_000},
     ]
-    synthetic_log.write_records(
+    synthetic_run.write_records(
         path, [*records[: start + 1], *again, *records[start + 1 :], *restart, *late]
     )
     torn = path.read_text().replace(":::MLLOG", ':::MLLOG {"key": "train_los:::MLLOG', 1)
@@ -493,19 +493,19 @@ def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
 
 
 def test_an_epoch_around_everything_stands_for_blocks(tmp_path):
-    path = synthetic_log.write_timed(
+    path = synthetic_run.write_timed(
         tmp_path / "log", PRETRAINING, Timed(184_320, 25.0, 10.0, first_block_s=0), seed=1
     )
     records = [
-        record for record in synthetic_log.records(path) if not record["key"].startswith("block")
+        record for record in synthetic_run.records(path) if not record["key"].startswith("block")
     ]
-    start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
+    start, stop = synthetic_run.find(records, "run_start"), synthetic_run.find(records, "run_stop")
     whole = {"metadata": {"samples_count": 184_320, "file": "x", "lineno": 1}}
     records.insert(stop, records[stop] | {"key": "epoch_stop"} | whole)
     records.insert(
         start + 1, records[start] | {"key": "epoch_start", "metadata": {"samples_count": 0}}
     )
-    run = read_run(synthetic_log.write_records(path, records))
+    run = read_run(synthetic_run.write_records(path, records))
     assert run.samples_per_s == pytest.approx(25.0, rel=1e-4) and run.evaluation_s == pytest.approx(
         150.0
     )
@@ -521,7 +521,7 @@ def test_one_step_behind_is_noted(amd):
 
 def test_the_first_block_of_a_run_is_not_in_the_steady_throughput(tmp_path):
     found = read(
-        synthetic_log.write_timed_series(
+        synthetic_run.write_timed_series(
             tmp_path, PRETRAINING, [Timed(184_320, 30.0, first_block_s=60)] * 10
         )
     )
@@ -565,8 +565,8 @@ def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_t
     dialect, tmp_path
 ):
     """mlperf_common logs the size, others the count at the start, on both lines of a block."""
-    path = synthetic_log.write_timed(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
-    wanted, records, start = read_run(path), synthetic_log.records(path), 0
+    path = synthetic_run.write_timed(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
+    wanted, records, start = read_run(path), synthetic_run.records(path), 0
     for record in records:
         if record["key"] == "block_start":
             start = record["metadata"]["samples_count"]
@@ -574,7 +574,7 @@ def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_t
             record["metadata"]["samples_count"] = (
                 start if dialect.startswith("count") else (1536 if start == 0 else 384)
             )
-    found = read_run(synthetic_log.write_records(path, records))
+    found = read_run(synthetic_run.write_records(path, records))
     assert (found.blocks, found.evaluations, found.trained) == (
         wanted.blocks,
         wanted.evaluations,
@@ -589,22 +589,22 @@ def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_t
 
 
 def spoilt(folder: Path, index: int, edit) -> Path:
-    records = synthetic_log.records(folder / f"result_{index}.txt")
+    records = synthetic_run.records(folder / f"result_{index}.txt")
     edit(records)
-    synthetic_log.write_records(folder / f"result_{index}.txt", records)
+    synthetic_run.write_records(folder / f"result_{index}.txt", records)
     return folder
 
 
 def clip_norm(records: list[dict]) -> None:
-    records[synthetic_log.find(records, "opt_gradient_clip_norm")]["value"] = 5.0
+    records[synthetic_run.find(records, "opt_gradient_clip_norm")]["value"] = 5.0
 
 
 def no_org(records: list[dict]) -> None:
-    records[synthetic_log.find(records, "submission_org")]["value"] = ""
+    records[synthetic_run.find(records, "submission_org")]["value"] = ""
 
 
 def forty_minutes_of_init(records: list[dict]) -> None:
-    for record in records[: synthetic_log.find(records, "init_stop")]:
+    for record in records[: synthetic_run.find(records, "init_stop")]:
         record["time_ms"] -= 40 * 60_000
 
 
@@ -617,7 +617,7 @@ def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summa
     write_system(tmp_path / "Org/systems/sys.json")
     runs = [replace(run, minutes=100 + index) for index, run in enumerate(MIXED)]
     folder = spoilt(
-        synthetic_log.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit
+        synthetic_run.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit
     )
     found = evaluate(capsys, folder)
     assert found["runs"][2]["state"] == FAILED and "refuses its log" in found["runs"][2]["reason"]
@@ -640,10 +640,10 @@ def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summa
 
 def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     def run_stop_first(records: list[dict]) -> None:
-        records.insert(synthetic_log.find(records, "run_start"), records.pop())
+        records.insert(synthetic_run.find(records, "run_start"), records.pop())
 
     folder = spoilt(
-        synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first
+        synthetic_run.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first
     )
     assert "run_stop stands before" in text(capsys, folder, code=20)
     assert (
@@ -655,7 +655,7 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     "what", ["a log twice", "a directory twice", "a copied log", "two submitters"]
 )
 def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
-    folder = synthetic_log.write_timed_series(tmp_path / "a", PRETRAINING, MIXED)
+    folder = synthetic_run.write_timed_series(tmp_path / "a", PRETRAINING, MIXED)
     arguments = [folder]
     if what == "a log twice":
         arguments = [folder / "result_0.txt", folder / "result_1.txt", folder / "result_0.txt"]
@@ -667,7 +667,7 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
         spoilt(
             folder,
             4,
-            lambda records: records[synthetic_log.find(records, "submission_org")].update(
+            lambda records: records[synthetic_run.find(records, "submission_org")].update(
                 value="Somebody Else"
             ),
         )
@@ -680,8 +680,8 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
 
 
 def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
-    folder = synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED)
-    synthetic_log.write_timed(
+    folder = synthetic_run.write_timed_series(tmp_path, PRETRAINING, MIXED)
+    synthetic_run.write_timed(
         folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000
     )
     assert "same seed 1000" in text(capsys, folder)
@@ -692,7 +692,7 @@ def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
 
 def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
     for name in ("20260102_b", "20260101_a"):
-        synthetic_log.write_timed(
+        synthetic_run.write_timed(
             tmp_path / name / "result.txt", LORA, Timed(3072, 5.8, 12.0), seed=1
         )
         (tmp_path / name / "config.toml").write_text(
@@ -710,7 +710,7 @@ def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
 def test_a_miniature_is_no_result(tmp_path, capsys):
     miniature = rules.MINIATURE
     runs = [Timed(4096, 100.0, 1.0, 0.5)] * 10
-    folder = synthetic_log.write_timed_series(
+    folder = synthetic_run.write_timed_series(
         tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8
     )
     printed = text(capsys, folder)
@@ -729,13 +729,13 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
 )
 def test_wrong_usage_is_exit_code_2(what, tmp_path, capsys):
     logs = [tmp_path / "a", tmp_path / "b"]
-    synthetic_log.write_timed(logs[0], PRETRAINING, Timed(24_576), seed=1)
+    synthetic_run.write_timed(logs[0], PRETRAINING, Timed(24_576), seed=1)
     if what == "no log":
         logs[1].write_text("hello\n:::MLLOG nonsense\n")
     elif what == "two benchmarks":
-        synthetic_log.write_timed(logs[1], LORA, Timed(3072), seed=1)
+        synthetic_run.write_timed(logs[1], LORA, Timed(3072), seed=1)
     elif what == "two batches":
-        synthetic_log.write_timed(logs[1], PRETRAINING, Timed(24_576), seed=1, global_batch_size=16)
+        synthetic_run.write_timed(logs[1], PRETRAINING, Timed(24_576), seed=1, global_batch_size=16)
     elif what == "empty folder":
         logs[1].mkdir()
     assert score.main([str(path) for path in logs]) == 2

@@ -6,7 +6,7 @@ import re
 import pytest
 import synthetic_series
 from log_dialects import DIALECTS, write
-from synthetic_log import LORA, find, records, write_good
+from synthetic_run import LORA, find, records, write_good
 
 from submission import official_tools, survey
 

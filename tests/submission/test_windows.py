@@ -8,9 +8,9 @@ import json
 import math
 
 import pytest
-import synthetic_log
+import synthetic_run
 import synthetic_series as synthetic
-from synthetic_log import LORA
+from synthetic_run import LORA
 
 from common.errors import CheckFailed
 from common.records import windows
@@ -130,8 +130,8 @@ def test_a_killed_run_without_a_log_still_counts_in_its_window(series_of):
 def test_a_start_before_the_clock_is_no_run(series_of):
     folder = series_of("mggggggggg")
     path = read_series([folder]).runs[0].path
-    records = synthetic_log.records(path)
-    synthetic_log.write_records(path, records[: synthetic_log.find(records, "run_start")])
+    records = synthetic_run.records(path)
+    synthetic_run.write_records(path, records[: synthetic_run.find(records, "run_start")])
     ten = ten_runs(read_series([folder]))
     assert len(ten.runs) == 9 and "10 runs" in ten.invalid
 

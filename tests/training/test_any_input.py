@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 import torch
-from synthetic_log import BENCHMARKS
+from synthetic_run import BENCHMARKS
 from test_checkpoint import SIZES, as_after, checkpoints_of
 
 from common.command_line import EVERYWHERE

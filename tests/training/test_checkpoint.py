@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from synthetic_log import records
+from synthetic_run import records
 from tiny import TINY, call_on_ranks, facts, run, run_config, write_data
 from toy import wait_until
 

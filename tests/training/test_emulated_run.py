@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from synthetic_log import records
+from synthetic_run import records
 from tiny import TINY, run, write_data
 
 from common.config import load

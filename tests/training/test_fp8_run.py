@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from synthetic_log import records
+from synthetic_run import records
 from tiny import TINY, run, write_data
 
 from common.model.shapes import ModelShape

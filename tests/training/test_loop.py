@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from plain_block import plain_llama
-from synthetic_log import find, records
+from synthetic_run import find, records
 from tiny import TINY, TINY_PROGRAM, facts, run, run_config, start_ranks, write_data
 from torch.nn import functional as F
 from two_ranks import evaluation, evaluation_sequences

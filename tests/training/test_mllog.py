@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from synthetic_log import evaluate, find, records, run_config, start, write_good
+from synthetic_run import evaluate, find, records, run_config, start, write_good
 
 from common.errors import ConfigError, NonFinite, StorageError
 from common.paths import ROOT
@@ -226,7 +226,7 @@ def test_abort_after_success_changes_nothing(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from synthetic_log import start
+from synthetic_run import start
 from common.errors import StorageError
 path = Path(sys.argv[1])
 log = start(path)

@@ -58,7 +58,7 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
         monkeypatch.setattr(train.timed_run, "log_submission", lambda *arguments: None)
         monkeypatch.setattr(train, "sequences_in", lambda *arguments: 1)
         monkeypatch.setattr(train, "attention_backends", stop)
-        from synthetic_log import PRETRAINING
+        from synthetic_run import PRETRAINING
 
         run = SimpleNamespace(
             config=PRETRAINING.run_config(), data_dir=tmp_path, seed=5, save=False, run_dir=tmp_path

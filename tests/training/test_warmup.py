@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from synthetic_log import records
+from synthetic_run import records
 from tiny import TINY, run_config, write_data
 from tiny import run as run_tiny
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import synthetic_log
+import synthetic_run
 from page import Page, read_page
 from toy import alive, wait_until
 
@@ -323,10 +323,10 @@ def write(folder, *records):
 @pytest.fixture
 def run_dir(tmp_path):
     """Of a run that took a minute."""
-    synthetic_log.write_good(tmp_path / "result.txt")
-    records = synthetic_log.records(tmp_path / "result.txt")
+    synthetic_run.write_good(tmp_path / "result.txt")
+    records = synthetic_run.records(tmp_path / "result.txt")
     records[-1]["time_ms"] = next(r["time_ms"] for r in records if r["key"] == "run_start") + 60_000
-    synthetic_log.write_records(tmp_path / "result.txt", records)
+    synthetic_run.write_records(tmp_path / "result.txt", records)
     return tmp_path
 
 
