@@ -43,9 +43,8 @@ def fill(folder: Path) -> Path:
     """Make an empty ranks/ and RESERVE_FILE in `folder`. Raise StorageError if that fails."""
     with _writing(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        (folder / RESERVE_FILE).write_bytes(
-            os.urandom(RESERVED_BYTES)
-        )  # random, so that no file system compresses it
+        # Random bytes, so that no file system compresses them.
+        (folder / RESERVE_FILE).write_bytes(os.urandom(RESERVED_BYTES))
     return folder
 
 

@@ -80,9 +80,8 @@ def _end(process: subprocess.Popen) -> None:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # also ends nvidia-smi
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # a process inside a driver call may not even be killable
+        # A process inside a driver call may not even be killable.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         print_stderr("note: the GPU sampler hung and was killed: the driver may be in trouble")
         return
