@@ -36,7 +36,7 @@ ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
-    division: str  # as logged: "closed", or "miniature" for the toy that no one can submit
+    division: str  # as logged: "closed", or "miniature" for the toy model that nobody can submit
     shape: ModelShape
     sequence_length: int  # tokens
     eval_samples: int  # validation sequences of each evaluation, always the same ones
@@ -52,7 +52,7 @@ class Rules:
     opt_name: str = "adamw"
     init_limit_s: float = 1800.0  # from init_start to init_stop
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
-    # Files under DATADIR that list the files beside them, which are checked before a run.
+    # Files under DATADIR that list the files in their own folder, which are checked before a run.
     manifests: tuple[str, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
     # "full" or "lora": `throughput` trains models of any shape by this benchmark's code.
@@ -82,7 +82,9 @@ class Rules:
         return self.eval_interval(global_batch_size)
 
     def end_learning_rate(self, base_learning_rate: float) -> float | None:
-        """Return the learning rate at the end of the schedule; None if the log need not state one."""
+        """Return the learning rate at the end of the schedule, or None if the log need not state
+        one.
+        """
         return None
 
     def fixed_log_values(self) -> dict[str, LogValue]:
@@ -133,16 +135,20 @@ def divisions(name: str) -> dict[str, Rules]:
 
 
 def trainer_of(name: str) -> ModuleType:
-    """Return the `train.py` of benchmark `name`; it imports torch.
+    """Return the `train.py` of benchmark `name`. Importing it imports torch.
 
     Measurements use its `high_priority_compute(config)` (see `start_processes`) and its
-    `assemble_random(config, rules, processes, seed)`, which returns an Assembly with random weights.
+    `assemble_random(config, rules, processes, seed)`, which returns an Assembly with random
+    weights.
     """
     return importlib.import_module(f"{name}.train")
 
 
 def measured_in(throughput_mode: str) -> str:
-    """Return the benchmark whose code measures models of any shape in this mode. Raises ConfigError."""
+    """Return the benchmark whose code measures models of any shape in this mode.
+
+    Raises ConfigError if no benchmark does.
+    """
     for name in names():
         if any(rules.throughput_mode == throughput_mode for rules in divisions(name).values()):
             return name
@@ -155,7 +161,11 @@ def measured_in(throughput_mode: str) -> str:
 def load_all(
     root: Path, name: str, overrides: dict[str, str] | None = None
 ) -> dict[str, RunConfig]:
-    """Return config name -> config of every file in configs/<name>/, by GPU kind and number of GPUs. Raises ConfigError."""
+    """Return config name -> config of every file in configs/<name>/, sorted by GPU kind and number
+    of GPUs.
+
+    Raises ConfigError.
+    """
     kind = config_class(name)
     loaded = {
         each: configs.load(config_path(root, name, each), kind, overrides)

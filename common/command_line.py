@@ -1,4 +1,8 @@
-"""The parser of every verb: errors in three lines, what a typo may have meant, examples under --help; and how a verb ends. Standard library only."""
+"""The parser of every command: errors in three lines, suggestions for typos, examples in --help,
+and exit codes.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,25 @@ from common.errors import ConfigError, Interrupted, StorageError, failure_of
 from common.terminal import QUIET, print_stderr
 
 PROGRAM = "./run_and_time.sh"
-SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}  # taken everywhere, handed on as variables
+# accepted by every command, passed on as environment variables
+SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}
 EVERYWHERE = ("--help", "--version", *SWITCHES)
-PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
+PIPE_CLOSED = 141  # exit code that a shell reports for a program ended by SIGPIPE
 
 
 def exit_code_of(work: Callable[[], int | None]) -> int:
-    """What `work` returns, 0 for None. Of a failure the three lines are printed, and the exit code of its family is returned; a reader that
-    leaves early, such as `head`, causes no traceback.
+    """Call `work` and return its exit code, with 0 for None.
+
+    On a failure, print its three lines and return the exit code of its kind. A reader that leaves
+    early, such as `head`, causes no traceback.
     """
     try:
         code = work()
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the interpreter flushes once more when it ends
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_stderr("note: the output was closed before all was written")
         return PIPE_CLOSED
     except (Exception, KeyboardInterrupt) as error:
@@ -53,14 +59,18 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
 
 
 def program(parser: Callable[[], Parser], work: Callable[[Any], int | None]) -> Callable[..., int]:
-    """The `main` of a verb: `work` with the options of its arguments, by default those of this process; returns what `exit_code_of` does."""
+    """Return the `main` of a command. It parses its arguments (default: those of this process),
+    calls `work` and returns the exit code.
+    """
     return lambda arguments=None: exit_code_of(lambda: work(parser().parse_args(arguments)))
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """What to type instead of an unknown `word`: the nearest of `known`, else `otherwise`, or all of them."""
+    """Return a suggestion for an unknown `word`: the closest of `known`, otherwise `otherwise`, or
+    all known words.
+    """
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu is not cpu
+    near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu does not match cpu
     return (
         f"did you mean {names[near[0]]}?"
         if near
@@ -69,13 +79,15 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
-    """The first word, if it is no option, and the rest; "" if there is none."""
+    """Return the first word, or "" if there is none or it is an option, and the remaining
+    arguments.
+    """
     given = bool(arguments) and not arguments[0].startswith("-")
     return (arguments[0], arguments[1:]) if given else ("", arguments)
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a whole number from 1."""
+    """Parse an argument that is a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -83,7 +95,11 @@ def count(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of ending the process. `examples`: lines that follow `PROGRAM`; `prog`: without it."""
+    """An argument parser that raises ConfigError instead of ending the process.
+
+    `examples`: command lines without `PROGRAM`, for the help.
+    `prog`: the command without `PROGRAM`.
+    """
 
     def __init__(
         self,
@@ -113,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{name}: one word too many")
 
     def options(self) -> Iterator[str]:
-        """The options of this parser and of those of its subcommands."""
+        """Yield the options of this parser and of its subcommands."""
         for action in self._actions:
             yield from () if action.help == argparse.SUPPRESS else action.option_strings[-1:]
             for each in self.subcommands(action):

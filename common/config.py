@@ -1,8 +1,10 @@
-"""RunConfig: one flat TOML per benchmark, GPU and size, complete in itself. No includes, no inheritance.
+"""RunConfig: one flat, self-contained TOML per benchmark, GPU and size. There are no includes and
+no inheritance.
 
-An unknown key, a wrong type or an impossible batch is a ConfigError that names file and key. What decides convergence
-(batch, learning rate, warm-up) has no default; what is right everywhere has one here; what was tuned stands in the TOML.
-Standard library only: the launcher reads the file before torch is imported.
+An unknown key, a wrong type or an impossible batch is a ConfigError that names file and key. Keys
+that decide convergence (batch, learning rate, warm-up) have no default. Values that are right
+everywhere have a default here, and tuned values are in the TOML. Standard library only: the
+launcher reads the file before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,37 +22,41 @@ FORMER_KEYS = {
     key: 'it is now part of the key linear, e.g. linear = "fp8"'
     for key in ("fp8", "block_format", "healing")
 }
-LARGEST = {  # of a key; 2^31 - 1 for the others, since C counts with int
+# largest value of a key; 2^31 - 1 for the others, the limit of a C int
+LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
-    "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes for each
+    "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes per sample
 }
+# for LoRA; see common/sharding/frozen_base.py
 FROZEN_BASE_STORAGE = (
     "sharded",
     "replicated",
     "replicated_both",
-)  # LoRA; see common/sharding/frozen_base.py
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The keys of every benchmark; a benchmark's `rules.Config` adds those of its own."""
+    """Config keys of every benchmark. A benchmark's `rules.Config` adds its own."""
 
-    # Where it runs.
+    # Hardware.
     gpu: str  # MI300X, MI325X, MI350X, MI355X, H100, H200 or CPU
     nodes: int
     gpus_per_node: int  # processes per node; on a CPU, ranks
-    # What decides convergence.
+    # Keys that decide convergence.
     global_batch_size: int  # sequences per optimizer step
     opt_base_learning_rate: float
-    max_samples: (
-        int  # training sequences after which a run that has not reached the target gives up
-    )
-    # How it is computed.
+    # training sequences after which a run stops if it has not reached the target
+    max_samples: int
+    # Keys that decide how the result is computed.
     micro_batch_size: int
     eval_micro_batch_size: int
-    linear: str = "bf16"  # number format of the blocks' linear layers: "bf16" (fp32 on a CPU), "fp8"; see common/linear_formats.py
-    hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name the rank
-    miniature: bool = False  # the toy: its own rules, never a submission
+    # Number format of the blocks' linear layers: "bf16" (fp32 on a CPU), "fp8"; see
+    # common/linear_formats.py.
+    linear: str = "bf16"
+    # seconds without progress on any rank before the run stops and names the rank
+    hang_timeout_s: float = 600.0
+    miniature: bool = False  # the toy model: it has its own rules and is never a submission
     env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
 
     def __post_init__(self) -> None:
@@ -105,7 +111,7 @@ class RunConfig:
         )
 
     def require(self, good: bool, key: str, why: str, do: str) -> None:
-        """Raises ConfigError that names `key` and its value unless `good`."""
+        """Raise a ConfigError that names `key` and its value, unless `good`."""
         if not good:
             raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, do)
 
@@ -113,8 +119,8 @@ class RunConfig:
         known = ", ".join(f'"{choice}"' for choice in choices)
         self.require(getattr(self, key) in choices, key, f"known are {known}", "choose one of them")
 
-    # Options that change the memory of a rank, at the value that means "without". A benchmark whose code has the option
-    # makes it a key of its Config.
+    # Options that change the memory of a rank, at the value that means "without". A benchmark whose
+    # code has the option makes it a key of its Config.
 
     @property
     def recompute_layers(self) -> int:
@@ -148,17 +154,21 @@ class RunConfig:
 
     @property
     def kernels(self) -> str:
-        """The engine of common/kernels: plain torch on a CPU, Triton on every GPU."""
+        """Engine of common/kernels: plain torch on a CPU, Triton on every GPU."""
         return "reference" if self.gpu == "CPU" else "triton"
 
     @property
     def precision(self) -> str:
-        """Of activations, matrix products outside FP8, gathered weights and reduced gradients. Master weights are always fp32."""
+        """Precision of activations, matrix products outside FP8, gathered weights and reduced
+        gradients.
+
+        Master weights are always fp32.
+        """
         return "fp32" if self.gpu == "CPU" and not self.linear_format.stores_fp8 else "bf16"
 
     @property
     def linear_format(self) -> LinearFormat:
-        """The format that the key `linear` names."""
+        """Number format that the key `linear` names."""
         form = linear_format(self.linear)
         assert form is not None, "checked when the config was made"
         return form
@@ -172,7 +182,9 @@ class RunConfig:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def as_toml(self) -> str:
-        import tomli_w  # a package: the launcher writes configs, and reads them before there are any
+        # An installed package: the launcher writes configs, but reads them before packages are
+        # installed.
+        import tomli_w
 
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
 
@@ -181,9 +193,12 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> C:
-    """Read and check `path` as the benchmark's `rules.Config`; `overrides` are `KEY=VALUE` texts from the command line, parsed as TOML values.
+    """Read and check `path` as the benchmark's `rules.Config`.
 
-    Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an impossible batch.
+    `overrides`: key -> text from a `KEY=VALUE` on the command line, parsed as a TOML value.
+
+    Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an
+    impossible batch.
     """
     path = Path(path)
     try:
@@ -248,9 +263,8 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
 
 
 def _checked(value, type_name: str, key: str, source: str):
-    if (
-        type_name == "float" and type(value) is int and abs(value) < 2**63
-    ):  # Python's own integers go on beyond every float
+    # Python integers can exceed every float.
+    if type_name == "float" and type(value) is int and abs(value) < 2**63:
         value = float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[
         type_name

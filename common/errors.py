@@ -1,8 +1,9 @@
-"""The failures a user can cause or meet: what happened, why we think so, what to do, and an exit code per family.
+"""Errors that a user can cause or encounter: what happened, the probable reason, what to do, and an
+exit code per kind.
 
-The launcher ends with `exit_code`; `failure.json` holds the same fields. torchrun itself only ever returns 1, so the
-code travels through the rank records that `write_rank_record` leaves in the run directory.
-Standard library only: the launcher imports this before torch.
+The launcher ends with `exit_code`, and `failure.json` holds the same fields. torchrun itself only
+ever returns 1, so the code travels in the rank records that `write_rank_record` leaves in the run
+directory. Standard library only: the launcher imports this module before torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LAUNCHED = "LAUNCH_RUN_DIR"  # in the environment of all processes of a run: the launcher finds them by it, and tells what they failed of
+# Environment variable of all processes of a run. The launcher finds them by it, and reports their
+# failures to the user.
+LAUNCHED = "LAUNCH_RUN_DIR"
 # Removed from a run's directory when the disk is full, so that the records of that failure fit.
 RESERVE_FILE = ".reserve"
-TRIES = 20  # a tenth of a second between them
+TRIES = 20  # with a tenth of a second in between
 NO_MEMORY, DISK = (
     (errno.ENOMEM, errno.EAGAIN),
     (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
@@ -32,7 +35,7 @@ _NO_MEMORY = (
 
 
 class RunError(Exception):
-    """A failure with a message for the user. Subclasses name the family and its exit code."""
+    """A failure with a message for the user. A subclass defines its kind and exit code."""
 
     kind = "internal"
     exit_code = 1
@@ -100,7 +103,7 @@ class CheckFailed(RunError):
 
 
 class Interrupted(RunError):
-    """SIGINT or SIGTERM reached this process."""
+    """This process received SIGINT or SIGTERM."""
 
     kind = "interrupted"
 
@@ -111,7 +114,9 @@ class Interrupted(RunError):
 
 
 def failure_of(error: BaseException) -> RunError | None:
-    """What an exception of Python's or of the system means to the user; None for one that may mean anything."""
+    """Return the RunError that explains an exception of Python or of the system, or None if its
+    meaning is unknown.
+    """
     if isinstance(error, RunError):
         return error
     number, text = getattr(error, "errno", None), str(error).partition("\n")[0]
@@ -141,7 +146,9 @@ def failure_of(error: BaseException) -> RunError | None:
 
 
 def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
-    """Call `write`. If the disk is full, remove RESERVE_FILE and try again: some disks free the space a little later."""
+    """Call `write`. If the disk is full, remove RESERVE_FILE and try again, because some disks free
+    the space a little later.
+    """
     for attempt in range(TRIES):
         try:
             write()
@@ -154,21 +161,26 @@ def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` under another name and rename it: a reader sees all of it or nothing. Raises OSError."""
+    """Write `path` under a temporary name and rename it: a reader sees all of it or nothing. Raises
+    OSError.
+    """
     temporary = path.with_name(path.name + ".partial")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def write_record(run_dir: Path, name: str, text: str) -> None:
-    """Write `name` in `run_dir`, also where the disk is full. Raises OSError."""
+    """Write `name` in `run_dir`, even if the disk is full. Raises OSError."""
     with_reserve(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))
 
 
 def write_rank_record(
     run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts
 ) -> None:
-    """Leave `ranks/rank_<rank>.json`: how this rank ended. `outcome` is `done`, `failed` or `interrupted`. Raises OSError."""
+    """Write `ranks/rank_<rank>.json`, the record of how this rank ended. Raises OSError.
+
+    `outcome`: `done`, `failed` or `interrupted`.
+    """
     record = {"rank": rank, "pid": os.getpid(), "outcome": outcome, "time": time.time(), **facts}
     if error is not None:
         record.update(error.as_dict())

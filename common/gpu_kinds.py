@@ -1,4 +1,4 @@
-"""The kinds of GPU that this package has configs for, one entry each. Standard library only."""
+"""The GPU kinds that this package has configs for, one entry each. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,37 +14,46 @@ DESCRIPTION_KEYS = (
 _MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
 _NVLINK_4 = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
 _NVLINK_5 = ("", "NVLink 5", "8 accelerators through NVSwitch")
-_NVLINK_RACK = ("", "NVLink 5", "")  # 4 of a tray, 72 of a rack through NVSwitch
+_NVLINK_RACK = ("", "NVLink 5", "")  # 4 GPUs of a tray, 72 of a rack through NVSwitch
 
 
 @dataclass(frozen=True)
 class GpuKind:
-    """One kind of GPU as a whole card: memory in bytes, dense peaks in TFLOP/s without sparsity."""
+    """One kind of GPU as a whole card: memory in bytes, dense peaks (without sparsity) in
+    TFLOP/s.
+    """
 
     name: str
     vendor: str  # "amd" or "nvidia"
     arch: str  # gfx942, gfx950, sm_90, sm_100, sm_103
-    compute_units: int  # CUs or SMs; 0: not known, and not compared
+    compute_units: int  # CUs or SMs; 0: unknown, and not compared
     memory_bytes: int
     peak_bf16_tflops: float
     peak_fp8_tflops: float
     efficiency: float = 0.0  # share of the dense peaks that a whole FP8 step reaches, for `plan`
-    description: tuple[str, ...] = ()  # what no driver tells, in the order of DESCRIPTION_KEYS
+    # facts that no driver reports, in the order of DESCRIPTION_KEYS
+    description: tuple[str, ...] = ()
 
 
-# Peaks: compute units x clock x FLOP per clock and unit: MI300X = MI325X 304 x 2.1 GHz x 4096 (FP8), MI350X 256 x 2.2 x 8192,
-# MI355X 256 x 2.4 x 8192, BF16 half of FP8 (AMD data sheets); MI308X: the MI300X's clock is assumed, as we found no data sheet. H100, H200 and
-# B200 SXM from NVIDIA's data sheets. Boost clocks: no card holds them under load, so MFU against them stays well below 1 on every vendor.
-# GB200, B300 and GB300: memory as their drivers report it; peaks as others quote NVIDIA's data sheets (B300: nvidia-cosmos/cosmos-framework#114).
-# Their SMs are not confirmed by a device query: 152, 148 and 152 are said.
+# Peaks are compute units x clock x FLOP per clock and unit. FP8 from AMD's data sheets: MI300X =
+# MI325X 304 x 2.1 GHz x 4096, MI350X 256 x 2.2 GHz x 8192, MI355X 256 x 2.4 GHz x 8192. BF16 is
+# half of FP8. MI308X: no data sheet was found, the MI300X's clock is assumed. H100, H200 and B200
+# SXM: NVIDIA's data sheets. All clocks are boost clocks, which no card holds under load, so MFU
+# against them stays well below 1 on every vendor. GB200, B300 and GB300: memory as their drivers
+# report it; peaks as others quote NVIDIA's data sheets (B300: nvidia-cosmos/cosmos-framework#114).
+# Their SM counts, reported as 152, 148 and 152, are not confirmed by a device query.
 #
-# Efficiency, fits in tests/launch/plan/test_plan.py. AMD: fitted to the scores of AMD's MLPerf v5.1 submissions, that is, to the
-# speed of AMD's software; MI308X: the MI300X's, assumed. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal.
-# B200: fitted to the one FP8 8B of MLPerf v5.1 on 8 of them, the University of Florida's. GB200 and GB300: the B200's, scaled by NVIDIA's own FP8
-# rates of the 8B, 31,508 and 37,556 tokens/s/GPU against the B200's 30,624 (NVIDIA-NeMo/Megatron-Bridge, performance summaries); B300: the GB300's, assumed.
+# Efficiency: the fits are in tests/launch/plan/test_plan.py. AMD: fitted to the scores of AMD's
+# MLPerf v5.1 submissions, and so to the speed of AMD's software. MI308X: the MI300X's, assumed.
+# H200: fitted to this project's FP8 runs of both benchmarks. H100, the same chip: assumed equal.
+# B200: fitted to the only FP8 8B result of MLPerf v5.1 on 8 of them, by the University of Florida.
+# GB200 and GB300: the B200's, scaled by NVIDIA's own FP8 rates of the 8B, 31,508 and 37,556
+# tokens/s/GPU against the B200's 30,624 (NVIDIA-NeMo/Megatron-Bridge, performance summaries). B300:
+# the GB300's, assumed.
 #
-# Description, from data sheets. AMD: "Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links"; NVIDIA: H100 and H200 SXM, and the Hopper
-# architecture white paper (L2 cache, NVLink 4). Empty: no source that we have read.
+# Description, from data sheets. AMD: "Peak Engine Clock", "Infinity Cache", "Infinity Fabric
+# Links". NVIDIA: H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
+# Empty: no source was found.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -97,5 +106,8 @@ KINDS = {
 
 
 def fp8_family(arch: str) -> str:
-    """`fnuz` on gfx942 (MI300X, MI308X, MI325X), `ocp` elsewhere. The bits of one read as the other give half the value."""
+    """Return the FP8 family: `fnuz` on gfx942 (MI300X, MI308X, MI325X), `ocp` elsewhere.
+
+    The bits of one family, read as the other, give half the value.
+    """
     return "fnuz" if arch.startswith("gfx942") else "ocp"

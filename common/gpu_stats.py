@@ -1,7 +1,10 @@
-"""What the driver reports about each GPU now: power, clocks, memory, use, throttling, memory errors. For the sampler and for preflight.
+"""Current driver readings of each GPU: power, clocks, memory, use, throttling, memory errors. For
+the sampler and preflight.
 
-Asks nvidia-smi, or reads amdgpu's files in /sys; neither needs root or a Python package. nvidia-smi was tried on an H200, where a call
-takes 0.03 s; amdgpu's files were taken from the kernel's documentation and never read: we have no AMD GPU. Standard library only.
+The readings come from nvidia-smi, or from amdgpu's files in /sys. Neither needs root or a Python
+package. nvidia-smi was tested on an H200, where a call takes 0.03 s. amdgpu's files follow the
+kernel's documentation and were never read on hardware, because no AMD GPU was available. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -13,36 +16,39 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Name of a value: field of nvidia-smi, what to divide it by; files of an AMD card, of which the first that exists counts, and their divisor
-# (kernel documentation, gpu/amdgpu).
+# Name of a value -> field of nvidia-smi and its divisor; files of an AMD card, of which the first
+# that exists is read, and their divisor (kernel documentation, gpu/amdgpu).
 VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
     "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
     "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
     "temperature_c": (
         "temperature.gpu",
         1,
+        # junction, edge
         ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),
         1e3,
-    ),  # junction, edge
+    ),
     "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
     "memory_clock_mhz": ("clocks.mem", 1, ("hwmon/hwmon*/freq2_input",), 1e6),
     "memory_gib": ("memory.used", 2**10, ("mem_info_vram_used",), 2**30),
     "utilization_percent": ("utilization.gpu", 1, ("gpu_busy_percent",), 1),
+    # Memory errors since the driver was loaded.
     "uncorrected_errors": (
         "ecc.errors.uncorrected.volatile.total",
         1,
         (),
         1,
-    ),  # of memory, since the driver was loaded
+    ),
     "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
 }
+# Keys in each block's error file: `ue: 0` and `ce: 0`.
 AMD_ERRORS = {
     "uncorrected_errors": "ue",
     "corrected_errors": "ce",
-}  # in each block's file: `ue: 0` and `ce: 0`
-HEALTH = ("utilization_percent", *AMD_ERRORS)  # what preflight asks for
+}
+HEALTH = ("utilization_percent", *AMD_ERRORS)  # values that preflight reads
 SAMPLED = tuple(name for name in VALUES if name not in AMD_ERRORS)  # once a second during a run
-# nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is no throttling.
+# nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is not throttling.
 NVML_THROTTLE_REASONS = {
     0x02: "application clocks",
     0x04: "power cap",
@@ -53,8 +59,9 @@ NVML_THROTTLE_REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# amdgpu's binary file gpu_metrics (kgd_pp_interface.h): revision -> (size of the file, offset of the first of five counters in 32 bits, which
-# grow while a limit holds the clock down). Newer revisions list attributes instead; they are not read.
+# amdgpu's binary file gpu_metrics (kgd_pp_interface.h): revision -> (file size, offset of the first
+# of five 32-bit counters). A counter grows while its limit holds the clock down. Newer revisions
+# list attributes instead and are not read.
 AMD_METRICS: dict[tuple[int, int], tuple[int | None, int]] = {
     (1, 6): (1664, 36),
     (1, 7): (2208, 44),
@@ -67,7 +74,7 @@ AMD_LIMITS = (
     "thermal (voltage regulator)",
     "thermal (HBM)",
 )
-# Throttling beyond the power limit, which a healthy card reaches under full load.
+# Throttling other than at the power limit, which a healthy card reaches under full load.
 FAULTS = (
     *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
     *("thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)"),
@@ -75,14 +82,18 @@ FAULTS = (
 
 
 class DriverError(Exception):
-    """nvidia-smi is missing, fails, hangs, or answers something else; the message is its first line of output."""
+    """nvidia-smi is missing, fails, hangs, or gives an unexpected answer. The message is its first
+    line of output.
+    """
 
 
 def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
-    """The values `names` and `throttle`, a list of reasons, of each GPU of `addresses` (Device.address). Raises DriverError.
+    """Return the values `names` and `throttle`, a list of reasons, of each GPU of `addresses`
+    (Device.address).
 
-    None where the driver does not say; {} for a GPU that it no longer lists. An AMD GPU counts how long each limit held: its reasons come from
-    two readings (`with_throttling`), and until then `throttle_counters` stands in their place.
+    A value is None if the driver does not report it. A GPU that the driver no longer lists is {}.
+    An AMD GPU counts how long each limit held, so its reasons come from two readings
+    (`with_throttling`); until then `throttle_counters` replaces them. Raises DriverError.
     """
     if vendor == "amd":
         return [
@@ -96,9 +107,8 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
         values = {
             name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)
         }
-        bits = (
-            int(reasons, 16) if reasons.startswith("0x") else None
-        )  # such as 0x0000000000000004; None for [N/A]
+        # such as 0x0000000000000004; None for [N/A]
+        bits = int(reasons, 16) if reasons.startswith("0x") else None
         throttle = (
             None
             if bits is None
@@ -109,7 +119,9 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
 
 
 def amd_throttle_counters(card: Path) -> dict[str, int] | None:
-    """The counter of each of AMD_LIMITS; None if gpu_metrics is missing, or of a revision that AMD_METRICS lacks."""
+    """Return the counter of each of AMD_LIMITS, or None if gpu_metrics is missing or AMD_METRICS
+    lacks its revision.
+    """
     try:
         content = (card / "gpu_metrics").read_bytes()
     except OSError:
@@ -126,9 +138,10 @@ def amd_throttle_counters(card: Path) -> dict[str, int] | None:
 
 
 def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]:
-    """`after` with `throttle`, the limits that held between two readings of `read_gpus`; None where a counter is missing.
+    """Return `after` with `throttle`, the limits that held between two readings of `read_gpus`.
 
-    Readings of NVIDIA GPUs, which have their reasons already, are returned as they are.
+    `throttle` is None if a counter is missing. Readings of NVIDIA GPUs already have their reasons
+    and are returned unchanged.
     """
     found = []
     for number, values in enumerate(after):
@@ -150,19 +163,24 @@ def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]
 
 
 def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys")) -> list[Path]:
-    """The folder of each GPU of `addresses` (Device.address) in /sys, as a PCI device. Raises DriverError."""
+    """Return the folder in /sys of each GPU of `addresses` (Device.address), as a PCI device.
+    Raises DriverError.
+    """
     if vendor == "amd":
         return [Path(card) for card in addresses]
+    # nvidia-smi prints addresses like 00000000:1A:00.0.
     found = {
         uuid: bus.lower().split(":", 1)
         for uuid, bus in ask_nvidia_smi("uuid,pci.bus_id", os.environ)
-    }  # 00000000:1A:00.0
+    }
     places = [found.get(address, ["0", ""]) for address in addresses]
     return [sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{place}" for domain, place in places]
 
 
 def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str]]:
-    """The values of `fields` (separated by commas), one row per GPU of the machine. Raises DriverError."""
+    """Return the values of `fields` (separated by commas), one row per GPU of the machine. Raises
+    DriverError.
+    """
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
@@ -177,9 +195,10 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
         raise DriverError(str(error)) from None
     lines = answer.stdout.strip().splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    # lines that are messages, not rows
     strange = [
         line for line, row in zip(lines, rows, strict=True) if len(row) != len(fields.split(","))
-    ]  # a message between the rows
+    ]
     if answer.returncode or strange or not rows:
         said = strange + lines + answer.stderr.strip().splitlines()
         raise DriverError(said[0] if said else f"no output, exit code {answer.returncode}")
@@ -204,7 +223,7 @@ def _amd_value(card: Path, name: str) -> float | None:
 
 
 def _scaled(text: str, unit: float) -> float | None:
-    """None for "[N/A]", and for a file that is not there."""
+    """Return the number in `text` divided by `unit`, or None for "[N/A]" and for a missing file."""
     try:
         return round(float(text) / unit, 2)
     except ValueError:
@@ -212,14 +231,14 @@ def _scaled(text: str, unit: float) -> float | None:
 
 
 def read_text(path: Path) -> str:
-    """The stripped text of a file in /proc or /sys; "" if it cannot be read."""
+    """Return the stripped text of a file in /proc or /sys, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # also what the kernel answers for a speed that it does not know
+    except OSError:  # The kernel also raises it for a network speed that it does not know.
         return ""
 
 
 def key_values(path: Path) -> dict[str, int]:
-    """The lines `name number` of a file in /proc or /sys."""
+    """Return the lines `name number` of a file in /proc or /sys."""
     lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}

@@ -1,7 +1,8 @@
-"""Detection of this host's GPUs: which kind they are, whether they are whole cards, and which config fits. Never a guess.
+"""Detection of this host's GPUs: their kind, whether they are whole cards, and which config fits.
+It never guesses.
 
-`probe()` asks the driver, without torch and without root; everything else is a pure function of a `Probe`, so that the tests
-cover GPUs that we do not have. Standard library only.
+`probe()` asks the driver, without torch and without root. All other functions are pure functions of
+a `Probe`, so that the tests cover GPUs that are not available. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
-# PCI device number -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002; VF: as a virtual machine sees a card; HF: a variant of some clouds). The driver gives the number even where it gives no product name.
+# PCI device number -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002). VF: as seen by a
+# virtual machine. HF: a variant in some clouds. The driver reports the number even if it reports no
+# product name.
 AMD_PRODUCTS = {
     0x74A0: "AMD Instinct MI300A",
     0x74A1: "AMD Instinct MI300X",
@@ -38,20 +41,21 @@ AMD_PRODUCTS = {
     0x75B3: "AMD Instinct MI355X VF",
 }
 
-WHOLE_CARD = 0.75  # of its kind's memory; a device with less is a partition: the largest ones, DPX and 1/2 MIG, have half
+# Share of its kind's memory. A device with less is a partition: the largest ones, DPX and 1/2 MIG,
+# have half.
+WHOLE_CARD = 0.75
 MAX_GPUS = 8  # in one node of these systems; more devices are partitions
 
 
 @dataclass(frozen=True)
 class Device:
-    name: str  # as the driver gives it, "" if it gives none
+    name: str  # name from the driver, "" if it reports none
     arch: str
     memory_bytes: int
-    compute_units: int = 0  # 0: the driver does not say (nvidia-smi)
+    compute_units: int = 0  # 0: not reported by the driver (nvidia-smi)
     partition: str = ""  # "MIG", "CPX", "NPS4", ...; "" for a whole card
-    address: str = field(
-        default="", compare=False
-    )  # where the sampler reads it: NVIDIA's UUID, AMD's folder of the card in /sys
+    # where the sampler reads it: NVIDIA's UUID, or AMD's folder of the card in /sys
+    address: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         parts = [self.name or "no name", self.arch, f"{self.memory_bytes / GIB:.0f} GiB"]
@@ -67,14 +71,18 @@ class Probe:
     driver: str = ""
 
 
-# --- from a probe to a kind -------------------------------------------------------------------------------------------
+# --- from a probe to a kind
 
 
 def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKind | None:
-    """The kind of all visible GPUs; None if there is no GPU. `override` is the environment variable GPU_KIND.
+    """Return the kind of all visible GPUs, or None if there is no GPU.
 
-    Raises PreflightError for partitions, mixed kinds, and whatever is not in KINDS, naming what there is. With `any_kind` a GPU that is
-    not in KINDS is a kind of its own, as the driver describes it, with peaks of 0.
+    `override`: the environment variable GPU_KIND.
+    `any_kind`: accept a GPU that is not in KINDS, as a separate kind described by the driver, with
+        peaks of 0.
+
+    Raises PreflightError for partitions, mixed kinds, and GPUs that are not in KINDS. The message
+    lists the GPUs found.
     """
     if not found.devices:
         return None
@@ -95,7 +103,7 @@ def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKin
 
 
 def require_known(kind: GpuKind | None, found: Probe) -> None:
-    """Raise PreflightError for a GPU that KINDS lacks."""
+    """Raise PreflightError for a GPU that is not in KINDS."""
     if kind is not None and kind.name not in KINDS:
         raise _unknown(found, "")
 
@@ -107,16 +115,18 @@ def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> Gpu
         return kind
     if override or not any_kind:
         raise _unknown(found, override)
-    own = re.sub(r"\W+", "_", device.name or device.arch).strip(
-        "_"
-    )  # as it may stand in the name of a config
+    # in a form that a config name may contain
+    own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
     return GpuKind(
         own, found.vendor, device.arch, device.compute_units, device.memory_bytes, 0.0, 0.0
     )
 
 
 def _named_kind(name: str) -> str:
-    """The kind that a product's name contains, also as "Mi325X"; "" for none, and for PCIe cards: lower clock, power and peak than the SXM card."""
+    """Return the kind that a product's name contains, also as "Mi325X", or "" if there is none.
+
+    PCIe cards return "" too: they have a lower clock, power and peak than the SXM card.
+    """
     if re.search(r"\b(PCIe|NVL)\b", name):
         return ""
     return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name, re.IGNORECASE)), "")
@@ -159,7 +169,7 @@ def _listing(found: Probe) -> str:
     return "; ".join(f"{count} x ({text})" for text, count in counts.items())
 
 
-# --- from a kind to a config ------------------------------------------------------------------------------------------
+# --- from a kind to a config
 
 
 def config_names(root: Path, benchmark: str) -> list[str]:
@@ -167,7 +177,9 @@ def config_names(root: Path, benchmark: str) -> list[str]:
 
 
 def config_path(root: Path, benchmark: str, name: str) -> Path:
-    """configs/<benchmark>/<name>.toml. Raises ConfigError that lists the configs that exist."""
+    """Return configs/<benchmark>/<name>.toml. Raises a ConfigError that lists the existing
+    configs.
+    """
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
         names = config_names(root, benchmark)
@@ -181,11 +193,11 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
 
 
 def config_name(kind: GpuKind | None, count: int) -> str:
-    """`H200_1x8`: one node with 8 H200; `CPU_1x1` without a GPU."""
+    """Return the config name: `H200_1x8` for one node with 8 H200, `CPU_1x1` without a GPU."""
     return f"{kind.name if kind else 'CPU'}_1x{count}"
 
 
-# --- the probe --------------------------------------------------------------------------------------------------------
+# --- the probe
 
 
 def probe(
@@ -193,9 +205,11 @@ def probe(
     sysfs: Path = Path("/sys"),
     dev: Path = Path("/dev"),
 ) -> Probe:
-    """The GPUs that a process started now would see: from nvidia-smi or the kernel's AMD topology, less those that are hidden.
+    """Return the GPUs that a process started now would see: those of nvidia-smi or the kernel's AMD
+    topology, without hidden ones.
 
-    Raises PreflightError if a driver is installed but does not answer: a broken GPU must not lead to a run on the CPU.
+    Raises PreflightError if a driver is installed but does not answer, because a broken GPU must
+    not lead to a run on the CPU.
     """
     env = os.environ if environment is None else environment
     amd = probe_amd(env, sysfs, dev)
@@ -203,7 +217,7 @@ def probe(
 
 
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
-    """CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
+    """Return the visible NVIDIA GPUs. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
     try:
@@ -243,7 +257,9 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
-    """The kernel's view of AMD GPUs (kfd topology), in the order in which HIP counts them."""
+    """Return the visible AMD GPUs in the kernel's kfd topology, in the order in which HIP counts
+    them.
+    """
     nodes = sorted(
         (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)
     )
@@ -259,7 +275,8 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
             f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}", why, do
         )
     chosen = list(range(len(devices)))
-    # ROCR_VISIBLE_DEVICES applies first; HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts what is left.
+    # ROCR_VISIBLE_DEVICES applies first. HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES without it,
+    # then indexes the remaining GPUs.
     for value in (
         env.get("ROCR_VISIBLE_DEVICES"),
         env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
@@ -270,18 +287,19 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
 
 
 def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
-    """None for a CPU, and for a GPU that this container may not see (the kernel then refuses to show its properties)."""
+    """Return the GPU of a kfd node, or None for a CPU and for a GPU hidden from this container.
+
+    The kernel refuses to show the properties of a hidden GPU.
+    """
     facts = key_values(node / "properties")
     if not facts.get("simd_count"):
         return None
-    target = facts.get(
-        "gfx_target_version", 0
-    )  # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal
+    # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal.
+    target = facts.get("gfx_target_version", 0)
     arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
     banks = [key_values(path) for path in (node / "mem_banks").glob("*/properties")]
-    memory = sum(
-        bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2)
-    )  # public and private HBM
+    # heap types of public and private HBM
+    memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
     name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name, re.IGNORECASE):
@@ -299,7 +317,9 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
-    """Indices that a *_VISIBLE_DEVICES variable leaves: as in CUDA and HIP, the list ends at its first invalid entry."""
+    """Return the indices that a *_VISIBLE_DEVICES variable selects. As in CUDA and HIP, the list
+    ends at its first invalid entry.
+    """
     if value is None:
         return list(range(count))
     chosen: list[int] = []

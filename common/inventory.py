@@ -1,9 +1,10 @@
-"""What this machine is made of, as Linux tells it to anyone: no torch, no root, no program but the GPU's own nvidia-smi.
+"""Description of this machine's hardware and software, from what Linux shows to every user.
 
-Every reader takes the root of the file system, so that other machines are fixtures in the tests. What cannot be read is
-missing from the answer; nothing is guessed. Sources: /proc/cpuinfo (proc(5)), /sys/devices/system
-(the kernel's ABI/stable and ABI/testing), /sys/block, /sys/class/net, /etc/os-release (os-release(5)).
-Standard library only.
+It needs no torch, no root and no program except the GPU's own nvidia-smi. Every reader takes the
+root of the file system as an argument, so that other machines are fixtures in the tests. A value
+that cannot be read is missing from the result: nothing is guessed. Sources: /proc/cpuinfo
+(proc(5)), /sys/devices/system (the kernel's ABI/stable and ABI/testing), /sys/block,
+/sys/class/net, /etc/os-release (os-release(5)). Standard library only.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from common.gpu_stats import read_text
 from common.hardware import Probe, identify
 from common.packages import version_of
 
-SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
+SECTOR = 512  # bytes: the unit of /sys/block/*/size, independent of the disk's sector size
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
-# (implementer, part) of /proc/cpuinfo on Arm, as lscpu names them (util-linux, sys-utils/lscpu-arm.c). Grace has Neoverse V2 cores.
+# (implementer, part) of /proc/cpuinfo on Arm -> name in lscpu (util-linux, sys-utils/lscpu-arm.c).
+# Grace has Neoverse V2 cores.
 ARM_PARTS = {
     ("0x41", "0xd0c"): "Arm Neoverse N1",
     ("0x41", "0xd40"): "Arm Neoverse V1",
@@ -33,9 +35,10 @@ PACKAGES = {"triton": "Triton", "amd-aiter": "AITER", "flash-attn-4": "FlashAtte
 
 
 def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
-    """Key of the system description -> text, for everything that this machine tells.
+    """Return key of the system description -> text, for every value that this machine reports.
 
-    `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
+    `found`: the GPUs (common.hardware.probe).
+    `gpu_kind`: the environment variable GPU_KIND, for GPUs that do not report their kind.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")
     host = (
@@ -55,7 +58,11 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
 
 
 def processors(root: Path, cpuinfo: str) -> dict[str, str]:
-    """Name, sockets and cores of the CPUs: from cpuinfo on x86; Arm's has a part number only, and the kernel's topology has the rest."""
+    """Return name, sockets and cores of the CPUs.
+
+    On x86 all values come from cpuinfo. On Arm cpuinfo has only a part number, and the kernel's
+    topology has the rest.
+    """
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
@@ -84,8 +91,12 @@ def processors(root: Path, cpuinfo: str) -> dict[str, str]:
 
 
 def memory(root: Path) -> dict[str, str]:
-    """Capacity by the hot-pluggable blocks, as lsmem counts them, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone
-    may read; the firmware's table needs root. MemTotal would lack what kernel and firmware keep."""
+    """Return capacity and modules of the host's memory, such as `24 x 64 GB Registered-DDR5`.
+
+    The capacity is the sum of the hot-pluggable blocks, as in lsmem; MemTotal lacks the memory
+    reserved by kernel and firmware. The modules come from EDAC, which every user may read, while
+    the firmware's table needs root.
+    """
     folder, modules = root / "sys/devices/system/memory", Counter[str]()
     online = sum(read_text(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
     installed = online * int(read_text(folder / "block_size_bytes") or "0", 16)
@@ -107,27 +118,23 @@ def storage(root: Path) -> dict[str, str]:
         kinds.add(
             next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind)
         )
-        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += (
-            1  # disks are sold by powers of ten
-        )
+        # disks are sold in powers of ten
+        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
 
 
 def network(root: Path) -> dict[str, str]:
-    """Physical ports with their speed; virtual interfaces have no device."""
+    """Count the physical ports by speed. Virtual interfaces have no device and are left out."""
     ports: Counter[str] = Counter()
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        if (
-            read_text(port / "link_layer") == "InfiniBand"
-        ):  # those of link layer Ethernet are below /sys/class/net as well
+        # Ports with link layer Ethernet are also in /sys/class/net.
+        if read_text(port / "link_layer") == "InfiniBand":
             ports[f"InfiniBand {read_text(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
-        if (card / "device").exists() and not card.name.startswith(
-            "ib"
-        ):  # ib0 is an InfiniBand port, counted as such
-            speed = read_text(
-                card / "speed"
-            )  # Mb/s; -1 or an error where the link is down or virtual
+        # ib0 is an InfiniBand port, which is already counted.
+        if (card / "device").exists() and not card.name.startswith("ib"):
+            # Mb/s; -1 or an error if the link is down or virtual
+            speed = read_text(card / "speed")
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
     return {
         "host_networking": _counted(ports),
@@ -136,7 +143,9 @@ def network(root: Path) -> dict[str, str]:
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
-    """Counts and names from the driver; the rest from common/gpu_kinds.py where the kind is known."""
+    """Return counts and names from the driver, and the other values from common/gpu_kinds.py if the
+    kind is known.
+    """
     count, kind = len(found.devices), None
     if not count:
         return {}
@@ -173,7 +182,7 @@ def software(root: Path, found: Probe) -> dict[str, str]:
         else []
     )
     stack += [f"ROCm {rocm}"] if rocm else []
-    if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel brings its own
+    if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel includes its own CUDA
         stack.append(f"CUDA {cuda[1]}.{cuda[2]}")
     stack += [
         f"{label} {version}"

@@ -1,6 +1,8 @@
-"""What is known to fail with the versions installed here (known_issues.toml): read by preflight, by the first screen, by the self-test.
+"""Known failures of the software versions installed here (known_issues.toml). Used by preflight,
+the launcher's first screen and the self-test.
 
-Versions are read without importing a package: torch's from its metadata, ROCm's and CUDA's from torch/version.py. Standard library only.
+Versions are read without importing a package: torch's from its metadata, ROCm's and CUDA's from
+torch/version.py. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ PACKAGES = {
     "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
     "aiter": ("amd-aiter", "aiter"),
 }
-ALLOW = "ALLOW_KNOWN_ISSUES"  # the environment variable with the names of issues that warn instead of refusing
+ALLOW = "ALLOW_KNOWN_ISSUES"  # environment variable: names of issues that warn instead of refusing
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class KnownIssue:
     symptom: str
     cure: str
     source: str
-    gpus: tuple[str, ...] = ()  # architectures or names of kinds; none: all
-    ranges: tuple[tuple[str, str], ...] = ()  # (software, range): all must hold
-    ops: tuple[str, ...] = ()  # of the self-test
-    text: str = ""  # regular expression that the self-test's line must contain
+    gpus: tuple[str, ...] = ()  # architectures or names of kinds; empty: all
+    ranges: tuple[tuple[str, str], ...] = ()  # (software, range) pairs: all must match
+    ops: tuple[str, ...] = ()  # ops of the self-test
+    text: str = ""  # regular expression that the self-test's line must match
 
     def __str__(self) -> str:
         return f"{self.name}: {self.symptom} ({self.source})"
@@ -49,13 +51,14 @@ def _issue(entry: dict) -> KnownIssue:
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ISSUES = [_issue(entry) for entry in TABLE["issue"]]
-NEWEST: dict[str, str] = TABLE[
-    "newest"
-]  # of each software, the newest version that the list was made for
+# newest version of each software that the list was made for
+NEWEST: dict[str, str] = TABLE["newest"]
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, without trailing zeros: "3.7.0+amd.rocm7.0" -> (3, 7)."""
+    """Return the leading numbers of a version, without trailing zeros: "3.7.0+amd.rocm7.0" -> (3,
+    7).
+    """
     found = re.match(r"\d+(\.\d+)*", version.strip())
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
@@ -64,7 +67,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def within(version: str, text: str) -> bool:
-    """Whether `version` is in a range like ">=3.7, <3.8"; comparisons are >=, <."""
+    """Return whether `version` is in a range like ">=3.7, <3.8". The comparisons are >= and <."""
     here = release(version)
     for part in text.split(","):
         comparison, end = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part).groups()  # type: ignore[union-attr]
@@ -74,7 +77,9 @@ def within(version: str, text: str) -> bool:
 
 
 def installed(driver: str = "") -> dict[str, str]:
-    """Version of each software that can be found out here, without importing it."""
+    """Return software -> version for all software whose version can be found without importing
+    it.
+    """
     found = {"driver": driver}
     for software, names in PACKAGES.items():
         for name in names:
@@ -88,7 +93,7 @@ def installed(driver: str = "") -> dict[str, str]:
 
 
 def newer(versions: Mapping[str, str]) -> dict[str, str]:
-    """The software that is newer than what the list was made for."""
+    """Return the software that is newer than the list of known issues."""
     return {
         name: text
         for name, text in versions.items()
@@ -97,7 +102,10 @@ def newer(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
-    """Issues of this GPU with these versions, those that refuse first. An issue without an upper end only warns of a version newer than the list."""
+    """Return the issues of this GPU with these versions, refusing ones first.
+
+    For a version newer than the list, an issue whose range has no upper end only warns.
+    """
     unseen, found = newer(versions), []
     for issue in ISSUES:
         on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
@@ -116,9 +124,10 @@ def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
 def suspects(
     failures: Sequence[tuple[str, str]], kind: GpuKind, versions: Mapping[str, str]
 ) -> list[KnownIssue]:
-    """Return the issues that may be why the self-test failed.
+    """Return the issues that may have caused the self-test's failure.
 
-    `failures`: the op and the line of each failed check. An op is one of an issue's if its name begins with it.
+    `failures`: the op and the line of each failed check. An op belongs to an issue if its name
+        begins with one of the issue's ops.
     """
 
     def may_cause(issue: KnownIssue, op: str, line: str) -> bool:
@@ -133,7 +142,9 @@ def suspects(
 def shown(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> list[KnownIssue]:
-    """What a user is told before a run: issues that refuse or warn. ALLOW_KNOWN_ISSUES turns a refusal into a warning."""
+    """Return the issues to show before a run, those that refuse or warn. ALLOW_KNOWN_ISSUES turns a
+    refusal into a warning.
+    """
     allowed = set(environment.get(ALLOW, "").replace(",", " ").split())
     issues = [issue for issue in matching(kind, versions) if issue.verdict != "suspect"]
     return [replace(issue, verdict="warn") if issue.name in allowed else issue for issue in issues]
@@ -149,7 +160,9 @@ def unseen(versions: Mapping[str, str]) -> list[str]:
 def notes(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool
 ) -> list[str]:
-    """For the first screen. Raises PreflightError, with `refuse`, for an issue that refuses."""
+    """Return the notes for the first screen. With `refuse`, raise PreflightError for an issue that
+    refuses.
+    """
     found = shown(kind, versions, environment)
     for issue in found:
         if refuse and issue.verdict == "refuse":

@@ -1,12 +1,15 @@
-"""Number formats of the blocks' linear layers: the values of the config key `linear`. Standard library only.
+"""Number formats of the blocks' linear layers: the values of the config key `linear`. Standard
+library only.
 
     linear = "bf16"      products in the precision of the run: bf16, and fp32 on a CPU
     linear = "fp8"       products in FP8 with one scale per tensor (common/kernels/fp8.py)
     linear = "mxfp4+stochastic until step 340, then fp8"
-                         research: an emulated block format with options, until a step or a loss (common/model/emulated_layers.py)
+                         research: an emulated block format with options, until a step or a loss
+                         (common/model/emulated_layers.py)
 
-The config, `plan` and the log read a LinearFormat before torch is imported. Its implementation, a subclass of LinearLayers
-(common/model/linear_layers.py), says how tensors are quantized, how two are multiplied and which state that needs.
+The config, `plan` and the log read a LinearFormat before torch is imported. Its implementation, a
+subclass of LinearLayers (common/model/linear_layers.py), defines how tensors are quantized, how
+they are multiplied and which state that needs.
 """
 
 from __future__ import annotations
@@ -18,32 +21,40 @@ from functools import cache
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """What is known of a format without computing in it: its words in the log, its bytes, and where its implementation is."""
+    """Properties of a format that are known without computing in it: its name in the log, its
+    bytes, and its implementation.
+    """
 
     name: str
     implementation: str  # "module:class": a LinearLayers, which only ranks import
-    log_precision: str = (
-        ""  # the MLPerf log's word for `lowest_numerical_precision_in_linear`; "": that of the run
-    )
-    bytes_per_element: int = (
-        0  # of a product's operand in one layout; 0: as many as in the precision of the run
-    )
-    weight_copies: int = (
-        0  # layouts in which a trained weight is kept beside itself, cast once per optimizer step
-    )
+    # value of `lowest_numerical_precision_in_linear` in the MLPerf log; "": that of the run
+    log_precision: str = ""
+    # of a product's operand in one layout; 0: as in the precision of the run
+    bytes_per_element: int = 0
+    # number of layouts in which casts of a trained weight are kept in addition to it, made once per
+    # optimizer step
+    weight_copies: int = 0
     in_fp8: bool = False  # kernels store operands in FP8, and a frozen base is stored in FP8
-    emulated: bool = False  # the products only compute what the format would give: a log says so, and `package` refuses it
-    options: tuple[str, ...] = ()  # of an emulated format
-    until: str = ""  # when an emulated format ends: after "step 340", or at the first evaluation down to "loss 3.6"; "": never
+    # The products only emulate the format. The log says so, and `package` refuses such a run.
+    emulated: bool = False
+    options: tuple[str, ...] = ()  # options of an emulated format
+    # End of an emulated format, "step 340" or "loss 3.6": after this step, or at the first
+    # evaluation at or below this loss. "": it never ends.
+    until: str = ""
     then: str = ""  # the format after that: "fp8" or "bf16"
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether FP8 tensors exist in a run: kernels store operands in FP8 from the first step, or after `until`."""
+        """True if FP8 tensors exist in a run: kernels store operands in FP8 from the first step, or
+        after `until`.
+        """
         return self.in_fp8 or (self.then != "" and FORMATS[self.then].in_fp8)
 
     def operand_bytes(self, element: int) -> int:
-        """Return the bytes of one element of an operand, in one layout. element: bytes in the precision of the run."""
+        """Return the bytes of one element of an operand, in one layout.
+
+        `element`: bytes of an element in the precision of the run.
+        """
         return self.bytes_per_element or element
 
 
@@ -53,7 +64,9 @@ EMULATED_LAYERS = "common.model.emulated_layers:EmulatedLayers"
 
 
 def _emulated(name: str, log_precision: str) -> LinearFormat:
-    """Return a format of common/kernels/block_formats.py: its casts are kept in the precision of the run, in both layouts."""
+    """Return a format of common/kernels/block_formats.py. Its casts are kept in the precision of
+    the run, in both layouts.
+    """
     return LinearFormat(name, EMULATED_LAYERS, log_precision, weight_copies=2, emulated=True)
 
 
@@ -72,7 +85,7 @@ FORMATS = {
         _emulated("nvfp4", "nvfp4"),
     )
 }
-# Of an emulated format: its options in this order, and when it ends.
+# Syntax of an emulated format: its options in this order, and its end.
 EMULATED = re.compile(
     r"(?P<name>\w+)(?P<options>(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)"
     r"( until (?P<until>step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?), then (?P<then>fp8|bf16))?",
@@ -82,7 +95,7 @@ EMULATED = re.compile(
 
 @cache
 def linear_format(text: str) -> LinearFormat | None:
-    """Return the format that a config calls `text`, None if it is unknown."""
+    """Return the format that a config calls `text`, or None if it is unknown."""
     if text in FORMATS:
         return FORMATS[text]
     found = EMULATED.fullmatch(text)

@@ -1,4 +1,7 @@
-"""The packages that requirements files name, and installed ones. Standard library only: read before any of them is installed."""
+"""Packages named in requirements files, and installed packages.
+
+Standard library only, because it is used before any package is installed.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ OLDEST_TORCH = (2, 10)
 
 
 def version_of(name: str) -> str:
-    """The version of an installed package; "" if it is not installed."""
+    """Return the version of an installed package, or "" if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return ""
 
 
 def requirements(path: Path) -> list[tuple[str, str]]:
-    """(name, line) of each package in a requirements file and in those it includes with -r."""
+    """Return (name, line) of each package in a requirements file and in the files it includes with
+    -r.
+    """
     found: list[tuple[str, str]] = []
     for line in path.read_text().splitlines():
         text = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""The root of the repository, which holds the packages, configs/ and the scripts."""
+"""Root of the repository, which holds the packages, configs/ and the scripts."""
 
 from __future__ import annotations
 

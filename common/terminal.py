@@ -1,6 +1,8 @@
-"""Text for a person at a terminal, on stderr: color, what --quiet leaves out, durations, a curve in a line. Standard library only.
+"""Terminal output on stderr: color, lines that --quiet leaves out, durations, a sparkline. Standard
+library only.
 
-stdout and stderr may be copies for those who look on: then a reader that ends, a closed terminal or a full disk behind them ends no run.
+stdout and stderr may go to someone who only watches. So a reader that ends, a closed terminal or a
+full disk behind them must not end a run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 QUIET = "RUN_QUIET"  # set by --quiet
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 24  # of a sparkline
+WIDTH = 24  # characters of a sparkline
 
 
 def print_stderr(*lines: str) -> None:
@@ -27,7 +29,7 @@ def print_stderr(*lines: str) -> None:
 
 
 def inform(*lines: str) -> None:
-    """What --quiet leaves out."""
+    """Print `lines` on stderr, unless --quiet is set."""
     if lines and not is_quiet():
         print_stderr(*lines)
 
@@ -37,7 +39,9 @@ def is_quiet() -> bool:
 
 
 def paint(text: str, code: str) -> str:
-    """`text` in the style of an ANSI code, such as 1 for bold and 31 for red, where stderr is a terminal that has colors (no-color.org)."""
+    """Return `text` in the style of an ANSI code (1: bold, 31: red) if stderr is a terminal with
+    colors (no-color.org).
+    """
     plain = (
         os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
     )
@@ -45,12 +49,14 @@ def paint(text: str, code: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """`path` relative to the current directory, if it lies in it."""
+    """Return `path` relative to the working directory if it is inside it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sparkline(values: Sequence[float], floor: float) -> str:
-    """`values` in WIDTH means or fewer; the lowest bar is `floor` and below."""
+    """Return a sparkline of at most WIDTH means of `values`. The lowest bar means `floor` or
+    less.
+    """
     size = max(1, -(-len(values) // WIDTH))
     groups = [
         [value for value in values[at : at + size] if math.isfinite(value)]
@@ -68,7 +74,10 @@ def duration(seconds: float) -> str:
 
 
 class Copy:
-    """A text stream that turns to /dev/null, with the processes that are started from then on, when it can no longer be written."""
+    """A text stream that is redirected to /dev/null when it can no longer be written.
+
+    Processes started after that inherit the redirection.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -92,6 +101,6 @@ class Copy:
 
 
 def outlive_readers() -> None:
-    """From now on a failed write to stdout or stderr is no failure of this process."""
+    """Ignore failed writes to stdout and stderr from now on."""
     sys.stdout = Copy(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if it was closed
     sys.stderr = Copy(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-WIDEST = 60  # on a terminal a longer cell does not widen its column
+WIDEST = 60  # a longer cell does not widen its column on a terminal
 Rows = Sequence[Sequence[str]]
 
 
 def align(rows: Rows, alignment: str, widest: float = math.inf) -> list[list[str]]:
-    """Pad the cells of each column to one width, that of its longest cell of at most `widest` characters."""
+    """Pad the cells of each column to the width of its longest cell of at most `widest`
+    characters.
+    """
     formats = []
     for side, column in zip(alignment, zip(*rows, strict=True), strict=True):
         width = max((len(cell) for cell in column if len(cell) <= widest), default=0)
@@ -27,7 +29,7 @@ def terminal(rows: Rows, alignment: str) -> list[str]:
 
 
 def markdown(heads: Sequence[str], rows: Rows, alignment: str = "") -> str:
-    """Return a Markdown table, with all columns to the left if no alignment is given.
+    """Return a Markdown table, left-aligned if no alignment is given.
 
     The rule has the widths of the heads: a table made of aligned rows stays aligned.
     """

@@ -1,8 +1,9 @@
-"""The miniature's text: the documentation inside Python's own standard library, which is on every machine.
+"""Text of the miniature: the documentation in Python's standard library, which is on every machine.
 
-A document is one of: a module, class or function with its signature and docstring; a block of comment lines; a topic of
-`pydoc_data` (the language reference that `help()` shows; some distributions leave it out). Together they are 3 MB of English and
-Python, equal on every run of one Python version. Another version has slightly different texts, and so slightly different losses.
+A document is one of: a module, class or function with its signature and docstring; a block of
+comment lines; a topic of `pydoc_data` (the language reference that `help()` shows; some
+distributions leave it out). Together they are 3 MB of English and Python, equal on every run of one
+Python version. Another version has slightly different texts, and so slightly different losses.
 
 Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
 """
@@ -24,7 +25,8 @@ from typing import Any
 
 from common.errors import DataError, write_whole
 
-# Not on every machine (packages of their own in Debian), not prose (tests), or not Python's (site-packages).
+# Not on every machine (separate packages in Debian), not prose (tests), or not Python's
+# (site-packages).
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 LEFT_OUT |= {"idlelib", "lib2to3", "distutils", "tkinter", "turtledemo", "pydoc_data"}
 MIN_CHARACTERS = 60  # shorter docstrings and comments are left out
@@ -36,21 +38,21 @@ COMMENT_MARK = re.compile(r"^[ \t]*#+!?:? ?", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
-    source: str  # module or topic it comes from: train and validation share none
+    source: str  # source module or topic; training and validation share none
     text: str
 
 
 def documents(stdlib: Path | None = None) -> list[Document]:
-    """Every text of the standard library once, in an order fixed by the texts themselves (their SHA-256).
+    """Return every text of the standard library once, ordered by SHA-256.
 
-    Raises DataError if fewer than a million characters are found, as on a Python without its library sources.
+    Raises DataError if fewer than a million characters are found, as on a Python without its
+    library sources.
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     found: dict[str, Document] = {}
     for document in (*module_documents(root), *_topic_documents()):
-        found.setdefault(
-            document.text, document
-        )  # a text that occurs twice must not be in train and in validation
+        # A text that occurs twice must not be in both training and validation.
+        found.setdefault(document.text, document)
     characters = sum(map(len, found))
     if characters < MIN_CORPUS_CHARACTERS:
         raise DataError(
@@ -66,7 +68,7 @@ def documents(stdlib: Path | None = None) -> list[Document]:
 def split(
     corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS
 ) -> tuple[list[str], list[str]]:
-    """(train texts, validation texts), each in the order of `corpus`."""
+    """Return (training texts, validation texts), each in the order of `corpus`."""
     held_out = held_out_sources(corpus, validation_characters)
     train = [document.text for document in corpus if document.source not in held_out]
     return train, [document.text for document in corpus if document.source in held_out]
@@ -75,10 +77,11 @@ def split(
 def held_out_sources(
     corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS
 ) -> set[str]:
-    """The modules and topics whose texts are for validation.
+    """Return the modules and topics whose texts are for validation.
 
-    Whole modules are held out, in the order of their names' SHA-256, until there are enough characters. Texts of one file repeat each
-    other, so a random cut through a module would put nearly the same text into both sets.
+    Whole modules are held out, in the order of their names' SHA-256, until there are enough
+    characters. Texts of one file repeat each other, so a random cut through a module would put
+    nearly the same text into both sets.
     """
     sizes: dict[str, int] = {}
     for document in corpus:
@@ -88,19 +91,20 @@ def held_out_sources(
     for source in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if characters >= validation_characters:
             break
-        if (
-            sizes[source] <= validation_characters // 10
-        ):  # one big module would be most of the validation set
+        # One big module would be most of the validation set.
+        if sizes[source] <= validation_characters // 10:
             held_out.add(source)
             characters += sizes[source]
     return held_out
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`; the same bytes every time.
+    """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`. The
+    bytes are always the same.
 
-    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2; 256 byte pieces follow, so nothing is unknown and decoding restores the text
-    exactly (no normalization, no dummy prefix). Line ends become the byte piece <0x0A>.
+    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2. 256 byte pieces follow, so no text is unknown and
+    decoding restores it exactly (no normalization, no dummy prefix). Line ends become the byte
+    piece <0x0A>.
     """
     import sentencepiece
 
@@ -124,7 +128,10 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
 
 def load_sentencepiece(path: Path) -> Any:
-    """The tokenizer at `path`, a `sentencepiece.SentencePieceProcessor`. Raises DataError if it is missing or of another kind."""
+    """Return the tokenizer at `path`, a `sentencepiece.SentencePieceProcessor`.
+
+    Raises DataError if it is missing or of another kind.
+    """
     import sentencepiece
 
     try:
@@ -145,25 +152,30 @@ def module_documents(root: Path) -> Iterator[Document]:
 
 
 def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
-    """(dotted name, source text, syntax tree) of every module of the standard library, sorted by path."""
+    """Yield (dotted name, source text, syntax tree) of every module of the standard library, sorted
+    by path.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if LEFT_OUT.intersection(parts):
             continue
         try:
-            with tokenize.open(path) as file:  # by the file's own coding line
+            with tokenize.open(path) as file:  # decoded as the file's coding line says
                 source = file.read()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes in old modules
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # a template or a sample of bad code
+            # a template or a sample of bad code
+            continue
         yield ".".join(parts), source, tree
 
 
 def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
-    """`module.Class.method(arguments)`, an empty line, the docstring: as `help()` shows it."""
+    """Yield docstrings as `help()` shows them: `module.Class.method(arguments)`, an empty line, the
+    docstring.
+    """
     stack: list[tuple[ast.AST, str]] = [(tree, module)]
     while stack:
         node, name = stack.pop()
@@ -194,6 +206,7 @@ def _topic_documents() -> Iterator[Document]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        return  # Debian's minimal Python has none: the docstrings suffice
+        # missing in Debian's minimal Python; the docstrings suffice
+        return
     for name, text in sorted(topics.items()):
         yield Document(f"pydoc_data.{name}", text)

@@ -1,7 +1,9 @@
-"""`prepare fetch --download`: files of a Hugging Face repository, resumed after a kill, and checked by the sums in the hub's own list.
+"""`prepare fetch --download`: download files of a Hugging Face repository, with resume and
+    checksums.
 
-A file is fetched into STAGE inside of its folder, under its sum. It gets its name when its size and its sum are those of the list: SHA-256, or
-for a small file that is kept in git the SHA-1 that git names it by. So no kill leaves a part of a file under the file's name.
+A file is downloaded to STAGE in its folder, under a name that is its checksum. It is renamed when
+its size and checksum are those in the hub's list: SHA-256, or git's SHA-1 for a small file that is
+stored in git. So an interrupted download never leaves part of a file under the file's name.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from common.data.preparation import locked, require_free_space, say
 from common.errors import DataError, PreflightError, RunError, StorageError, failure_of
 
 STAGE = ".download"
-CHUNK = 2**20  # bytes that are written at a time
-SILENCE_S = 60.0  # without a chunk, or an answer, for so long, a download ends: at least 17 kB/s
+CHUNK = 2**20  # bytes written at a time
+# seconds without a chunk or an answer that end a download: it needs at least 17 kB/s
+SILENCE_S = 60.0
 
 
 def download(repository: str, revision: str, names: Sequence[str], folder: Path, kind: str) -> None:
-    """Fetch the files called `names`, in whatever folder of the repository they are, into `folder`. `kind`: "model" or "dataset".
+    """Download the files called `names`, from any folder of the repository, to `folder`. `kind`:
+    "model" or "dataset".
 
-    Raises PreflightError without huggingface_hub or room on the disk, DataError where the hub does not give the files, or others,
-    StorageError where a file cannot be written, or is there already and is another one.
+    Raises PreflightError without huggingface_hub or without space on the disk. Raises DataError if
+    the hub does not provide the files, or provides different ones. Raises StorageError if a file
+    cannot be written, or if a different file has its name.
     """
     try:
         import huggingface_hub
@@ -81,7 +86,9 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
         raise
     except (
         Exception
-    ) as error:  # httpx's, the hub's own and the system's: the versions of the hub differ in them
+        # Errors of httpx, of the hub's package or of the system, depending on the version of the
+        # package.
+    ) as error:
         text = str(error).strip().partition("\n")[0]
         do = "check the network; for a gated repository accept its license on its page, then: hf auth login"
         raise failure_of(error) or DataError(
@@ -90,7 +97,10 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
 
 
 def _staged(url: str, entry, folder: Path) -> Path:
-    """The file, from the byte on that the last attempt came to. `hf_hub_download` would begin anew in each process (huggingface_hub 2)."""
+    """Return the staged file, complete. A download resumes where the last attempt ended.
+
+    `hf_hub_download` would start again in each process (huggingface_hub 2).
+    """
     from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -123,7 +133,9 @@ def _staged(url: str, entry, folder: Path) -> Path:
 
 
 def _require_names(entry: Any, repository: str) -> None:
-    """Raise DataError unless the sum that names a staged file is a sum: a path in its place would lead out of the folder."""
+    """Raise DataError unless the checksum that names a staged file is one. A path in its place
+    would lead out of the folder.
+    """
     sums = (entry.lfs.sha256, 64) if entry.lfs else (entry.blob_id, 40)
     name, length = sums
     if (
@@ -136,11 +148,13 @@ def _require_names(entry: Any, repository: str) -> None:
 
 
 class TooLarge(Exception):
-    """The server sends more than the hub's list says."""
+    """The server sends more bytes than the hub's list states."""
 
 
 class _Bounded:
-    """A file that takes no more than `limit` bytes in all, and that a watcher sees grow."""
+    """A file that accepts at most `limit` bytes in total, and is flushed after each write so that a
+    watcher sees it grow.
+    """
 
     def __init__(self, file: IO[bytes], limit: int):
         self.file, self.limit = file, limit
@@ -157,9 +171,11 @@ class _Bounded:
 
 
 def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
-    """Return what `work` returns. Raises DataError if it is not done and `progress` stands still for SILENCE_S.
+    """Return the result of `work`. Raises DataError if it is not done and `progress` does not
+    change for SILENCE_S.
 
-    `work` runs in a thread that is left behind then: a read from a server that sends a byte a second cannot be ended.
+    `work` runs in a thread, which is then abandoned: a read from a server that sends a byte a
+    second cannot be interrupted.
     """
     answer: list[Any] = []
     failure: list[BaseException] = []
@@ -188,7 +204,7 @@ def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
 
 
 def _difference(path: Path, entry) -> str:
-    """Between a file and the hub's entry for it; empty if there is none."""
+    """Return the difference between a file and the hub's entry for it, or "" if there is none."""
     size = path.stat().st_size
     if size != entry.size:
         return f"{size:,} bytes, {entry.size:,} expected"

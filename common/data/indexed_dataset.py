@@ -1,4 +1,5 @@
-"""Read Megatron's token files: a pair `<prefix>.idx` (lengths, offsets) and `<prefix>.bin` (token ids, without a header).
+"""Read Megatron's token files: a pair `<prefix>.idx` (lengths, offsets) and `<prefix>.bin` (token
+ids, without a header).
 
 Layout of `.idx`, all little endian (source: megatron-core, `datasets/indexed_dataset.py`):
 
@@ -9,13 +10,15 @@ Layout of `.idx`, all little endian (source: megatron-core, `datasets/indexed_da
     18           u64       N = number of sequences
     26           u64       D = number of document boundaries = documents + 1
     34           i32[N]    sequence lengths, in tokens
-    34+4N        i64[N]    byte offset of each sequence in `.bin`: running sum of length x item size, from 0
+    34+4N        i64[N]    byte offset of each sequence in `.bin`: running sum of length x item
+                           size, from 0
     34+12N       i64[D]    document boundaries in sequence numbers, first 0, last N
 
 In MLPerf's C4 files a document is one sequence.
 
-`Index.read` opens the `.idx` alone, `Index.open_tokens` opens the `.bin`: MLPerf's clock must start before any token file is opened,
-while document counts and lengths may be read earlier (training_rules.adoc, "Other Uses of Data").
+`Index.read` opens only the `.idx`, `Index.open_tokens` opens the `.bin`. MLPerf's clock must start
+before any token file is opened, but document counts and lengths may be read earlier
+(training_rules.adoc, "Other Uses of Data").
 """
 
 from __future__ import annotations
@@ -32,19 +35,21 @@ from common.errors import DataError, StorageError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
+# Dtypes of token ids: integers of at least 16 bits. Megatron has others too.
 DTYPE_CODES = {
     3: "<i2",
     4: "<i4",
     5: "<i8",
     8: "<u2",
-}  # of token ids: integers of 16 bits or more; Megatron has others too
+}
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
 class Index:
-    """The content of an `.idx`, in memory: 20 bytes per document, 0.9 GB for 45 million.
+    """Content of an `.idx` in memory: 20 bytes per document, 0.9 GB for 45 million documents.
 
-    sequence_lengths int32 [N] in tokens, sequence_offsets int64 [N] in bytes, document_boundaries int64 [D] in sequences.
+    sequence_lengths int32 [N] in tokens, sequence_offsets int64 [N] in bytes, document_boundaries
+    int64 [D] in sequences.
     """
 
     def __init__(
@@ -68,13 +73,12 @@ class Index:
 
     @classmethod
     def read(cls, prefix: Path) -> Index:
-        """Read and check `<prefix>.idx`; never opens the `.bin`. Raises DataError."""
+        """Read and check `<prefix>.idx` without opening the `.bin`. Raises DataError."""
         prefix = Path(prefix)
         path = index_path(prefix)
         try:
-            raw = np.fromfile(
-                path, np.uint8
-            )  # no memory map: in one, a file that is cut later would end the process with SIGBUS
+            # No memory map: if a mapped file is truncated later, the process ends with SIGBUS.
+            raw = np.fromfile(path, np.uint8)
         except OSError as error:
             raise _cannot_open(path, error) from error
         dtype, num_sequences, num_boundaries = _read_header(path, raw)
@@ -100,7 +104,7 @@ class Index:
             )
 
     def open_tokens(self) -> Tokens:
-        """Open the `.bin`. In a timed run: only after run_start."""
+        """Open the `.bin`. In a timed run, call it only after run_start."""
         self.check_token_file_size()
         return Tokens(self)
 
@@ -108,8 +112,9 @@ class Index:
 class Tokens(AbstractContextManager):
     """The open `.bin`.
 
-    Reads with `pread`, not through a memory map: a failing disk then raises an error instead of killing the process with SIGBUS,
-    and a slow read does not hold Python's global lock while the training loop launches kernels.
+    Reads use `pread`, not a memory map. A failing disk then raises an error instead of killing the
+    process with SIGBUS. A slow read does not hold Python's global lock while the training loop
+    launches kernels.
     """
 
     def __init__(self, index: Index):
@@ -120,7 +125,8 @@ class Tokens(AbstractContextManager):
             raise _cannot_open(self.path, error) from error
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """`count` token ids from the `first` on, in file order across sequences; the stored dtype, read-only.
+        """Return `count` token ids starting at `first`, in file order across sequences, in the
+        stored dtype, read-only.
 
         Raises DataError if the file ends early, StorageError if it cannot be read.
         """
@@ -141,7 +147,7 @@ class Tokens(AbstractContextManager):
         return np.frombuffer(data, self.index.dtype)
 
     def read_sequence(self, sequence: int, offset: int, count: int) -> np.ndarray:
-        """`count` token ids of one sequence from its token `offset` on."""
+        """Return `count` token ids of one sequence, starting at its token `offset`."""
         return self.read(
             int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count
         )
@@ -151,9 +157,8 @@ class Tokens(AbstractContextManager):
 
 
 def index_path(prefix: Path) -> Path:
-    return Path(
-        f"{prefix}.idx"
-    )  # not with_suffix: prefixes such as `c4-train.en_6_text_document` have dots
+    # not with_suffix, because prefixes such as `c4-train.en_6_text_document` have dots
+    return Path(f"{prefix}.idx")
 
 
 def tokens_path(prefix: Path) -> Path:
@@ -161,7 +166,9 @@ def tokens_path(prefix: Path) -> Path:
 
 
 def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """dtype, N and D of an `.idx`, after checking magic, version, dtype code and file size. `raw`: its bytes."""
+    """Return dtype, N and D of an `.idx` from its bytes `raw`. Raises DataError for a wrong magic,
+    version, dtype code or file size.
+    """
     size = len(raw)
     if size < HEADER.size:
         raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
@@ -202,7 +209,9 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
-    """The offsets must be the running sum of the lengths: no gap, no overlap, nothing negative."""
+    """Raise DataError unless the offsets are the running sum of the lengths: no gap, no overlap, no
+    negative length.
+    """
     expected_first = 0
     for start in range(0, len(lengths), CHUNK):
         part = lengths[start : start + CHUNK]

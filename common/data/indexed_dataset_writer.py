@@ -1,4 +1,6 @@
-"""Write Megatron's token files: the pair `<prefix>.bin`, `<prefix>.idx` (layout: common/data/indexed_dataset.py)."""
+"""Write Megatron's token files: the pair `<prefix>.bin`, `<prefix>.idx` (layout:
+common/data/indexed_dataset.py).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ UINT16_VOCAB_LIMIT = 65500  # megatron-core, DType.optimal_dtype
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 for vocabularies below 65,500, else int32, as Megatron's preprocessor chooses."""
+    """Return uint16 for vocabularies below 65,500, otherwise int32, as Megatron's preprocessor
+    does.
+    """
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
 class Writer:
-    """Writes documents one by one, each as one sequence, to files named `.partial`; `finish` renames them.
+    """Writes documents one by one, each as one sequence, to files named `.partial`, which `finish`
+    renames.
 
-    Memory: 4 bytes per document. Raises OSError if a file cannot be written.
+    Needs 4 bytes of memory per document. Raises OSError if a file cannot be written.
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
@@ -41,7 +46,9 @@ class Writer:
         self._bin = self._partial_bin.open("wb")
 
     def add(self, ids: np.ndarray | list[int]) -> None:
-        """Append one document. Raises DataError if it is empty or an id is outside [0, vocab_size)."""
+        """Append one document. Raises DataError if it is empty or an id is outside [0,
+        vocab_size).
+        """
         wide = np.asarray(ids, dtype=np.int64)
         path = tokens_path(self.prefix)
         if wide.ndim != 1 or not wide.size:
@@ -60,7 +67,9 @@ class Writer:
         self.lengths.append(wide.size)
 
     def finish(self) -> Index:
-        """Write the `.idx`, rename both files, and return the pair's Index, read back through its checks."""
+        """Write the `.idx` and rename both files. Return the pair's Index, read back with all
+        checks.
+        """
         if not self.lengths:
             raise wrong(tokens_path(self.prefix), "at least one document", "none")
         self._bin.close()
@@ -76,9 +85,8 @@ class Writer:
             ):
                 file.write(part.tobytes())
         self._partial_bin.replace(tokens_path(self.prefix))
-        self._partial_index.replace(
-            index_path(self.prefix)
-        )  # last: where an .idx exists the pair is complete
+        # last: an existing .idx means that the pair is complete
+        self._partial_index.replace(index_path(self.prefix))
         index = Index.read(self.prefix)
         index.check_token_file_size()
         return index

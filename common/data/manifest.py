@@ -12,7 +12,7 @@ from common.errors import DataError, write_whole
 
 @dataclass(frozen=True)
 class FileFacts:
-    size: int | None = None  # bytes; None: not known
+    size: int | None = None  # bytes; None: unknown
     sha256: str | None = None
 
 
@@ -25,7 +25,9 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the files of a folder should be. An unknown fact is None, and is reported as not checked."""
+    """Expected properties of the files in a folder. An unknown property is None, and is reported as
+    not checked.
+    """
 
     source: str
     vocab_size: int
@@ -34,7 +36,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises DataError if there is no manifest at `path`."""
+        """Read a manifest. Raises DataError if there is none at `path`, or if it is damaged."""
         if path.exists() and not path.is_file():
             raise DataError(
                 f"{path} is no regular file",
@@ -63,7 +65,7 @@ class Manifest:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

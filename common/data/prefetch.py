@@ -1,4 +1,6 @@
-"""One batch ahead: a thread reads and pins the next micro-batch, a side stream copies it while the device computes."""
+"""Prefetch of one batch: a thread reads and pins the next micro-batch, and a side stream copies it
+during compute.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from torch import Tensor
 
 
 class Prefetcher:
-    """Iterates over `batches` (int32 arrays), yielding the same as tensors on `device`. An error in the thread is raised here.
+    """Iterates over `batches` (int32 arrays) and yields them as tensors on `device`. An error in
+    the thread is raised here.
 
-    No worker processes: a batch is some 100 KB, and a daemon thread ends with the process, whatever it waits for.
+    It uses no worker processes, because a batch has only some 100 KB. A daemon thread ends with the
+    process, even if it is waiting.
     """
 
     def __init__(self, batches: Iterator[np.ndarray], device: torch.device, depth: int = 4):
@@ -29,15 +33,15 @@ class Prefetcher:
 
     def _read(self, batches: Iterator[np.ndarray]) -> None:
         if self.stream is not None:
-            torch.cuda.set_device(
-                self.device
-            )  # per thread: pinning would otherwise open a context on GPU 0, for every rank
+            # The device is set per thread: pinning would otherwise open a context on GPU 0 for
+            # every rank.
+            torch.cuda.set_device(self.device)
         try:
             for batch in batches:
                 tensor = torch.from_numpy(batch)
                 self.ready.put(tensor.pin_memory() if self.stream is not None else tensor)
             self.ready.put(StopIteration())
-        except BaseException as error:  # handed to the training thread, which raises it
+        except BaseException as error:  # passed to the training thread, which raises it
             self.ready.put(error)
 
     def _fetch(self) -> Tensor | BaseException:

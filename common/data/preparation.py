@@ -1,6 +1,7 @@
-"""What the `prepare` programs share: build a folder once, a lock, progress. Standard library only.
+"""Functions shared by the `prepare` programs: build a folder once, lock it, show progress. Standard
+library only.
 
-All text goes to stderr; stdout is for the log.
+All text goes to stderr, because stdout is for the log.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def say(text: str) -> None:
 
 
 class Bar:
-    """Progress of a long piece of work: a line every five seconds."""
+    """Progress of long work: a line every five seconds."""
 
     def __init__(self, title: str, total: int, unit: str):
         self.title, self.total, self.unit = title, total, unit
@@ -45,7 +46,9 @@ class Bar:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; a second process waits. The kernel releases the lock when a process dies."""
+    """Hold the lock file `path`. A second process waits. The kernel releases the lock when a
+    process dies.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
@@ -62,7 +65,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
-    """Raise PreflightError unless the file system of `folder` has that much space; the folder need not exist yet."""
+    """Raise PreflightError unless the file system of `folder` has that much space. The folder need
+    not exist yet.
+    """
     existing = next(
         place for place in (folder.resolve(), *folder.resolve().parents) if place.exists()
     )
@@ -80,23 +85,26 @@ def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Files that a build makes in a folder, and how to recognize them."""
+    """The files that a build makes in a folder, and the properties that identify them."""
 
-    title: str  # of the files, for messages
-    source: str  # what they are made from, recipe number included: with another source they are built again
+    title: str  # name of the files, for messages
+    # Source of the files, including the recipe number. If it changes, they are rebuilt.
+    source: str
     vocab_size: int
     files: tuple[str, ...]  # names, relative to the folder
-    manifest: str  # written last: where it exists, the files are complete
+    manifest: str  # written last: if it exists, the files are complete
 
 
 def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, PairFacts]]) -> None:
-    """Let `build` make the recipe's files in `folder`, then write their manifest; do nothing where they are complete.
+    """Call `build` to make the recipe's files in `folder`, then write their manifest. Do nothing if
+    they are complete.
 
-    `build` returns what it knows of .bin/.idx pairs. A kill at any point leaves a folder without manifest, which the next call builds again.
-    Raises StorageError if files of these names are in a folder where this recipe was never built: they belong to somebody else.
+    `build` returns what it knows about .bin/.idx pairs. If it is killed at any point, the folder
+    has no manifest, and the next call builds it again. Raises StorageError if files of these names
+    are in a folder where this recipe was never built, because they were not made here.
     """
     manifest, lock = folder / recipe.manifest, folder / f".{recipe.manifest}.lock"
-    if not _defect(folder, recipe):  # before the lock, since the folder may be read-only
+    if not _defect(folder, recipe):  # before the lock, because the folder may be read-only
         say(f"{recipe.title} in {folder}: complete and verified")
         return
     foreign = [folder / name for name in recipe.files if (folder / name).exists()]
@@ -111,9 +119,8 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
             return
         say(f"building the {recipe.title} in {shown(folder)}, once ({defect})")
         began = time.monotonic()
-        manifest.unlink(
-            missing_ok=True
-        )  # a kill from here on must not leave a manifest of older files
+        # A kill from here on must not leave a manifest of older files.
+        manifest.unlink(missing_ok=True)
         pairs = build(folder)
         files = {name: facts_of(folder / name) for name in recipe.files}
         Manifest(recipe.source, recipe.vocab_size, files, pairs).write(manifest)
@@ -121,7 +128,7 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
 
 
 def _defect(folder: Path, recipe: Recipe) -> str:
-    """Why the files must be built (again); empty if each of them is what the manifest says."""
+    """Return why the files must be built (again), or "" if each of them matches the manifest."""
     if not (folder / recipe.manifest).exists():
         return "not built yet, or not to the end"
     if damage := damage_of(folder / recipe.manifest):
@@ -137,7 +144,9 @@ def _defect(folder: Path, recipe: Recipe) -> str:
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with the manifest at `path` or with the first bad file of its folder, by size and SHA-256; empty if nothing."""
+    """Return the defect of the manifest at `path` or of the first bad file in its folder, by size
+    and SHA-256; "" if there is none.
+    """
     try:
         manifest = Manifest.read(path)
     except DataError as error:

@@ -1,8 +1,11 @@
-"""The one kind of page here: sections of blocks, rendered by templates/page.html, for reports of runs and for results of `throughput`.
+"""HTML pages: sections of blocks, rendered by templates/page.html, for reports of runs and for
+results of `throughput`.
 
-A page stands alone: style, script and data are in it, and its Content-Security-Policy forbids it to load anything. Charts are drawn by
-uPlot (templates/uPlot.iife.min.js, MIT license), which a page without charts does not carry. A block is a dictionary whose first key
-says what it is (banner, tiles, steps, notes, text, table, shares, chart, links, drawing); without content it is left out.
+A page is self-contained: style, script and data are in it, and its Content-Security-Policy forbids
+it to load anything. Charts are drawn by uPlot (templates/uPlot.iife.min.js, MIT license), which a
+page without charts does not include. A block is a dictionary whose first key names its type
+(banner, tiles, steps, notes, text, table, shares, chart, links, drawing). A block without content
+is left out.
 """
 
 from __future__ import annotations
@@ -17,24 +20,27 @@ from common.errors import PreflightError
 from common.records.json_lines import is_number as finite
 
 TEMPLATES = Path(__file__).with_name("templates")
-# Of curves and bars, in their order; each has a contrast of at least 3:1 on white and on the dark page.
+# Colors of curves and bars, in their order. Each has a contrast of at least 3:1 on white and on the
+# dark page.
 COLORS = ("#2f7ed8", "#d9622b", "#2e9e5b", "#9d6bd0", "#b8860b", "#c2407e", "#0e96a3", "#7a828c")
-MAX_POINTS = 500  # of a curve: half of the pixels that it has on a wide screen
+MAX_POINTS = 500  # points of a curve: half of its pixels on a wide screen
 SPAN = "least / median / most"
 
 Block = dict[str, Any]
-Section = tuple[str, list[Block]]  # title, and what stands under it; one without blocks is left out
+Section = tuple[str, list[Block]]  # title and blocks; a section without blocks is left out
 
 
 class Link(NamedTuple):
-    """A cell of a table that leads to a file beside the page."""
+    """A table cell that links to a file in the folder of the page."""
 
     text: str
     href: str
 
 
 class Curve(NamedTuple):
-    """One line of a chart. `color`: index into COLORS, beyond their number dashed as well."""
+    """One line of a chart. `color`: index into COLORS; beyond their number the line is also
+    dashed.
+    """
 
     name: str
     points: list[tuple[float, float]]
@@ -43,7 +49,9 @@ class Curve(NamedTuple):
 
 
 def render(title: str, sections: Iterable[Section]) -> str:
-    """The page as HTML text; all text in `sections` is escaped. Raises PreflightError without jinja2."""
+    """Return the page as HTML text. All text in `sections` is escaped. Raises PreflightError
+    without jinja2.
+    """
     try:
         import jinja2
         from markupsafe import Markup
@@ -71,19 +79,22 @@ def render(title: str, sections: Iterable[Section]) -> str:
 
 
 def banner(state: str, *lines: str) -> Block:
-    """`state` is good, bad or warn; the first of `lines` stands out."""
+    """Return a banner. `state`: good, bad or warn. The first of `lines` is emphasized."""
     return {"banner": lines, "state": state}
 
 
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Sequence[int] = (0,)
 ) -> Block:
-    """Columns hold numbers but for `words`. Without heads: names, and what they stand for."""
+    """Return a table. Columns hold numbers, except those in `words`.
+
+    Without heads, the table has two columns: names and their values.
+    """
     return {"table": rows, "heads": heads, "words": words if heads else (0, 1)}
 
 
 def shares(parts: dict[str, float]) -> Block:
-    """One bar for all seconds, divided as `parts` are."""
+    """Return one bar that represents all seconds, divided like `parts`."""
     bar = [
         (name, f"{value / sum(parts.values()):.1%}", f"{value:,.1f}", COLORS[at])
         for at, (name, value) in enumerate(parts.items())
@@ -95,8 +106,12 @@ def shares(parts: dict[str, float]) -> Block:
 def chart(
     label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean, **more: Any
 ) -> Block:
-    """Curves over `x`, of more than MAX_POINTS what `reduce` makes of the y of so many parts. `more`: `target`, a level of y; `band`, from
-    and to an x; `sync`, a name: charts of one name share their cursor."""
+    """Return a chart of curves over `x`.
+
+    `reduce`: combines the y values of neighboring points if a curve has more than MAX_POINTS.
+    `more`: `target`, a level of y; `band`, from and to an x; `sync`, a name: charts with the same
+        name share their cursor.
+    """
     series = []
     for curve in curves:
         spots = sorted(dict(curve.points).items())
@@ -125,7 +140,7 @@ def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]
 
 
 def span(values: Sequence[float], form: str = ",.0f") -> str:
-    """Least, median and most of `values`."""
+    """Return minimum, median and maximum of `values` as text."""
     return (
         " / ".join(format(value, form) for value in (min(values), median(values), max(values)))
         if values
@@ -134,7 +149,9 @@ def span(values: Sequence[float], form: str = ",.0f") -> str:
 
 
 def number(value: object) -> str:
-    """Whole numbers in full, others with about four digits; a dash for what is missing."""
+    """Return whole numbers in full, others with about four digits, and a dash for a missing
+    value.
+    """
     if value is None or not finite(value):
         return "-" if value is None else str(value)
     return (

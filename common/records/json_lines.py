@@ -1,4 +1,6 @@
-"""Files of JSON lines that are only ever appended to: a line is there as a whole, or not at all. Standard library only."""
+"""Append-only files of JSON lines, each of which is there as a whole or not at all. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from typing import TypeGuard
 
 
 def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
-    """Append `value` as one line; see `append`."""
+    """Append `value` as one line. See `append`."""
     append(descriptor, json.dumps(value).encode() + b"\n", sync)
 
 
 def append(descriptor: int, data: bytes, sync: bool = False) -> None:
-    """Append whole lines to an open file, with `sync` to the disk. Raises OSError, and then leaves the file as it was."""
+    """Append whole lines to an open file; with `sync`, write them through to the disk.
+
+    Raises OSError, and then leaves the file unchanged.
+    """
     end = os.fstat(descriptor).st_size
     try:
         write_all(descriptor, data)
@@ -30,14 +35,16 @@ def append(descriptor: int, data: bytes, sync: bool = False) -> None:
 
 def write_all(descriptor: int, data: bytes) -> None:
     while data:
-        data = data[
-            os.write(descriptor, data) :
-        ]  # after a short write the next one raises the reason
+        # after a short write the next one raises the reason
+        data = data[os.write(descriptor, data) :]
 
 
 def read(path: Path) -> tuple[list[dict], list[str]]:
-    """The JSON objects of `path`, one per line, none if it is missing; and what could not be read, as text. Other JSON values are skipped.
-    Raises OSError."""
+    """Return the JSON objects of `path`, one per line, and notes about the lines that could not be
+    read.
+
+    A missing file has no objects. Other JSON values are skipped. Raises OSError.
+    """
     found, notes = [], []
     if not path.is_file():
         return [], [
@@ -56,7 +63,7 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
 
 
 class Tail:
-    """The complete lines that were appended to a file since the last call."""
+    """Reader of the complete lines that were appended to a file since the last call."""
 
     def __init__(self, path: Path | int):
         self.path, self.offset = path, 0
@@ -74,7 +81,7 @@ class Tail:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite int or float; True and False are none."""
+    """Return whether `value` is a finite int or float. True and False are not."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

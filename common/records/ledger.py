@@ -1,18 +1,23 @@
-"""The ledger: LOGDIR/<benchmark>/attempts.jsonl, which attempts were started and how they ended. Only ever appended to, each line synced.
+"""The ledger LOGDIR/<benchmark>/attempts.jsonl: the attempts that were started and how they ended.
+Append-only, with each line synced.
 
 One JSON object per line, all with `event` and `series` (an id):
 
-  series  a series begins: started, goal (number of good runs), facts (what must not change within it, see series.facts_of)
-  start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
-          modified (the config is not as in the repository), commit
-  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason (of a good run: why its model was
-          not saved), minutes (run_start to run_stop), samples (training sequences), cache (fadvise, no: how the data left the page cache),
+  series  a series begins: started, goal (number of good runs), facts (what must not change within
+          it, see series.facts_of)
+  start   an attempt begins: attempt (1, 2, ...), run (directory next to the ledger), seed, started
+          (UTC), config (file name in the log), modified (the config differs from the repository's),
+          commit
+  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json),
+          reason (for a good run: why its model was not saved), minutes (run_start to run_stop),
+          samples (training sequences), cache (fadvise, no: how the data left the page cache),
           clock (the log has a run_start)
   goal    the series was resumed with a larger NEXP: goal
   closed  the series has its good runs; a larger NEXP may reopen it
 
-An attempt with `start` and without `end` is running, or was lost with its launcher. Good is exit_code 0.
-Several series may write at the same time: a lock per line keeps lines whole, the id keeps series apart.
+An attempt with `start` and without `end` is running, or was lost with its launcher. A run is good
+if its exit_code is 0. Several series may write at the same time: a lock per line keeps lines whole,
+the id separates the series.
 """
 
 from __future__ import annotations
@@ -35,11 +40,12 @@ LINES: dict[str, dict[str, type]] = {
     "goal": {"goal": int},
     "closed": {},
 }
+# file systems without flock: some mounts of Lustre and NFS
 NO_LOCKS = (
     errno.ENOSYS,
     errno.ENOTSUP,
     errno.ENOLCK,
-)  # file systems without flock: some mounts of Lustre and NFS
+)
 
 
 @dataclass
@@ -54,7 +60,7 @@ class Record:
     closed: bool = False
 
     def add(self, line: dict) -> None:
-        """Enter a line of this series. Raises KeyError if it is not one."""
+        """Add a line of this series. Raises KeyError if a key is missing."""
         event = line["event"]
         if event == "goal":
             self.goal, self.closed = line["goal"], False
@@ -74,14 +80,16 @@ class Record:
 
     @property
     def failed(self) -> list[dict]:
-        """In the order of the attempts."""
+        """Ends of the failed attempts, in the order of the attempts."""
         return [
             self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0
         ]
 
     @property
     def outcomes(self) -> list[bool]:
-        """Return whether each run was good, in the order of the attempts; one that never started its clock is no run."""
+        """Whether each run was good, in the order of the attempts. An attempt that never started
+        its clock is not a run.
+        """
         ends = [self.ends[number] for number in sorted(self.ends)]
         return [
             end["exit_code"] == 0
@@ -99,9 +107,9 @@ class Record:
 
 
 def append(path: Path, line: dict) -> None:
-    """Write `line` whole and to the disk, or raise StorageError and leave the ledger as it was."""
+    """Write `line` whole and to the disk, or raise StorageError and leave the ledger unchanged."""
     try:
-        create = 0  # a line without its series would be lost: the ledger was moved
+        create = 0  # A line without its series would be lost: the ledger was moved.
         if line["event"] == "series":
             create = os.O_CREAT
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,12 +117,11 @@ def append(path: Path, line: dict) -> None:
         try:
             lock(descriptor, wait=True)
             if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
-                os.write(
-                    descriptor, b"\n"
-                )  # a line that a power failure cut short must not spoil the next one
+                # A line that a power failure truncated must not corrupt the next one.
+                os.write(descriptor, b"\n")
             json_lines.append_line(descriptor, line, sync=True)
         finally:
-            os.close(descriptor)  # and with it the lock
+            os.close(descriptor)  # also releases the lock
     except OSError as error:
         why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
         raise StorageError(
@@ -123,7 +130,9 @@ def append(path: Path, line: dict) -> None:
 
 
 def lock(descriptor: int, wait: bool) -> bool:
-    """An exclusive flock, which ends with the process however it ends. False if another process has it."""
+    """Take an exclusive flock, which ends with the process. Return False if another process holds
+    it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -135,7 +144,9 @@ def lock(descriptor: int, wait: bool) -> bool:
 
 
 def read(path: Path) -> list[Record]:
-    """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
+    """Return all series, oldest first. Truncated lines, and lines that do not belong to a ledger,
+    are skipped.
+    """
     records: dict[str, Record] = {}
     for line in filter(_is_line, json_lines.read(path)[0]):
         name = line["series"]
@@ -147,7 +158,9 @@ def read(path: Path) -> list[Record]:
 
 
 def _is_line(line: dict) -> bool:
-    """Return whether `line` has what a line of the ledger has; its run must be a directory beside the ledger."""
+    """Return whether `line` is a valid line of the ledger. Its run must be a directory next to the
+    ledger.
+    """
     event = line.get("event")
     if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
         return False

@@ -1,8 +1,10 @@
-"""The one reader of MLPerf log files: lines with the token `:::MLLOG`, as records.
+"""Reader of MLPerf log files: lines with the token `:::MLLOG`, as records. All other code uses it.
 
-A record is the JSON object behind the last token of a line. Text before the token, such as the `0: ` of `srun -l`, is no part of it:
-the official parser strips it too (mlcommons/logging, compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR.
-`events` streams, so that a log of 200 MB needs no memory; `read` keeps what the caller needs. Standard library only.
+A record is the JSON object after the last token of a line. Text before the token, such as the `0: `
+of `srun -l`, does not belong to it; the official parser strips it too (mlcommons/logging,
+compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR. `events` streams, so
+that a log of 200 MB needs no memory. `read` keeps the records that the caller needs. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from common.errors import ConfigError
 from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
-BOM = "\xef\xbb\xbf"  # of UTF-8, read as latin-1
-HEAD_BYTES = 4096  # where a file is looked at for what it is
+BOM = "\xef\xbb\xbf"  # the byte order mark of UTF-8, read as latin-1
+HEAD_BYTES = 4096  # bytes read to detect the type of a file
 DO = "name MLPerf result logs, as text"
 MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -30,7 +32,7 @@ MAGIC = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One record. `time_ms` counts from 1970; `line` from 1, as an editor counts."""
+    """One record. `time_ms` counts from 1970. `line` counts from 1, as in an editor."""
 
     line: int
     time_ms: float
@@ -43,13 +45,13 @@ class Event:
 
     @property
     def samples(self):
-        """metadata's samples_count as it stands, or None."""
+        """Unchecked samples_count of the metadata, or None."""
         return self.metadata.get("samples_count")
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line with the token that holds no record, or one that the official parser would break off at."""
+    """A line with the token that holds no record, or at which the official parser would stop."""
 
     line: int
     reason: str
@@ -57,7 +59,7 @@ class BadLine:
 
 @dataclass
 class Log:
-    """The records of a log in their order, and by key."""
+    """The records of a log in order, and by key."""
 
     events: list[Event] = field(default_factory=list)
     bad: list[BadLine] = field(default_factory=list)
@@ -74,17 +76,22 @@ class Log:
         return next(iter(self.all(key)), None)
 
     def value(self, key: str):
-        """The first value of `key`, or None."""
+        """Return the first value of `key`, or None."""
         return next((event.value for event in self.all(key)), None)
 
     def last(self, key: str):
-        """The last value of `key`, or None."""
+        """Return the last value of `key`, or None."""
         return next((event.value for event in reversed(self.all(key))), None)
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
-    """The records of `path`. With `repeated`: all records of these keys, and only the first one of any other, so that what a log
-    holds once per step takes no memory. Raises ConfigError as `events` does."""
+    """Return the records of `path`.
+
+    `repeated`: keep all records of these keys, but only the first record of any other key, so that
+        records of every step need no memory.
+
+    Raises ConfigError as `events` does.
+    """
     kept, bad, seen = [], [], set()
     for record in events(path):
         if isinstance(record, BadLine):
@@ -96,7 +103,9 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 
 
 def events(path: Path) -> Iterator[Event | BadLine]:
-    """The records of `path` one by one. Raises ConfigError for what cannot be read or is no text."""
+    """Yield the records of `path` one by one. Raises ConfigError if it cannot be read or is not
+    text.
+    """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is no regular file", "a pipe or a device may never end", DO)
     try:
@@ -113,7 +122,8 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     if not head:
         raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
     line_feeds = returns = 0
-    # latin-1, as the official parser reads: no byte can fail. newline="" splits at CR, LF and CRLF, and leaves them on the line.
+    # latin-1, as in the official parser, so that no byte can fail. newline="" splits at CR, LF and
+    # CRLF, and keeps them on the line.
     with path.open(encoding="latin-1", newline="") as file:
         for text in file:
             if TOKEN in text:
@@ -121,11 +131,13 @@ def events(path: Path) -> Iterator[Event | BadLine]:
             if text.endswith("\n"):
                 line_feeds += 1
             else:
-                returns += 1  # progress bars print these within a line; they count in a file that has no others
+                # Progress bars print these within a line. They count only in a file without line
+                # feeds.
+                returns += 1
 
 
 def parse(line: int, text: str) -> Event | BadLine:
-    """Return the record of one line that holds the token. `line` is its number."""
+    """Return the record of one line that holds the token. `line`: its number."""
     prefix, _, rest = text.rpartition(TOKEN)
     prefix = prefix.removeprefix(BOM)
     if not rest.startswith(" "):
@@ -138,9 +150,8 @@ def parse(line: int, text: str) -> Event | BadLine:
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
     if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:
         return BadLine(line, f"a record without {', '.join(missing)}")
-    metadata = (
-        record["metadata"] if isinstance(record["metadata"], dict) else {}
-    )  # the official parser takes any value
+    # the official parser accepts any value
+    metadata = record["metadata"] if isinstance(record["metadata"], dict) else {}
     if not is_number(record["time_ms"]) or type(record["key"]) is not str:
         return BadLine(line, "time_ms or key has the wrong type")
     namespace, event_type = str(record.get("namespace") or ""), str(record.get("event_type") or "")

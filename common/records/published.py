@@ -1,20 +1,24 @@
-"""Published MLPerf Training results of our two benchmarks, and what a difference between two results is made of.
+"""Published MLPerf Training results of both benchmarks, and the causes of a difference between two
+results.
 
-The minutes of a series are T = S/r + n*e + rest, as means over the eight runs that count: S sequences to the target, r sequences
-per second, n evaluations of e seconds; the rest is what remains (a slow first block, pauses). Against a series 0 the difference
-is split by logarithmic means (LMDI-I; Ang, Energy Policy 33 (2005) 867), L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
+The minutes of a series are T = S/r + n*e + rest, as means over the eight runs that count: S
+sequences to the target, r sequences per second, n evaluations of e seconds. The rest is the
+remainder (a slow first block, pauses). The difference to a series 0 is split by logarithmic means
+(LMDI-I; Ang, Energy Policy 33 (2005) 867), L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
 
   throughput   L(S/r, S0/r0) * ln(r0/r)
-  samples      L(S/r, S0/r0) * ln(S/S0) + L(n*e, n0*e0) * ln(n/n0)    luck of the seeds; and the global batch, if it differs
+  samples      L(S/r, S0/r0) * ln(S/S0) + L(n*e, n0*e0) * ln(n/n0)
+               randomness of the seeds; and the global batch, if it differs
   evaluation   L(n*e, n0*e0) * ln(e/e0)
   rest         rest - rest0
 
-These are minutes and add up to T - T0. Each divided by L(T, T0) is the logarithm of a factor, and the factors multiply to T/T0.
-No order of the terms is preferred, and exchanging the series only turns the signs. The RCP factor f leads from minutes to score:
-its line is (f - 1) * T - (f0 - 1) * T0 minutes, and f/f0.
+These are minutes and add up to T - T0. Each divided by L(T, T0) is the logarithm of a factor, and
+the factors multiply to T/T0. No order of the terms is preferred, and exchanging the series only
+changes the signs. The RCP factor f leads from minutes to score: its line is (f - 1) * T - (f0 - 1)
+* T0 minutes, and f/f0.
 
-The results are in published.json, which `python -m submission.survey --round R` makes of a results repository; its "sources" say what
-each round was read from. Standard library only.
+The results are in published.json, which `python -m submission.survey --round R` creates from a
+results repository. Its "sources" state the source of each round. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ DATA = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Pace:
-    """What the minutes of a series are made of, as means over the eight runs that count."""
+    """Components of the minutes of a series, as means over the eight runs that count."""
 
     minutes: float  # run_start to run_stop, without the RCP factor
     samples: float  # training sequences to the target
-    samples_per_s: float  # of the whole system, over training blocks without each run's first one
-    evaluations: float | None  # per run; None where evaluations are not timed
-    evaluation_s: float | None  # of one
+    samples_per_s: float  # of the whole system, over training blocks except each run's first one
+    evaluations: float | None  # per run; None if evaluations are not timed
+    evaluation_s: float | None  # seconds of one evaluation
 
     @property
     def training_minutes(self) -> float:
@@ -48,20 +52,21 @@ class Pace:
 
 @dataclass(frozen=True)
 class Published:
-    """One result: the row of published.json, whose columns have these names; or a series of one's own, which has no round."""
+    """One result: a row of published.json, whose columns have these names, or a local series, which
+    has no round.
+    """
 
     round: str  # 5.1
     benchmark: str
-    gpu: str | None  # H200; None where nothing tells it
+    gpu: str | None  # for example H200; None if unknown
     gpus: int | None
     submitter: str  # the directory of the organization
-    system: str  # the directory below it; the name of the series, if it is one's own
+    system: str  # the directory below it, or the name of a local series
     batch: int | None
-    runs: int  # that it was read from: 10, or 1 where only one log could be read
-    score: (
-        float | None
-    )  # minutes, with the RCP factor; None where the series is no valid result, or of one log
-    minutes: float | None  # without the factor; None where no run converged
+    runs: int  # number of runs read: 10, or 1 if only one log could be read
+    # minutes, with the RCP factor; None if the series is not a valid result, or is of one log
+    score: float | None
+    minutes: float | None  # without the factor; None if no run converged
     samples: float | None  # to the target, counted after the optimizer step
     samples_per_s: float | None
     evaluations: float | None  # per run
@@ -69,7 +74,7 @@ class Published:
 
     @property
     def pace(self) -> Pace | None:
-        """None where the logs do not tell."""
+        """Pace of the result, or None if its logs do not contain it."""
         if self.minutes is None or self.samples is None or self.samples_per_s is None:
             return None
         return Pace(
@@ -82,7 +87,7 @@ class Published:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What results are ordered by, the best first: those without a score come last."""
+        """Sort key of results, best first. Results without a score come last."""
         return self.score is None, self.score or self.minutes or math.inf
 
 
@@ -98,7 +103,10 @@ RESULTS = load()
 
 @dataclass(frozen=True)
 class Part:
-    """A cause of a difference between two series: minutes, and the factor on the time. Below zero and below one is faster."""
+    """A cause of a difference between two series: minutes, and the factor on the time.
+
+    Values below zero and below one mean faster.
+    """
 
     name: str
     minutes: float
@@ -106,7 +114,10 @@ class Part:
 
 
 def split(ours: Pace, theirs: Pace) -> list[Part]:
-    """What `ours.minutes - theirs.minutes` is made of: the sum of the minutes and the product of the factors are exact."""
+    """Split `ours.minutes - theirs.minutes` into its causes.
+
+    The sum of the minutes and the product of the factors are exact.
+    """
     training = _logarithmic_mean(ours.training_minutes, theirs.training_minutes)
     minutes = {
         "throughput": training * math.log(theirs.samples_per_s / ours.samples_per_s),
@@ -136,7 +147,9 @@ def _logarithmic_mean(a: float, b: float) -> float:
 
 
 def published(benchmark: str, gpu: str | None = None, gpus: int | None = None) -> list[Published]:
-    """What was published for this kind of GPU, and number of them if it is given, the best first."""
+    """Return the published results for this kind of GPU, and this number of them if given, best
+    first.
+    """
     found = [
         r
         for r in RESULTS

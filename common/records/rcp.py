@@ -1,7 +1,8 @@
-"""Reference convergence points (RCP): how many training sequences the reference needed, for the launcher and the plan.
+"""Reference convergence points (RCP): the number of training sequences that the reference needed.
 
-The verdict on a submission is the official RCP checker's (submission/rcp.py); here is only what can be known without it.
-The reference's runs are in each benchmark's rules.py. Everything counts training sequences. Standard library only: the launcher reads it.
+The official RCP checker decides on a submission (submission/rcp.py). This module has only what is
+known without it, for the launcher and the plan. The reference's runs are in each benchmark's
+rules.py. All counts are training sequences. Standard library only, because the launcher imports it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from collections.abc import Sequence
 
 from common.benchmarks import Rules
 
-SUBMISSION_RUNS = (
-    10  # of each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
-)
+# for each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
+SUBMISSION_RUNS = 10
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Mean without the smallest and the largest; of at least three values."""
+    """Return the mean of at least three values without the smallest and the largest."""
     counted = sorted(values)[1:-1]
     return sum(counted) / len(counted)
 
 
 def mean_samples(rules: Rules, batch: int) -> float | None:
-    """Return the reference's mean at exactly this global batch; None if it was never run, as for a miniature."""
+    """Return the reference's mean at exactly this global batch, or None if it has no runs there, as
+    for a miniature.
+    """
     runs = rules.reference_runs.get(batch)
     return (
         trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None

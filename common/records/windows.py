@@ -1,11 +1,15 @@
-"""Which consecutive runs of a series are its result, by MLPerf's rules: one function for the launcher, score, package and report.
+"""Windows: the consecutive runs of a series that can be its result by MLPerf's rules.
 
-MLPerf Training rules, "Benchmark Results" and "Scoring" (mlcommons/training_policies, training_rules.adoc at d73e20f): a result is ten
-runs, of which one may have failed. Of more than ten runs each ten consecutive ones are a window, and the result is the window of the
-median score. A window that is no valid result counts as infinite in the median; if the median is infinite, there is no result.
+The launcher, score, package and report all use this module.
 
-The rules do not say which window is the median of an even number of windows. Here it is the slower one of the two in the middle.
-Standard library only.
+MLPerf Training rules, "Benchmark Results" and "Scoring" (mlcommons/training_policies,
+training_rules.adoc at d73e20f): a result is ten runs, of which one may have failed. Of more than
+ten runs each ten consecutive ones are a window, and the result is the window with the median score.
+A window that is not a valid result counts as infinite in the median. If the median is infinite,
+there is no result.
+
+The rules do not define the median of an even number of windows. This module uses the slower one of
+the two in the middle. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,38 +19,46 @@ from typing import TypeVar
 
 from common.records.rcp import SUBMISSION_RUNS
 
-MAY_FAIL = (
-    1  # runs of a result: the slowest one is dropped, and a failed run counts as infinitely slow
-)
+# Runs of a result that may fail: the slowest one is dropped, and a failed run counts as infinitely
+# slow.
+MAY_FAIL = 1
 
 Item = TypeVar("Item")
 
 
 def windows(runs: Sequence[Item]) -> list[Sequence[Item]]:
-    """Return every ten consecutive items of `runs` in their order; all of them if there are no more than ten."""
+    """Return every ten consecutive items of `runs` in order, or all of them if there are at most
+    ten.
+    """
     last = max(0, len(runs) - SUBMISSION_RUNS)
     return [runs[first : first + SUBMISSION_RUNS] for first in range(last + 1)]
 
 
 def is_valid(good: Sequence[bool]) -> bool:
-    """Return whether these runs can be a result: ten, with at most one that failed."""
+    """Return whether these runs can be a result: ten, at most one of them failed."""
     return len(good) == SUBMISSION_RUNS and good.count(False) <= MAY_FAIL
 
 
 def median(scores: Sequence[float]) -> int:
-    """Return the index of the window that counts. `scores` holds infinity for each window that is not valid."""
+    """Return the index of the window that counts. `scores` holds infinity for each window that is
+    not valid.
+    """
     order = sorted(range(len(scores)), key=lambda index: scores[index])
     return order[len(order) // 2]
 
 
 def has_result(good: Sequence[bool]) -> bool:
-    """Return whether a series of these runs has a valid median window, whatever the times of its good runs are."""
+    """Return whether a series of these runs has a valid median window, independent of the times of
+    its good runs.
+    """
     invalid = [not is_valid(window) for window in windows(good)]
     return not sorted(invalid)[len(invalid) // 2]
 
 
 def good_runs_needed(good: Sequence[bool]) -> int:
-    """Return how many good runs must follow in a row until the series has a result; 0 if it has one."""
+    """Return the number of good runs in a row that the series still needs for a result, or 0 if it
+    has one.
+    """
     followed = list(good)
     while not has_result(followed):
         followed.append(True)
