@@ -103,7 +103,7 @@ class CheckFailed(RunError):
 
 
 class Interrupted(RunError):
-    """This process received SIGINT or SIGTERM."""
+    """An interruption of this process by SIGINT or SIGTERM."""
 
     kind = "interrupted"
 

@@ -82,8 +82,9 @@ FAULTS = (
 
 
 class DriverError(Exception):
-    """nvidia-smi is missing, fails, hangs, or gives an unexpected answer. The message is its first
-    line of output.
+    """A failed query: nvidia-smi is missing, fails, hangs, or gives an unexpected answer.
+
+    The message is its first line of output.
     """
 
 
@@ -93,7 +94,7 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
 
     A value is None if the driver does not report it. A GPU that the driver no longer lists is {}.
     An AMD GPU counts how long each limit held, so its reasons come from two readings
-    (`with_throttling`); until then `throttle_counters` replaces them. Raises DriverError.
+    (`with_throttling`). Until then `throttle_counters` replaces them. Raises DriverError.
     """
     if vendor == "amd":
         return [

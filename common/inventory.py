@@ -93,7 +93,7 @@ def processors(root: Path, cpuinfo: str) -> dict[str, str]:
 def memory(root: Path) -> dict[str, str]:
     """Return capacity and modules of the host's memory, such as `24 x 64 GB Registered-DDR5`.
 
-    The capacity is the sum of the hot-pluggable blocks, as in lsmem; MemTotal lacks the memory
+    The capacity is the sum of the hot-pluggable blocks, as in lsmem. MemTotal lacks the memory
     reserved by kernel and firmware. The modules come from EDAC, which every user may read, while
     the firmware's table needs root.
     """

@@ -6,7 +6,7 @@ seq_start_id. numpy stores object arrays as a pickle, and a pickle can call any 
 (CVE-2019-6446). This reader accepts only the four names that numpy's arrays need. It replaces each
 with `Stored`, which keeps arguments and state as plain data. Numbers come from `numpy.frombuffer`
 with a type of NUMBERS, so numpy's own unpickling code never reads the file. Only `prepare
-convert-npy` uses this reader; a run reads no pickle.
+convert-npy` uses this reader. A run reads no pickle.
 """
 
 from __future__ import annotations

@@ -111,9 +111,7 @@ Training needs no tokenizer: it reads token ids only."""
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:
     # imports numpy, which parsing the command line does not need
-    from llama2_70b_lora.packed_npy import (
-        convert_npy,
-    )
+    from llama2_70b_lora.packed_npy import convert_npy
 
     convert_npy(args.npy_dir, args.data_dir, rules)
 

@@ -64,9 +64,7 @@ def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     download that you trust.
     """
     # imports torch, which checks of the data do not need
-    from common.model.checkpoint_reader import (
-        open_checkpoint,
-    )
+    from common.model.checkpoint_reader import open_checkpoint
 
     checkpoint = open_checkpoint(weights, rules.shape)
     bar, files = Bar("sha256", len(checkpoint.files), "files"), {}

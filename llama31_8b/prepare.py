@@ -73,9 +73,7 @@ def miniature(data_dir: Path) -> None:
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
     # imports numpy, which parsing the command line does not need
-    from common.data.indexed_dataset_writer import (
-        Writer,
-    )
+    from common.data.indexed_dataset_writer import Writer
 
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)

@@ -73,7 +73,7 @@ class Rules(benchmarks.Rules):
         """Return the number of samples for which NeMo asks GPTDataset to order the validation
         split.
 
-        It is enough for one evaluation more than max_steps has.
+        They suffice for the evaluations within max_steps, plus one.
         """
         return (
             self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1

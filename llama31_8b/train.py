@@ -113,9 +113,7 @@ def run(run: Run, reports: Reports) -> None:
     )
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         # as large as the loop, and not needed after this call
-        from common.training.self_test import (
-            before_a_run,
-        )
+        from common.training.self_test import before_a_run
 
         before_a_run(config, rules, processes, reports)
         assembly = assemble(config, rules, processes, seed)

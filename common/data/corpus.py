@@ -1,9 +1,10 @@
 """Text of the miniature: the documentation in Python's standard library, which is on every machine.
 
-A document is one of: a module, class or function with its signature and docstring; a block of
-comment lines; a topic of `pydoc_data` (the language reference that `help()` shows; some
-distributions leave it out). Together they are 3 MB of English and Python, equal on every run of one
-Python version. Another version has slightly different texts, and so slightly different losses.
+There are three kinds of documents: a module, class or function with its signature and docstring, a
+block of comment lines, and a topic of `pydoc_data`. These topics are the language reference that
+`help()` shows. Some distributions leave them out. Together the documents are 3 MB of English and
+Python, equal on every run of one Python version. Another version has slightly different texts, and
+so slightly different losses.
 
 Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
 """

@@ -38,7 +38,7 @@ class Link(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One line of a chart. `color`: index into COLORS; beyond their number the line is also
+    """A line of a chart. `color`: index into COLORS. Beyond their number the line is also
     dashed.
     """
 

@@ -18,7 +18,7 @@ def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
 
 
 def append(descriptor: int, data: bytes, sync: bool = False) -> None:
-    """Append whole lines to an open file; with `sync`, write them through to the disk.
+    """Append whole lines to an open file. With `sync`, write them through to the disk.
 
     Raises OSError, and then leaves the file unchanged.
     """

@@ -87,8 +87,9 @@ class Record:
 
     @property
     def outcomes(self) -> list[bool]:
-        """Whether each run was good, in the order of the attempts. An attempt that never started
-        its clock is not a run.
+        """Outcomes of the runs in the order of the attempts: True for a good run.
+
+        An attempt that never started its clock is not a run.
         """
         ends = [self.ends[number] for number in sorted(self.ends)]
         return [

@@ -1,7 +1,7 @@
 """Reader of MLPerf log files: lines with the token `:::MLLOG`, as records. All other code uses it.
 
 A record is the JSON object after the last token of a line. Text before the token, such as the `0: `
-of `srun -l`, does not belong to it; the official parser strips it too (mlcommons/logging,
+of `srun -l`, does not belong to it. The official parser strips it too (mlcommons/logging,
 compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR. `events` streams, so
 that a log of 200 MB needs no memory. `read` keeps the records that the caller needs. Standard
 library only.

@@ -21,7 +21,7 @@ class ReplicatedOptimizer:
     ):
         """Claim the parameters and create their update rule.
 
-        `parameters`: fp32, equal on all ranks; they get equal updates.
+        `parameters`: fp32, equal on all ranks. They get equal updates.
         `make_update`: creates their update rule.
 
         Raises ValueError if another optimizer owns one of them.

@@ -14,7 +14,7 @@ import torch
 
 
 class SideStream:
-    """The side stream of a CPU: work runs when it is enqueued. Events are opaque to callers; here
+    """The side stream of a CPU: work runs when it is enqueued. Events are opaque to callers. Here
     they are None.
     """
 

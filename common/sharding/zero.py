@@ -2,14 +2,14 @@
 and weight gather in one object.
 
 Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the
-compute precision. It holds the fp32 master, the fp32 gradient and the optimizer's state of its own
-1 / n of the rows. One step consists of three parts. During backward, gradients are reduce-scattered
-and added to this rank's fp32 gradient. The update rule changes the master and rounds it into this
+compute precision. For 1 / n of the rows it also holds the fp32 master, the fp32 gradient and the
+optimizer's state. One step has three parts. During backward, gradients are reduce-scattered and
+added to this rank's fp32 gradient. The update rule changes the master and rounds it into this
 rank's rows of W. An all-gather sends these rows to the other ranks.
 
 The shards of W are contiguous in W's own memory, in rank order, as collectives require. So a
 reduction reads the gradient where the matrix product wrote it, and a gather writes the weight where
-the product reads it. FSDP2 packs a module's parameters into one buffer and out again, which took 45
+the product reads it. FSDP2 packs a module's parameters into one buffer and out again. That took 45
 ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md). Reductions and gathers run on a side
 stream. A module's gradients are reduced during the rest of the backward, and its weights are
 gathered while the modules before it compute.

@@ -433,8 +433,8 @@ def _sync(path: Path) -> None:
 
 
 class Reader(dcp.HuggingFaceStorageReader):
-    """Reports damaged files in an exception that can be pickled and sent to other ranks; those of
-    safetensors cannot.
+    """Reports damaged files in an exception that can be pickled and sent to other ranks, unlike
+    those of safetensors.
     """
 
     def read_metadata(self) -> Metadata:

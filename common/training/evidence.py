@@ -1,7 +1,7 @@
 """Evidence of an out-of-memory error or a hang, which a rank leaves next to its record.
 
 Imported only after such a failure (common/training/guard.py). A run records no allocation history,
-because that would keep every stack; `profile --memory` records one outside a timed run. The
+because that would keep every stack. `profile --memory` records one outside a timed run. The
 evidence here needs no history: it is the blocks that the allocator holds.
 """
 

@@ -181,7 +181,7 @@ def end_badly(
     with contextlib.suppress(Exception):
         on_failure()
     text = "".join(traceback.format_exception(error))
-    told = False  # whether the launcher knows, which reports to the user
+    told = False  # whether the launcher knows of the failure and reports it to the user
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"

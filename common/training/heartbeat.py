@@ -1,4 +1,4 @@
-"""Heartbeat file of a rank, which tells the launcher that the rank is alive and what it is
+"""Heartbeat file of a rank, from which the launcher reads that the rank is alive and what it is
 doing.
 """
 

@@ -120,7 +120,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """When to evaluate and when to stop, in training sequences.
+    """Schedule of evaluations and the end of training, in training sequences.
 
     `first_evaluation` is a multiple of `eval_interval`.
     """
@@ -148,8 +148,8 @@ def train(
     """Train until an evaluation is <= the target.
 
     `lr_at`: learning rate of a step, counted from 0.
-    `reports`: has a meter; its log is at run_start, before the first block.
-    `checkpoints`: loaded; training begins after their step.
+    `reports`: has a meter. Its log is at run_start, before the first block.
+    `checkpoints`: already loaded. Training begins after their step.
 
     Raises TargetMissed after `goal.max_samples` sequences, NonFinite if a loss, gradient norm or
     evaluation is not finite.

@@ -3,7 +3,7 @@
 MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token
 = 6N + 6LSH. That counts all matrix weights forward and backward, and causal attention as half of
 the square. Recomputation is not counted (common/model/shapes.py). Values stay on the device until a
-step logs; the host waits for the device only then.
+step logs. The host waits for the device only then.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RunLog:
     # Before the clock.
 
     def cache_clear(self, done: bool) -> None:
-        """Log whether the page cache was dropped before this run. `done`: it really was."""
+        """Log whether the page cache was dropped before this run."""
         self._write(POINT, "cache_clear", done, after="created", enter="cache_clear")
 
     def init_start(self) -> None:
@@ -181,12 +181,12 @@ class RunLog:
         return (stop_ms - self._run_start_ms) / 60_000
 
     def abort(self, samples: int) -> None:
-        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks;
+        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks:
         repeated calls are harmless.
 
         Never raises StorageError, so that the original failure stays the one that is reported. If
-        the disk refused the last lines, a message on stderr says so. Before run_start nothing is
-        written: the log ends where the run ended.
+        the disk did not accept the last lines, a message on stderr says so. Before run_start
+        nothing is written: the log ends where the run ended.
         """
         try:
             if self._state == "block":
@@ -234,8 +234,9 @@ class RunLog:
         after: str,
         enter: str = "",
     ) -> int:
-        """Write one line in the state `after` and enter the next one; return its time in
-        milliseconds since the epoch.
+        """Write one line in the state `after` and enter the next one.
+
+        Returns its time in milliseconds since the epoch.
         """
         assert self._state == after, f"the log is in state {self._state}, {key} belongs in {after}"
         elapsed_ns = time.monotonic_ns() - self._monotonic_at_anchor_ns

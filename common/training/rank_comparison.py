@@ -108,7 +108,7 @@ def compare_ranks(
 def over_median(times_ms: list[float]) -> list[float]:
     """Return each rank's time over that of the median rank.
 
-    Of two ranks the faster one is the median. Otherwise neither could stand out.
+    Of two ranks the faster one is the median. Otherwise neither could exceed the limit.
     """
     median = statistics.median_low(times_ms)
     return [ms / median for ms in times_ms]
