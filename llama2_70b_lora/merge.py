@@ -1,11 +1,10 @@
 """`./run_and_time.sh llama2_70b_lora merge ...`: write a checkpoint with the trained adapters
-    merged into it.
+merged into it.
 
 Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
 checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`,
-MLCommons') or ordinary projections. Merging is for export only. Training never adds B @ A to W,
-because the updates of single steps are far below half a unit in the last place of W and would be
-rounded away.
+MLCommons') or ordinary projections. Merging is for export only. Training never adds B @ A to W: the
+updates of single steps are far below half a unit in the last place of W and would be rounded away.
 """
 
 from __future__ import annotations

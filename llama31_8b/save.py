@@ -1,5 +1,5 @@
 """`--save`: write the trained model after the clock, as a Hugging Face checkpoint in `model/` of
-    the run's directory.
+the run's directory.
 
 The checkpoint holds the module's parameters, which every rank has whole. These are the weights of
 the last evaluation, bf16 on a GPU, fp32 on a CPU. The fp32 masters, of which each rank has a part,

@@ -84,11 +84,9 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
             shutil.rmtree(folder / STAGE, ignore_errors=True)
     except RunError:
         raise
-    except (
-        Exception
+    except Exception as error:
         # Errors of httpx, of the hub's package or of the system, depending on the version of the
         # package.
-    ) as error:
         text = str(error).strip().partition("\n")[0]
         do = "check the network; for a gated repository accept its license on its page, then: hf auth login"
         raise failure_of(error) or DataError(

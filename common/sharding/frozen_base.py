@@ -274,8 +274,10 @@ class FrozenBase:
     def add_layer(self, layer: int, shards: dict[str, Tensor]) -> None:
         """Quantize a layer if the base is in FP8, and keep the part that `storage` defines.
 
-        `shards`: name -> float [rows, columns] of `shard_rows`. This is a collective of the node's
-            ranks. Each rank assembles one whole matrix at a time: 0.94 GB in bf16 at 70B.
+        `shards`: name -> float [rows, columns] of `shard_rows`.
+
+        This is a collective of the node's ranks. Each rank assembles one whole matrix at a time:
+        0.94 GB in bf16 at 70B.
         """
         for number, (name, matrix) in enumerate(self.matrices.items()):
             own = shards[name]

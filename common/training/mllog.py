@@ -257,10 +257,8 @@ class RunLog:
         if self._copies:
             try:
                 json_lines.write_all(STDOUT_FD, line)
-            except (
-                OSError
+            except OSError as error:
                 # The reader of stdout ended, or the terminal is closed. The file is the log.
-            ) as error:
                 self._copies = False
                 with contextlib.suppress(Exception):
                     print(

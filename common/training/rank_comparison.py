@@ -68,7 +68,7 @@ class RankComparison:
         self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]
     ):
         self.processes, self.events, self.progress, self.probe = processes, events, progress, probe
-        # of each comparison: every rank's time over the median rank's
+        # for each comparison: each rank's time over the median rank's
         self.history: list[list[float]] = []
         self.slow: list[int] = []
 

@@ -258,8 +258,10 @@ def _finite(x: Tensor) -> bool:
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
     """Compute attention in fp32, one head at a time, because each head writes its scores.
 
-    `q`, `d_out`: [S, group, D] of the query heads that share `k`, `v`: [S, D]. Returns out, dQ, dK,
-        dV.
+    `q`, `d_out`: [S, group, D], the query heads that share `k` and `v`.
+    `k`, `v`: [S, D].
+
+    Returns out, dQ, dK, dV.
     """
     k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
     heads: list[tuple[Tensor, ...]] = []

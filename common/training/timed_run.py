@@ -35,8 +35,9 @@ from common.training.warmup import warm_up
 def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
     """Log the start of the run before any model exists, and join the process group.
 
-    Raises ConfigError if the group has a different size than the config. `high_priority_compute`:
-    see `start_processes`.
+    `high_priority_compute`: see `start_processes`.
+
+    Raises ConfigError if the group has a different size than the config.
     """
     reports.heartbeat.write(0, "init")
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
