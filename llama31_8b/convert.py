@@ -18,6 +18,7 @@ from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Bar, locked, say
 from common.errors import ConfigError, DataError, StorageError
+from llama31_8b.encoder_process import EncoderProcess
 from llama31_8b.rules import CLOSED
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads accepts them, UTF-8 does not
@@ -45,7 +46,10 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
                 f"{path}: there is no such file", "it was given as --input", "check the name"
             )
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with locked(prefix.with_name(f".{prefix.name}.lock")):
+    with (
+        EncoderProcess(encode, tokenizer_path) as encoder,
+        locked(prefix.with_name(f".{prefix.name}.lock")),
+    ):
         if index_path(prefix).exists() or (
             tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()
         ):
@@ -57,7 +61,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
             _documents(inputs, key),
         )
         while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            for ids in filter(None, _encoded(encode, [text for text, _ in batch], tokenizer_path)):
+            for ids in filter(None, encoder.encode([text for text, _ in batch])):
                 writer.add(ids)
             read += len(batch)
             bar.at(batch[-1][1])
@@ -65,26 +69,6 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")
     return index
-
-
-def _encoded(
-    encode: Callable[[list[str]], list[list[int]]], texts: list[str], tokenizer_path: Path
-) -> list[list[int]]:
-    """Return the token ids of `texts`.
-
-    Raises DataError if the tokenizer fails, for example on a regular expression that backtracks.
-    """
-    try:
-        return encode(texts)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic in Rust is not an Exception
-        what = (
-            f"{tokenizer_path} cannot encode the input: {type(error).__name__}: {str(error)[:200]}"
-        )
-        raise DataError(
-            what, "its rules fail on one of the documents", "use Llama 3.1's own tokenizer.json"
-        ) from None
 
 
 def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:

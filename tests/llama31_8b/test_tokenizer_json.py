@@ -1,7 +1,10 @@
 """`prepare convert` with a tokenizer.json of Llama 3.1's kind and size, against transformers."""
 
 import json
+import multiprocessing
+import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -118,3 +121,77 @@ def test_without_the_package_it_says_how_to_install_it(files, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert convert(files, "tokenizer.json", tmp_path / "p") == ConfigError.exit_code
     assert "pip install tokenizers" in capsys.readouterr().err
+
+
+@pytest.fixture
+def slow_regex(files, tmp_path):
+    """The tokenizer with an expression that backtracks: its time doubles with each "a"."""
+    table = json.loads((files / "tokenizer.json").read_text())
+    table["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(a|a|aa)+$"}
+    (tmp_path / "slow.json").write_text(json.dumps(table))
+    return tmp_path / "slow.json"
+
+
+def converted(files, tokenizer, folder, text):
+    (folder / "in.jsonl").write_text(text)
+    arguments = ["--input", folder / "in.jsonl", "--tokenizer", files / tokenizer]
+    return prepare.main(["convert", *map(str, [*arguments, "--output-prefix", folder / "p"])])
+
+
+def test_an_expression_that_backtracks_is_one_error(files, slow_regex, tmp_path, capfd):
+    """The engine gives up after some time, with a panic."""
+    text = json.dumps({"text": "a" * 60 + "b"})
+    assert converted(files, slow_regex, tmp_path, text) == DataError.exit_code
+    err = capfd.readouterr().err
+    assert sum(line.startswith("error:") for line in err.splitlines()) == 1
+    assert "slow.json cannot encode" in err and "panicked" not in err
+
+
+def test_a_tokenizer_without_an_answer_is_ended_and_other_data_stays(
+    files, tmp_path, monkeypatch, capfd
+):
+    def never(texts):
+        if "stop" in texts:
+            time.sleep(600)
+        return [[1, 2, 3] for _ in texts]
+
+    assert convert(files, "tokenizer.json", tmp_path / "earlier") == 0
+    before = (tmp_path / "earlier.bin").read_bytes()
+    monkeypatch.setattr("llama31_8b.convert._load_tokenizer", lambda path: (never, VOCAB))
+    monkeypatch.setattr("llama31_8b.convert.BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr("llama31_8b.encoder_process.BATCH_FLOOR_S", 1.0)
+    text = '{"text": "go"}\n{"text": "stop"}\n'
+    began = time.monotonic()
+    assert converted(files, "tokenizer.json", tmp_path, text) == DataError.exit_code
+    assert time.monotonic() - began < 60
+    err = capfd.readouterr().err
+    assert err.count("error:") == 1 and "no answer after 1 s" in err and "backtrack" in err
+    assert (tmp_path / "earlier.bin").read_bytes() == before
+    assert not (tmp_path / "p.bin").exists() and not multiprocessing.active_children()
+    monkeypatch.undo()
+    assert converted(files, "tokenizer.json", tmp_path, '{"text": "go"}\n') == 0
+
+
+def test_a_tokenizer_whose_process_dies_is_one_error(files, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(
+        "llama31_8b.convert._load_tokenizer", lambda path: (lambda texts: os._exit(9), VOCAB)
+    )
+    assert converted(files, "tokenizer.json", tmp_path, '{"text": "a"}') == DataError.exit_code
+    assert "exit code 9" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (r'{"text": "half \ud800 of a pair"}', "surrogate"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"text": ' + "[" * 100_000, "RecursionError"),
+    ],
+    ids=["lone surrogate", "brackets", "brackets in the text"],
+)
+def test_a_line_that_means_harm_is_one_error(files, tmp_path, line, said, capfd):
+    text = '{"text": "good"}\n' + line
+    assert converted(files, "tokenizer.json", tmp_path, text) == DataError.exit_code
+    err = capfd.readouterr().err
+    assert err.count("error:") == 1 and "line 2" in err and said in err
+    assert "Traceback" not in err and not (tmp_path / "p.idx").exists()

@@ -9,7 +9,7 @@ import synthetic_series as synthetic
 from synthetic_run import LORA
 
 from common.errors import StorageError
-from submission import check, describe, report, score, terminal
+from submission import check, describe, package, report, score, terminal
 from submission.runs import read_attempt
 
 
@@ -85,3 +85,18 @@ def test_a_system_description_that_is_a_pipe_or_nested_is_one_error(tmp_path, ca
     path = tmp_path / "system.json"
     path.write_text("[" * 100_000)
     assert describe.main(["--out", str(path)]) == 2
+
+
+@pytest.mark.parametrize("name", ["SUBMISSION_ORG_PLACEHOLDER", "submission_org_placeholder"])
+def test_the_placeholder_of_an_organization_is_refused(tmp_path, name, capsys):
+    arguments = ["--benchmark", f"llama2_70b_lora={tmp_path}", "--system", "s.json"]
+    assert package.main([*arguments, "--out", str(tmp_path / "out"), "--org", name]) == 2
+    assert "nobody has named" in capsys.readouterr().err
+
+
+def test_score_and_check_know_the_same_rulesets():
+    def rulesets(parser):
+        return next(a.choices for a in parser._actions if a.dest == "ruleset")
+
+    assert rulesets(score.parser()) == rulesets(check.parser())
+    assert "4.0.0" in rulesets(score.parser())
