@@ -85,12 +85,12 @@ def tiny_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory, tiny_data):
-    """What two gloo processes found, by rank: see two_ranks.py."""
-    from tiny import call_on_ranks
+    """What two gloo processes found, by rank: see tiny.everything."""
+    from ranks import call_on_ranks
 
     def find(folder):
         (folder / "data").symlink_to(tiny_data)
-        call_on_ranks(2, "two_ranks:everything", folder)
+        call_on_ranks(2, "tiny:everything", folder)
 
     folder = made_once(tmp_path_factory, "two_ranks", find)
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]

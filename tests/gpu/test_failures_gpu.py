@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tiny import start_ranks
+from ranks import start_ranks
 from toy import wait_until
 
 from common.errors import OutOfMemory

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import call_on_ranks
+from ranks import call_on_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.kernels.attention import attention_backends

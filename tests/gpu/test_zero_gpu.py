@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import TINY, call_on_ranks, run_config
+from ranks import call_on_ranks
+from tiny import TINY, run_config
 
 from common.kernels.attention import attention_backends
 from common.training.assembly import Batching

@@ -1,4 +1,7 @@
-"""Files of runs for the tests: logs written by the real RunLog, events, versions and GPU samples, with invented numbers."""
+"""Files of runs for the tests, with invented numbers.
+
+A run has a log, which the real RunLog writes, events, config, versions and GPU samples.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,7 @@ def train_and_evaluate(
     evaluation: Callable[[int], float],
     killed: bool = False,
 ) -> int:
-    """Log a block and an evaluation up to each of `counts`. Return the samples of the last complete evaluation.
+    """Log a block and an evaluation for each of `counts`. Return the samples at the last eval_stop.
 
     `train(before, samples)` and `evaluation(samples)`, which returns a loss, may let time pass.
     If `killed`, the log ends before the last eval_stop.

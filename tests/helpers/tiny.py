@@ -1,21 +1,16 @@
-"""A run of a second: the real trainer of llama31_8b with rules small enough for a test, in this process or in ranks of its own.
+"""Runs of a second: both benchmarks with rules small enough for a test, in one process or on ranks.
 
-python tests/helpers/tiny.py OPENS ARGUMENTS...     the trainer's main; notes in OPENS when token files were opened
+`python tests/helpers/tiny.py OPENS ARGUMENTS...` runs the trainer's main and notes in OPENS which
+token files were opened, and when.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
-import multiprocessing.forkserver
 import os
-import socket
-import subprocess
 import sys
-import time
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,19 +22,24 @@ from synthetic_run import records
 from common import config
 from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
+from common.model.initialization import parameter_seed
+from common.model.llama import Llama
+from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
-from common.paths import ROOT
-from common.sharding.processes import start_processes
+from common.sharding.frozen_base import ROWWISE, FrozenBase, layer_layout, pass_order
+from common.sharding.processes import Processes
+from common.training.assembly import Batching
+from common.training.loop import evaluate, next_token_pairs, pad_for_ranks, train_step
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.timed_run import main
+from llama2_70b_lora import rules as lora_rules
+from llama2_70b_lora import train as lora_trainer
 from llama31_8b import train as trainer
+from llama31_8b.data import validation_tokens
 from llama31_8b.rules import MINIATURE, Config, Rules
 
 TINY_PROGRAM = Path(__file__).resolve()
-PYTHONPATH = os.pathsep.join(
-    map(str, [ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())])
-)
 # 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch. The target is out of reach.
 TINY = replace(
     MINIATURE,
@@ -50,23 +50,56 @@ TINY = replace(
     target_loss=0.01,
     max_steps=400,
 )
-DEFAULTS = {
+LORA = replace(
+    lora_rules.MINIATURE,
+    shape=TINY.shape,
+    sequence_length=TINY.sequence_length,
+    lora_dropout=0.0,
+)
+# The configs, as tables. Those of both benchmarks, then of each.
+COMMON = {
     "gpu": "CPU",
     "nodes": 1,
     "gpus_per_node": 1,
     "global_batch_size": 8,
     "opt_base_learning_rate": 1e-2,
+    "miniature": True,
+}
+DEFAULTS = {
+    **COMMON,
     "opt_learning_rate_warmup_steps": 2,
     "max_samples": 96,
     "micro_batch_size": 4,
     "eval_micro_batch_size": 4,
     "hang_timeout_s": 60.0,
-    "miniature": True,
+}
+LORA_DEFAULTS = {
+    **COMMON,
+    "opt_learning_rate_training_steps": 100,
+    "max_samples": 800,
+    "micro_batch_size": 2,
+    "eval_micro_batch_size": 2,
+}
+# name -> changes of DEFAULTS for a run of two ranks
+TWO_RANK_RUNS = {
+    "plain": {"micro_batch_size": 2},  # 2 ranks x 2 sequences x 2 micro-batches
+    "recompute": {"micro_batch_size": 2, "recompute_layers": 1},
+    "whole micro-batch": {"micro_batch_size": 4},
 }
 
 
 def run_config(**changes) -> Config:
     return config.from_table({**DEFAULTS, **changes}, Config, "test")
+
+
+def lora_config(**changes) -> lora_rules.Config:
+    return config.from_table({**LORA_DEFAULTS, **changes}, lora_rules.Config, "test")
+
+
+def drawn(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return normal random numbers that are the same on every rank."""
+    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    return torch.randn(shape, generator=generator)
 
 
 def write_data(
@@ -170,103 +203,165 @@ def facts(run_dir: Path, error: RunError | None = None) -> Facts:
     )
 
 
-# Processes of their own.
+# The pre-training model on two ranks.
 
 
-def rank_environment(rank: int, world_size: int, port: int, per_node: int = 0) -> dict[str, str]:
-    per_node = per_node or world_size
-    where = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "RANK": rank,
-        "LOCAL_RANK": rank % per_node,
-        "WORLD_SIZE": world_size,
+def everything(processes: Processes, folder: Path) -> dict:
+    """Return all that the tests ask of two ranks. Starting a pair costs more than this work."""
+    runs = {}
+    for name, changes in TWO_RANK_RUNS.items():
+        one = folder / f"{name}_{processes.rank}"
+        runs[name] = asdict(run(one, folder / "data", gpus_per_node=2, **changes))
+    return {
+        "runs": runs,
+        **optimizer_step(processes),
+        "evaluation": evaluation(processes, folder / "data"),
     }
-    names = {**where, "LOCAL_WORLD_SIZE": per_node, "OMP_NUM_THREADS": 1, "PYTHONPATH": PYTHONPATH}
-    return os.environ | {name: str(value) for name, value in names.items()}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def start_ranks(world_size: int, command: list[str]) -> list[subprocess.Popen]:
-    """`command` once per rank, with what torchrun would put into the environment."""
-    port = free_port()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command], env=rank_environment(rank, world_size, port), **pipes
-        )
-        for rank in range(world_size)
-    ]
-
-
-def call_on_ranks(
-    world_size: int,
-    function: str,
-    folder: Path,
-    timeout_s: float = 120.0,
-    device: str = "cpu",
-    ranks_per_node: int = 0,
-) -> list:
-    """What FUNCTION(processes, folder) returned on every rank; by default they are of one node."""
-    # Importing torch's compiler asks for GPUs; what is forked after that cannot use one.
-    port, context = (
-        free_port(),
-        rank_server() if device == "cpu" else multiprocessing.get_context("spawn"),
+def optimizer_step(processes: Processes) -> dict:
+    """Return the initial weights, the norm of known gradients, and the weights after their step."""
+    assembly = trainer.assemble(
+        run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7
     )
-    environments = [
-        rank_environment(rank, world_size, port, ranks_per_node) for rank in range(world_size)
-    ]
-    processes = [
-        context.Process(target=call, args=(function, folder, device, environment))
-        for environment in environments
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout_s
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, process in enumerate(processes):
-        process.join()
-        assert process.exitcode == 0, (folder / f"rank_{rank}.err").read_text()[-4000:]
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(world_size)]
+    model = assembly.model
+    initial = whole(model)
+    sum(
+        (parameter * known_gradient(name, parameter.shape)).sum()
+        for name, parameter in model.named_parameters()
+    ).backward()
+    norm = float(assembly.step(1e-2))
+    return {"initial": initial, "norm": norm, "stepped": whole(model)}
 
 
-@cache
-def rank_server() -> multiprocessing.context.BaseContext:
-    """Ranks are forked from a process that has imported torch and does nothing else: that saves each of them four seconds of a core."""
-    context = multiprocessing.get_context("forkserver")
-    # torch imports dynamo for the first optimizer.
-    context.set_forkserver_preload(["tiny", "torch._dynamo", "common.training.checkpoint"])
-    with mock.patch.dict(os.environ, rank_environment(0, 1, 0)):
-        multiprocessing.forkserver.ensure_running()
-    return context
+def known_gradient(name: str, shape: torch.Size) -> torch.Tensor:
+    return drawn(3, name, shape)
 
 
-def call(function: str, folder: Path, device: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
-        os.dup2(file.fileno(), 2)
-    sys.path += PYTHONPATH.split(
-        os.pathsep
-    )  # the server hands on that of pytest, which lacks the folders that were not collected
-    module, _, name = function.partition(":")
-    processes = start_processes(device, 60.0)
-    result = getattr(importlib.import_module(module), name)(processes, folder)
-    torch.save(result, folder / f"rank_{processes.rank}.pt")
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(
-        0
-    )  # gloo's threads now and then end an interpreter that is shutting down with std::terminate
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def evaluation(processes: Processes, data_dir: Path) -> float:
+    model = trainer.assemble(
+        run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7
+    ).model
+    return evaluate(
+        model,
+        pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4),
+        processes,
+    )
+
+
+def evaluation_sequences(data_dir: Path):
+    windows = validation_tokens(
+        data_dir / TINY.validation_prefix,
+        TINY.sequence_length,
+        TINY.eval_samples,
+        TINY.shape.vocab_size,
+    )
+    sequences = next_token_pairs(windows)
+    sequences[3, 1, 5:] = -100  # a short one: it weighs as much as the others
+    sequences[6, 1] = -100  # and one without any label: it has no weight
+    return sequences
+
+
+# The LoRA model.
+
+
+def matrix(shape: ModelShape, layer: int, name: str) -> torch.Tensor:
+    """Return a whole matrix of the base in bf16, equal on all ranks. Largest values differ."""
+    size = layer_layout(shape, 1, 1)[0][name]
+    return (drawn(layer, name, (size.rows, size.columns)) * (layer + 1)).bfloat16()
+
+
+def fill(base: FrozenBase, shape: ModelShape, scale: float = 1.0) -> FrozenBase:
+    """Add scale x `matrix` of every layer. Rows beyond a matrix are large, and must not matter."""
+    for layer in range(shape.num_layers):
+        shards = {}
+        for name in base.matrices:
+            first, rows, columns = base.shard_rows(name)
+            own = scale * matrix(shape, layer, name)[first : first + rows]
+            shards[name] = torch.cat(
+                (own, torch.full((rows - len(own), columns), 1e4, dtype=torch.bfloat16))
+            ).to(base.device)
+        base.add_layer(layer, shards)
+    base.finalize()
+    return base
+
+
+def with_precision(config: lora_rules.Config, precision: str) -> lora_rules.Config:
+    """Return `config` with the precision of a GPU. On a CPU a config without FP8 is in fp32."""
+    kind = type("Config", (lora_rules.Config,), {"precision": precision})
+    return kind(**vars(config))
+
+
+def lora_steps(
+    processes: Processes,
+    folder: Path | None = None,
+    rules=LORA,
+    one_batch: bool = False,
+    precision: str = "",
+    **changes,
+) -> dict:
+    """Train LoRA adapters for six steps, equally on any number of ranks.
+
+    With `one_batch`, three steps on the same batch, which is learned faster. The scales of FP8 then
+    start anew in each step, so that they do not depend on how the ranks share the batch.
+    Return losses and gradient norms, an evaluation whose last batch is padded, and facts about
+    model and base.
+    """
+    torch.manual_seed(0)
+    configured = lora_config(**{"gpus_per_node": processes.world_size, **changes})
+    if precision:
+        configured = with_precision(configured, precision)
+
+    def load(model: Llama, base: FrozenBase) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(0.1 * drawn(5, name, parameter.shape))
+                if parameter.ndim == 1:
+                    parameter.fill_(1.0)
+        fill(base, rules.shape, 0.1)
+
+    assembly, base = lora_trainer.assemble(configured, rules, processes, 3, load)
+    model = assembly.model
+    optimizer = assembly.optimizer
+    batching = Batching(configured.global_batch_size, configured.gradient_accumulation_steps)
+    before = lora_trainer.base_fingerprints(model, base)
+    sequences = torch.randint(
+        61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
+    sequences[:, 1, 11:] = -100
+    steps = [sequences[:8]] * 3 if one_batch else list(sequences.split(8))
+    own = [batch.chunk(processes.world_size)[processes.rank] for batch in steps]
+    batches = iter([part for batch in own for part in batch.split(configured.micro_batch_size)])
+    losses = []
+    norms = []
+    for _ in own:
+        if one_batch:
+            assembly.linear.reset()
+        loss, norm = train_step(assembly, batches, batching, 1e-2, processes)
+        losses.append(float(processes.sum(loss)))
+        norms.append(float(norm))
+    evaluation = evaluate(model, pad_for_ranks(sequences[:5].numpy(), processes, 2), processes)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluation": evaluation,
+        "evaluates forward only": base.order == pass_order(rules.shape.num_layers, False, ROWWISE),
+        "base unchanged": lora_trainer.base_fingerprints(model, base) == before,
+        "adapters": {
+            name: parameter.detach().clone()
+            for name, parameter in adapter_parameters(model).items()
+        },
+        "parameters": [name for name, _ in model.named_parameters()],
+        "trained": sum(p.numel() for p in optimizer.weights),
+        "states": sum(t.numel() for t in optimizer.state_tensors()),
+    }
+
+
+# The trainer in a process of its own.
 
 
 def train_watched(opens: Path, arguments: list[str]) -> None:

@@ -135,12 +135,10 @@ def ledger(cwd, node=0):
 # --- everything real --------------------------------------------------------------------------------------------------
 
 SMALL = """
-from common.model.shapes import ModelShape as _Shape
-from dataclasses import replace as _replace
-MINIATURE = _replace(MINIATURE, shape=_Shape(2, 32, 48, 4, 2, 61, 10000.0), sequence_length=16, eval_samples=10, eval_interval_samples=32,
-                     target_loss=0.01, max_steps=400)
+from common.model.shapes import ModelShape
+MINIATURE = {rules!r}
 DIVISIONS = (CLOSED, MINIATURE)
-"""  # as tiny.TINY
+"""
 
 
 def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
@@ -151,7 +149,7 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     for room in ("llama31_8b", "throughput"):
         shutil.copytree(ROOT / room, project / room)
     with (project / "llama31_8b/rules.py").open("a") as file:
-        file.write(SMALL)
+        file.write(SMALL.format(rules=tiny.TINY))
     config = project / "configs/llama31_8b/CPU_2x2.toml"
     config.parent.mkdir(parents=True)
     config.write_text(
@@ -195,7 +193,7 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
 
 
 def on_four_ranks(processes, folder):
-    from lora_ranks import few_steps
+    from tiny import lora_steps
 
     assert processes.mesh.mesh_dim_names == ("replicate", "shard") and tuple(
         processes.mesh.shape
@@ -203,7 +201,7 @@ def on_four_ranks(processes, folder):
     import torch
 
     sizes = [float(processes.sum(torch.ones(()))), processes.shard_group.size()]
-    lora = few_steps(processes, micro_batch_size=2)
+    lora = lora_steps(processes, micro_batch_size=2)
     return {
         "sizes": sizes,
         "losses": lora["losses"],
@@ -215,10 +213,10 @@ def on_four_ranks(processes, folder):
 
 def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     import torch
-    from lora_ranks import few_steps
-    from tiny import call_on_ranks
+    from ranks import call_on_ranks
+    from tiny import lora_steps
 
-    one = few_steps(processes, micro_batch_size=8)
+    one = lora_steps(processes, micro_batch_size=8)
     for two in call_on_ranks(4, "test_multi_node:on_four_ranks", tmp_path, ranks_per_node=2):
         assert two["sizes"] == [4, 2], "all ranks; the shards of one node"
         assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and two[

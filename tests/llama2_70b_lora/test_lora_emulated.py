@@ -1,30 +1,30 @@
 """LoRA by its own trainer in an emulated block format: with every storage of the base, healed to what the base is stored in."""
 
 import pytest
-from lora_ranks import RULES, few_steps
+from tiny import LORA, lora_steps
 
 FORMAT = {"linear": "mxfp4+stochastic until step 9999, then fp8"}
 
 
 def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
-    plain = few_steps(processes, **FORMAT)
+    plain = lora_steps(processes, **FORMAT)
     for storage in ({"frozen_base": "replicated_both"}, {"offload_layers": 1}):
-        found = few_steps(processes, **FORMAT, **storage)
+        found = lora_steps(processes, **FORMAT, **storage)
         assert (found["losses"], found["norms"], found["evaluation"]) == (
             plain["losses"],
             plain["norms"],
             plain["evaluation"],
         )
     assert plain["base unchanged"] and plain["losses"][-1] < plain["losses"][0]
-    assert plain["losses"] != few_steps(processes, linear="fp8")["losses"]
+    assert plain["losses"] != lora_steps(processes, linear="fp8")["losses"]
 
 
 @pytest.mark.parametrize("then", ["fp8", "bf16"])
 def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, then):
-    healed = few_steps(processes, linear=f"mxfp4 until step 3, then {then}")
-    unhealed = few_steps(processes, linear=f"mxfp4 until step 9999, then {then}")
+    healed = lora_steps(processes, linear=f"mxfp4 until step 3, then {then}")
+    unhealed = lora_steps(processes, linear=f"mxfp4 until step 9999, then {then}")
     assert (
         healed["losses"][:3] == unhealed["losses"][:3]
         and healed["losses"][3] != unhealed["losses"][3]
     )
-    assert len(healed["losses"]) == 6 and healed["base unchanged"] and RULES.lora_dropout == 0
+    assert len(healed["losses"]) == 6 and healed["base unchanged"] and LORA.lora_dropout == 0

@@ -9,29 +9,28 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from lora_ranks import RULES, TABLE
 from safetensors.torch import load_file
 from test_govreport import LENGTH, VOCAB, write
-from tiny import ROOT
+from tiny import LORA, lora_config
 
-from common.config import from_table
 from common.errors import RunError, StorageError
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
+from common.paths import ROOT
 from common.training.log_keys import hyperparameters
 from common.training.reports import Reports
 from common.training.run import Run
 from launch.diagnosis import finished, read_result
 from llama2_70b_lora import merge, train
-from llama2_70b_lora.rules import CLOSED, Config
+from llama2_70b_lora.rules import CLOSED
 from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS, closed_verdict
 
-SHAPE = replace(RULES.shape, vocab_size=VOCAB)
+SHAPE = replace(LORA.shape, vocab_size=VOCAB)
 TINY = replace(
-    RULES,
+    LORA,
     shape=SHAPE,
     sequence_length=LENGTH,
     train_samples=16,
@@ -61,11 +60,8 @@ def start(
     write_checkpoint(base, folder / "data" / "base", layout=layout)
     run_dir = run_dir or folder / "run"
     run_dir.mkdir(exist_ok=True)
-    config = from_table(
-        TABLE | {"gpus_per_node": processes.world_size, "micro_batch_size": 8} | changes,
-        Config,
-        "test",
-    )
+    sizes = {"gpus_per_node": processes.world_size, "micro_batch_size": 8}
+    config = lora_config(**sizes | changes)
     asked = Run(
         benchmark="llama2_70b_lora",
         config=config,

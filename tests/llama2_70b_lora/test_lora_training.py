@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from lora_ranks import RULES, few_steps, lora_config
-from tiny import call_on_ranks
+from ranks import call_on_ranks
+from tiny import LORA, lora_config, lora_steps
 
 from common.errors import ConfigError, WeightsError
 from common.kernels.fp8 import Quantizer
@@ -23,7 +23,7 @@ from common.sharding.activation_offload import ActivationOffloader
 from common.sharding.frozen_base import FrozenBase
 from llama2_70b_lora import train
 
-MODEL = RULES.shape
+MODEL = LORA.shape
 FP8 = {"linear": "fp8"}
 RUNS = {
     "sharded": FP8,
@@ -40,7 +40,7 @@ def on_two_ranks(processes, folder):
     return {
         "loaded": loaded,
         "steps": {
-            name: few_steps(processes, one_batch=True, **changes) for name, changes in RUNS.items()
+            name: lora_steps(processes, one_batch=True, **changes) for name, changes in RUNS.items()
         },
     }
 
@@ -56,8 +56,8 @@ def load(processes, folder, layout):
 
     with mock.patch.object(checkpoint_loader.os, "preadv", counted):
         assembly, base = train.assemble(
-            lora_config(processes, **FP8),
-            RULES,
+            lora_config(gpus_per_node=processes.world_size, **FP8),
+            LORA,
             processes,
             1,
             lambda *into: reports.append(load_base(into[0], folder / layout, None, into[1])),
@@ -144,7 +144,7 @@ def test_two_ranks_read_each_matrix_once(processes, checkpoints, pair):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_training_on_two_ranks_follows_one(processes, pair, name):
-    alone = few_steps(processes, one_batch=True, **RUNS[name])
+    alone = lora_steps(processes, one_batch=True, **RUNS[name])
     first, second = (rank["steps"][name] for rank in pair)
     for found in (alone, first, second):
         assert (
@@ -178,12 +178,12 @@ def test_storage_changes_no_bit(pair):
 
 
 def test_offloading_changes_no_bit(processes):
-    five = replace(RULES, shape=replace(RULES.shape, num_layers=5), lora_dropout=0.1)
-    here = few_steps(processes, rules=five, **FP8)
+    five = replace(LORA, shape=replace(LORA.shape, num_layers=5), lora_dropout=0.1)
+    here = lora_steps(processes, rules=five, **FP8)
     with mock.patch.object(
         ActivationOffloader, "offload", autospec=True, side_effect=ActivationOffloader.offload
     ) as offload:
-        there = few_steps(processes, rules=five, **FP8, offload_layers=3)
+        there = lora_steps(processes, rules=five, **FP8, offload_layers=3)
     assert offload.call_count == 6 * 4 * 3, "6 steps of 4 micro-batches, 3 layers each"
     assert there["losses"] == here["losses"] and there["evaluation"] == here["evaluation"]
     assert_same(there["adapters"], here["adapters"])
@@ -231,7 +231,7 @@ REFUSED = [
 def test_impossible_configs_are_refused(processes, changes):
     key = next(iter(changes))
     with pytest.raises(ConfigError, match=f"{key} = .* cannot be used"):
-        lora_config(processes, **changes)
+        lora_config(gpus_per_node=processes.world_size, **changes)
 
 
 def test_random_weights_are_as_wide_as_asked(processes):

@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
+from ranks import rank_server
 from test_prepare import write_inputs
 from test_save import random_model
-from tiny import rank_server
 
 from common.data.indexed_dataset import index_path, tokens_path
 from llama31_8b import save

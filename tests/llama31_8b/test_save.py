@@ -15,8 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+from ranks import PYTHONPATH, call_on_ranks
 from synthetic_run import records
-from tiny import PYTHONPATH, TINY, call_on_ranks, run, run_config, write_data
+from tiny import TINY, run, run_config, write_data
 
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model.checkpoint_reader import open_checkpoint

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fused_lora import lora_llama
-from lora_ranks import RULES, few_steps
-from tiny import call_on_ranks
+from ranks import call_on_ranks
+from tiny import LORA, lora_steps
 
 from common.model.fused_block import fused_llama
 from common.model.lora import init_adapters
@@ -15,11 +15,11 @@ from common.model.shapes import LLAMA2_70B
 
 @pytest.fixture(scope="module")
 def one_rank(processes):
-    return few_steps(processes)
+    return lora_steps(processes)
 
 
 def test_only_the_adapters_train_and_have_optimizer_state(one_rank):
-    expected = RULES.shape.lora_parameters(RULES.lora_rank)
+    expected = LORA.shape.lora_parameters(LORA.lora_rank)
     assert (
         one_rank["trained"] == expected and 2 * expected < one_rank["states"] < 2 * expected + 20
     ), "two moments, and step counts"
@@ -28,7 +28,7 @@ def test_only_the_adapters_train_and_have_optimizer_state(one_rank):
 
 
 def test_two_ranks_follow_the_curve_of_one(one_rank, tmp_path):
-    first, second = call_on_ranks(2, "lora_ranks:few_steps", tmp_path)
+    first, second = call_on_ranks(2, "tiny:lora_steps", tmp_path)
     # 1e-6 relative: the same sums in another order, fp32.
     assert first["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
     assert first["norms"] == pytest.approx(one_rank["norms"], rel=1e-4)
@@ -38,14 +38,14 @@ def test_two_ranks_follow_the_curve_of_one(one_rank, tmp_path):
 
 
 def test_micro_batches_change_nothing(one_rank, processes):
-    whole = few_steps(processes, micro_batch_size=8)
+    whole = lora_steps(processes, micro_batch_size=8)
     assert whole["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
 
 
 def test_dropout_is_on_in_training(processes):
     torch.manual_seed(0)
-    with_dropout = few_steps(processes, rules=replace(RULES, lora_dropout=0.1))
-    without = few_steps(processes)
+    with_dropout = lora_steps(processes, rules=replace(LORA, lora_dropout=0.1))
+    without = lora_steps(processes)
     assert with_dropout["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), (
         "B is zero at first: the adapter adds nothing"
     )
@@ -54,7 +54,7 @@ def test_dropout_is_on_in_training(processes):
 
 def test_adapters_start_as_kaiming_and_zero():
     model = lora_llama(
-        fused_llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1
+        fused_llama(replace(LORA.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1
     )
     init_adapters(model, 1)
     assert len([parameter for parameter in model.parameters() if parameter.requires_grad]) == 8

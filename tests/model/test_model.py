@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 from plain_block import plain_llama
-from tiny import TINY, run_config
-from two_ranks import whole
+from tiny import TINY, run_config, whole
 
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.kernels.rope import rope_frequencies

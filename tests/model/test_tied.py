@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import call_on_ranks
 from test_model import assert_near, hugging_face, their_names
-from tiny import TINY, call_on_ranks, run_config
-from two_ranks import whole
+from tiny import TINY, run_config, whole
 
 from common.model.shapes import ModelShape
 from llama31_8b.train import assemble

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_ranks import RULES, lora_config
+from ranks import call_on_ranks
 from safetensors.torch import load_file, save_file
-from tiny import call_on_ranks
+from tiny import LORA, lora_config
 
 from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
@@ -125,7 +125,9 @@ def test_the_base_is_loaded_and_adapters_are_not(stored, processes):
         load_base(model, stored[0] / "fused", None, base)
         assert all((parameter == 7.0).all() for parameter in adapter_parameters(model).values())
 
-    assembly, base = assemble(lora_config(processes), RULES, processes, 1, load)
+    assembly, base = assemble(
+        lora_config(gpus_per_node=processes.world_size), LORA, processes, 1, load
+    )
     found = {
         name: tensor for name, tensor in values(assembly.model).items() if ".lora_" not in name
     }

@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from lora_ranks import TABLE, fill, matrix
+from ranks import call_on_ranks
 from simulated_streams import ORDERS, SimulatedStreams
-from tiny import call_on_ranks
+from tiny import fill, lora_config, matrix
 
-from common.config import FROZEN_BASE_STORAGE, from_table
+from common.config import FROZEN_BASE_STORAGE
 from common.kernels import fp8
 from common.kernels.fp8 import Quantizer
 from common.kernels.quantize import quantize_reference
@@ -29,7 +29,6 @@ from common.sharding.frozen_base import (
 from common.sharding.side_stream import SideStream
 from launch.plan import estimate as plan
 from llama2_70b_lora import train
-from llama2_70b_lora.rules import Config
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
 ODD = ModelShape(
@@ -336,8 +335,7 @@ def test_an_unquantized_base_stores_the_matrices_themselves_once(processes, pair
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bytes_are_as_planned(processes, pair, storage, ranks):
     work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
-    table = {**TABLE, "linear": "fp8", "micro_batch_size": 2}
-    config = from_table(table | {"gpus_per_node": ranks, "frozen_base": storage}, Config, "test")
+    config = lora_config(linear="fp8", gpus_per_node=ranks, frozen_base=storage)
     held = (
         pair[0][storage]["bytes"]
         if ranks == 2
@@ -352,11 +350,8 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 
 def test_the_plan_of_the_70b():
     """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57 of prefetch buffers."""
-    table = {**TABLE, "linear": "fp8", "micro_batch_size": 1, "gpus_per_node": 4}
-    config, work = (
-        from_table(table, Config, "test"),
-        plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16),
-    )
+    config = lora_config(linear="fp8", micro_batch_size=1, gpus_per_node=4)
+    work = plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
     assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(
         34.23 + 1.05 + 0.18, abs=0.01
     )

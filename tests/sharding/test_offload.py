@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 from simulated_streams import ORDERS, SimulatedStreams
-from tiny import ROOT
 
 from common.config import load
 from common.errors import ConfigError
+from common.paths import ROOT
 from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from launch.plan import estimate as plan

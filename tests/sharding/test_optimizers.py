@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import TINY
+from tiny import TINY, known_gradient, optimizer_step
 from torch import nn
-from two_ranks import known_gradient, optimizer_step
 
 from common.model.fused_block import fused_llama
 from common.model.linear_layers import LinearLayers

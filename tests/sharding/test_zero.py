@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import call_on_ranks, run_config
+from ranks import call_on_ranks
+from tiny import run_config
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError

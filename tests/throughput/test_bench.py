@@ -1,20 +1,14 @@
 """`bench` in a process of its own, on a CPU."""
 
 import pytest
-from tiny import run_config, start_ranks
+from ranks import start_ranks
+from tiny import lora_config, run_config
 
 
 @pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
 def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
-    from lora_ranks import TABLE
-
-    from common.config import from_table
-    from llama2_70b_lora.rules import Config
-
-    lora = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 4}, Config, "test")
-    (tmp_path / "CPU_1x1.toml").write_text(
-        (run_config() if benchmark == "llama31_8b" else lora).as_toml()
-    )
+    config = run_config() if benchmark == "llama31_8b" else lora_config(micro_batch_size=4)
+    (tmp_path / "CPU_1x1.toml").write_text(config.as_toml())
     arguments = [
         "--benchmark",
         benchmark,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import call_on_ranks
+from ranks import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
 from launch.plan.estimate import largest

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import call_on_ranks
+from ranks import call_on_ranks
 
 from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError

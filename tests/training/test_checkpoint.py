@@ -10,8 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+from ranks import call_on_ranks
 from synthetic_run import records
-from tiny import TINY, call_on_ranks, facts, run, run_config, write_data
+from tiny import TINY, facts, run, run_config, write_data
 from toy import wait_until
 
 from common.errors import ConfigError, StorageError, WeightsError

@@ -8,8 +8,9 @@ import time
 
 import pytest
 import torch
+from ranks import free_port, rank_environment, rank_server
 from test_checkpoint import SIZES, checkpoints_of
-from tiny import free_port, rank_environment, rank_server, run_config
+from tiny import run_config
 
 from common.errors import ConfigError
 from common.sharding.processes import start_processes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import start_ranks
+from ranks import start_ranks
 from toy import wait_until
 
 from common.errors import OutOfMemory

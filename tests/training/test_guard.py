@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny import start_ranks
+from ranks import start_ranks
 from toy import gone, wait_until
 
 from common import errors

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 import torch
 from plain_block import plain_llama
+from ranks import start_ranks
 from synthetic_run import find, records
-from tiny import TINY, TINY_PROGRAM, facts, run, run_config, start_ranks, write_data
+from tiny import (
+    TINY,
+    TINY_PROGRAM,
+    evaluation,
+    evaluation_sequences,
+    facts,
+    run,
+    run_config,
+    write_data,
+)
 from torch.nn import functional as F
-from two_ranks import evaluation, evaluation_sequences
 
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_ranks import RULES as LORA_RULES
-from tiny import TINY
+from tiny import LORA, TINY
 
 from common.config import load
 from common.paths import ROOT
@@ -27,9 +26,7 @@ def assembled(benchmark, name, processes):
     config = load(ROOT / "configs" / benchmark / f"{name}.toml", kind)
     if benchmark == "llama31_8b":
         return pretraining.assemble(config, replace(TINY, shape=SHAPE), processes, 1)
-    return lora.assemble(config, replace(LORA_RULES, shape=SHAPE), processes, 1, lora.load_random)[
-        0
-    ]
+    return lora.assemble(config, replace(LORA, shape=SHAPE), processes, 1, lora.load_random)[0]
 
 
 def classes(assembly):

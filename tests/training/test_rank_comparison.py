@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tiny import call_on_ranks
+from ranks import call_on_ranks
 from torch import nn
 
 from common.training.metrics import Events, Progress

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
-import lora_ranks
 import pytest
+import tiny
 import torch
+from ranks import call_on_ranks
 from safetensors import safe_open
-from tiny import TINY, call_on_ranks, records, run, run_config, write_data
-from two_ranks import known_gradient, whole
+from tiny import TINY, known_gradient, records, run, run_config, whole, write_data
 
 from common.config import load
 from common.kernels.fp8 import QuantizedTensor
@@ -238,8 +238,8 @@ def test_each_changes_what_is_computed(processes, plugged, tmp_path):
 
 def test_a_frozen_base_is_read_in_the_format(processes, plugged):
     rounded, plain = (
-        lora_ranks.few_steps(processes, linear="rounded12"),
-        lora_ranks.few_steps(processes),
+        tiny.lora_steps(processes, linear="rounded12"),
+        tiny.lora_steps(processes),
     )
     assert rounded["losses"] != plain["losses"] and rounded["losses"] == pytest.approx(
         plain["losses"], rel=0.05
