@@ -1,6 +1,12 @@
 """A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose trainer misbehaves as told.
 
-TOY says how: good, kill, wait, held; or "unsaved", "killed in save" with --save, or "late": it fails after a successful run. A held run waits while there is a file hold_<attempt> where the launcher was started.
+The environment variable TOY is one of
+good                      succeed
+wait                      wait to be stopped
+held                      wait while there is a file hold_<attempt> where the launcher was started
+fail, kill, hang          rank VICTIM (default: 1) fails, is killed, or falls behind
+unsaved, killed in save   fail, or be killed, while the model is saved (--save)
+late                      fail after a successful run
 """
 
 import os
@@ -16,7 +22,7 @@ from common.paths import ROOT
 TRAINER = """
 import argparse, contextlib, faulthandler, json, os, signal, sys, time
 from pathlib import Path
-from common.errors import StorageError, write_rank_record
+from common.errors import RunError, StorageError, write_rank_record
 
 parser = argparse.ArgumentParser()
 for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
@@ -24,7 +30,7 @@ for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
 run_dir, rank, mode = Path(args.run_dir), int(os.environ["RANK"]), os.environ["TOY"]
-attempt = sum(json.loads(line)["event"] == "start" for line in (run_dir.parent / "attempts.jsonl").read_text().splitlines())
+victim = int(os.environ.get("VICTIM", "1"))
 
 def log(key, **metadata):
     if rank == 0:
@@ -35,8 +41,8 @@ def log(key, **metadata):
         with (run_dir / "result.txt").open("a") as file:
             file.write(line + "\\n")
 
-def beat(phase):
-    record = {"rank": rank, "pid": os.getpid(), "step": 2, "phase": phase, "time": time.time()}
+def beat(phase, step=2):
+    record = {"rank": rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
     (run_dir / "ranks" / f"rank_{rank}.heartbeat").write_text(json.dumps(record))
 
 def end(outcome, error=None, **facts):
@@ -52,22 +58,28 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"))  # as common/training/guard.py
 assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
+(run_dir / f"seed_{rank}").write_text(args.seed)
 log("run_start", config=args.config_name)
 beat("train")
 with contextlib.suppress(OSError):
     print("progress line", file=sys.stderr, flush=True)
-if mode == "kill":
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
-if mode == "wait":
-    if rank == 0:
-        (run_dir / "waiting").write_text("")
-    time.sleep(30)
+if mode == "fail" and rank == victim:
+    end("failed", RunError("boom", "as told", "nothing"), step=1)
+if mode == "kill" and rank == victim:
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "hang":
+    for step in range(3, 6 if rank == victim else 12):
+        beat("train", step)
+if mode in ("fail", "kill", "hang", "wait"):
+    (run_dir / f"waiting_{rank}").write_text("")
+    time.sleep(60)
 (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
 deadline = time.monotonic() + 30
-while mode == "held" and (run_dir.parents[2] / f"hold_{attempt}").exists() and time.monotonic() < deadline:
-    time.sleep(0.02)
+if mode == "held":
+    ledger = (run_dir.parent / "attempts.jsonl").read_text().splitlines()
+    attempt = sum(json.loads(line)["event"] == "start" for line in ledger)
+    while (run_dir.parents[2] / f"hold_{attempt}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 try:
     for step in range(600):
         log("tracked_stats", text="a line to fill the disk" * 4)

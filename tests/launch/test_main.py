@@ -204,7 +204,7 @@ def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
 
 def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
     process = launch(project, tmp_path, TOY="wait")
-    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
+    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))
     process.kill()
     process.communicate()
     run_dir = only_run(tmp_path)
@@ -214,7 +214,7 @@ def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
 
 def test_sigterm_to_the_launcher(project, tmp_path):
     process = launch(project, tmp_path, TOY="wait")
-    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
+    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)

@@ -23,49 +23,11 @@ from launch import multi_node
 from launch.job import Node, node_from
 from launch.multi_node import LeaderEnded, NodeLost, Nodes
 
-TRAINER = """
-import argparse, json, os, signal, sys, time
-from pathlib import Path
-from common.errors import RunError, write_rank_record
-parser = argparse.ArgumentParser()
-for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
-    parser.add_argument(f"--{name}", required=True)
-args = parser.parse_args()
-run_dir, rank, mode, world = Path(args.run_dir), int(os.environ["RANK"]), os.environ.get("TOY", "good"), 4
-def beat(step):
-    record = {"rank": rank, "pid": os.getpid(), "step": step, "phase": "train", "time": time.time()}
-    (run_dir / "ranks" / f"rank_{rank}.heartbeat").write_text(json.dumps(record))
-def log(key, **metadata):
-    if rank == 0:
-        line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
-        print(line, flush=True)
-        with (run_dir / "result.txt").open("a") as file:
-            file.write(line + "\\n")
-assert (run_dir / "config.toml").is_file()
-(run_dir / f"seed_{rank}").write_text(args.seed)
-log("run_start", cache=os.environ["CACHE_CLEARED"])
-beat(1)
-if rank == 3 and mode == "fail":
-    write_rank_record(run_dir, rank, "failed", RunError("boom", "as told", "nothing"), step=1)
-    sys.exit(1)
-if rank == 3 and mode == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
-if mode == "hang":
-    for step in range(2, 6 if rank == 3 else 12):
-        beat(step)
-if mode != "good":
-    (run_dir / f"waiting_{rank}").write_text("")
-    time.sleep(60)
-log("run_stop", status="success", samples_count=32)
-write_rank_record(run_dir, rank, "done", step=2)
-"""
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("cluster"), torchrun=TORCHRUN)
     shorten(root, "launch/multi_node.py", "LOST_S = 30.0", "LOST_S = 4.0")
-    (root / "toy/train.py").write_text(TRAINER)
     config = (root / "configs/toy/CPU_1x1.toml").read_text()
     config = config.replace("nodes = 1", "nodes = 2").replace(
         "micro_batch_size = 8\neval", "micro_batch_size = 4\neval"
@@ -104,7 +66,7 @@ def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
         "NODE_RANK": str(node),
         "DGXSYSTEM": "CPU_2x2",
     }
-    ours |= {"LOGDIR": f"out{node}", "DATADIR": "data"}
+    ours |= {"LOGDIR": f"out{node}", "DATADIR": "data", "TOY": "good", "VICTIM": "3"}
     command = [str(project / "run_and_time.sh"), benchmark, *arguments]
     return subprocess.Popen(
         command,
@@ -316,12 +278,12 @@ def test_the_command_of_a_node(project, tmp_path):
     ("mode", "code", "kind", "words"),
     [
         ("fail", 1, "internal", "rank 3: boom"),
-        ("die", 14, "rank_lost", "rank 3 (process"),
+        ("kill", 14, "rank_lost", "rank 3 (process"),
         ("hang", 13, "hang", "rank 3 holds up the others"),
     ],
 )
 def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, code, kind, words):
-    shared = {"LOGDIR": "out0"} if mode == "die" else {}  # the nodes may share a disk
+    shared = {"LOGDIR": "out0"} if mode == "kill" else {}  # the nodes may share a disk
     ends = [finish(process) for process in both(project, tmp_path, TOY=mode, **shared)]
     assert [end[0] for end in ends] == [code, code], ends
     (run_dir,) = runs(tmp_path, 0)
