@@ -72,6 +72,10 @@ CUT = [
 ]
 
 
+def test_each_kind_is_recognized_from_its_drivers_output():
+    assert {kind for kind, _ in WHOLE} == set(KINDS)
+
+
 @pytest.mark.parametrize(("kind", "found"), WHOLE)
 def test_whole_cards(kind, found):
     assert identify(found).name == kind

@@ -9,6 +9,8 @@ import pytest
 from compiling import OTHER_TRITONS, TARGETS, compiled_forms, kernel_modules
 from conftest import made_once
 
+from common.benchmarks import names
+from common.gpu_kinds import KINDS
 from common.kernels.architecture import Tile
 from common.kernels.quantize import STORE
 from common.paths import ROOT
@@ -113,6 +115,10 @@ def test_adamw_exchanges_nothing_between_threads_on(forms):
     assert {form["shared"] for form in forms if form["kernel"] == "_adamw_kernel"} == {0}
 
 
+def test_kernels_are_compiled_for_every_gpu_kind():
+    assert {kind.arch for kind in KINDS.values()} <= TARGETS.keys()
+
+
 def test_every_kernel_has_settings_by_architecture():
     modules = {module.__name__: module for module in kernel_modules()}
     for kernel, name in kernels().items():
@@ -130,8 +136,8 @@ def test_every_kernel_has_settings_by_architecture():
 def test_triton_kernels_are_in_common_kernels_alone():
     elsewhere = {
         path
-        for room in ("common", "llama31_8b", "llama2_70b_lora", "throughput")
-        for path in (ROOT / room).rglob("*.py")
+        for folder in ("common", "throughput", *names())
+        for path in (ROOT / folder).rglob("*.py")
     }
     elsewhere -= set((ROOT / "common/kernels").iterdir())
     assert len(elsewhere) > 20 and not [

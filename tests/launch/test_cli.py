@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from common.benchmarks import names
 from common.errors import ConfigError
 from common.paths import ROOT
 from launch import cli, completion
@@ -226,14 +227,14 @@ def test_a_command_line_is_read_without_any_package():
 
 
 COMPLETED = {
-    "run_and_time.sh lla": "llama2_70b_lora llama31_8b",
+    "run_and_time.sh lla": " ".join(name for name in names() if name.startswith("lla")),
     "run_and_time.sh pre": "prepare preflight",
     "run_and_time.sh llama31_8b be": "bench",
     "run_and_time.sh llama31_8b --conf": "--config",
     "run_and_time.sh llama31_8b bench --st": "--steps",
     "run_and_time.sh score --ag": "--against",
     "run_and_time.sh throughput ge": "gemm",
-    "run_and_time.sh prepare llama31": "llama31_8b",
+    "run_and_time.sh prepare llama31_8": "llama31_8b",
 }
 # What each shell is started with, and how it calls a completion function: zsh's bashcompinit does so in its sh mode.
 SHELLS = {

@@ -35,7 +35,6 @@ def high_priority_compute(config: Config) -> bool:
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     shape, kernels = rules.shape, config.kernels
-    linear = linear_layers(config.linear_format)
     dtype = DTYPES[config.precision]
     linear = linear_layers(config.linear_format)
 
