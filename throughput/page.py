@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from itertools import cycle
+from typing import Any
 
 import matplotlib
 
@@ -26,7 +27,7 @@ from throughput.tables import Drawing, Section
 # Color of axes and text, replaced by the page's own color, which changes with the scheme.
 INK = "#0a0b0c"
 MARKERS = "osD^vP"
-STYLES = {
+STYLES: dict[Any, Any] = {  # the keys are literals in matplotlib's types
     "svg.fonttype": "none",
     "svg.hashsalt": "throughput",
     "font.family": "sans-serif",
