@@ -201,7 +201,7 @@ def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, R
     """
 
     def found(log: Log, rules: Rules) -> Found:
-        for event in (event for key in keys for event in log.all(key)) if keys else log.events:
+        for event in (event for key in keys for event in log.all(key)) if keys else log.every():
             if message := find(event, rules):
                 yield event.line, message
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from common.benchmarks import Rules
@@ -120,7 +121,7 @@ def out_of_order(log: Log, rules: Rules) -> Found:
     """
     state = "nothing"
     early = {"target_accuracy", *init_keys(str(log.value("submission_benchmark")))}
-    for event in log.events:
+    for event in log.every():
         if state == "stopped":
             yield event.line, f"{event.key} after run_stop"
         elif event.key in early:
@@ -133,7 +134,7 @@ def out_of_order(log: Log, rules: Rules) -> Found:
 
 
 def back_in_time(log: Log, rules: Rules) -> Found:
-    for before, event in zip(log.events, log.events[1:], strict=False):
+    for before, event in pairwise(log.every()):
         if event.time_ms < before.time_ms:
             yield (
                 event.line,

@@ -10,6 +10,7 @@ library only.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # the byte order mark of UTF-8, read as latin-1
+STRUCTURE = re.compile(r"_start$|_stop$|^eval_")  # keys that say what a run did, and when
+MOST = 10_000  # records of any other key that are held in memory: 10 MB
 HEAD_BYTES = 4096  # bytes read to detect the type of a file
 DO = "name MLPerf result logs, as text"
 MAGIC = {
@@ -61,15 +64,26 @@ class BadLine:
 class Log:
     """The records of a log in order, and by key."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # those that are held in memory
     bad: list[BadLine] = field(default_factory=list)
+    path: Path | None = None  # of the file that has further records; None if `events` has all
     by_key: dict[str, list[Event]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for event in self.events:
             self.by_key.setdefault(event.key, []).append(event)
 
+    def every(self) -> Iterator[Event]:
+        """Yield each record of the log. Where not all are in memory, the file is read again."""
+        if self.path is None:
+            yield from self.events
+            return
+        for record in events(self.path):
+            if isinstance(record, Event):
+                yield record
+
     def all(self, key: str) -> list[Event]:
+        """Return the records of `key`: of other keys than STRUCTURE the first MOST at most."""
         return self.by_key.get(key, [])
 
     def first(self, key: str) -> Event | None:
@@ -85,21 +99,29 @@ class Log:
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
-    """Return the records of `path`.
+    """Return the records of `path` that fit into memory: all of the keys in STRUCTURE, the first
+    MOST of any other. `Log.every` yields the rest too.
 
-    `repeated`: keep all records of these keys, but only the first record of any other key, so that
-        records of every step need no memory.
-
-    Raises ConfigError as `events` does.
+    With `repeated`: all records of these keys, and the first one of any other. Raises ConfigError
+    as `events` does.
     """
-    kept, bad, seen = [], [], set()
+    kept: list[Event] = []
+    bad: list[BadLine] = []
+    counts: dict[str, int] = {}
+    complete = True
     for record in events(path):
         if isinstance(record, BadLine):
             bad.append(record)
-        elif repeated is None or record.key in repeated or record.key not in seen:
+            continue
+        count = counts[record.key] = counts.get(record.key, 0) + 1
+        if repeated is None:
+            keep = count <= MOST or STRUCTURE.search(record.key) is not None
+            complete = complete and keep
+        else:
+            keep = count == 1 or record.key in repeated
+        if keep:
             kept.append(record)
-            seen.add(record.key)
-    return Log(kept, bad)
+    return Log(kept, bad, None if complete else path)
 
 
 def events(path: Path) -> Iterator[Event | BadLine]:
