@@ -1,9 +1,12 @@
-"""Add a micro-batch's gradient, in the dtype in which it was reduced, to an fp32 one: total + part, or part alone if it is the first.
+"""Add a micro-batch's gradient, in the dtype in which it was reduced, to an fp32 total.
 
-torch's add of two dtypes moves its bytes at half of the speed (2.2 of 4.2 TB/s on an H200), while matrix products run beside it.
-Where ranks send their parts to each other unreduced, the same pass computes the mean over the ranks.
+The result is total + part, or part alone for the first micro-batch. torch's add of two dtypes
+reaches half of the memory bandwidth (2.2 of 4.2 TB/s on an H200) while matrix products run
+concurrently. Where ranks exchange their parts unreduced, the same pass computes the mean over the
+ranks.
 
-An embedding's gradient is added by rows: the 8B's dense one is 1 GB of zeros for each micro-batch but for at most 8,192 of 128,256 rows.
+An embedding's gradient is added row by row. For each micro-batch, the dense gradient of the 8B's
+embedding is 1 GB of zeros except for at most 8,192 of 128,256 rows.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from common.kernels.architecture import Tile, architecture, assert_contiguous
 def accumulate_reference(
     total: Tensor | None, part: Tensor, others: Tensor | None = None
 ) -> Tensor:
-    """total: fp32, changed in place; part: of the same shape, contiguous. Without a total, a new one that is `part`.
+    """Add `part` to `total` in place and return the sum. Without a total, return `part` in fp32.
 
-    others: [n, *part.shape], contiguous, in part's dtype: then the mean of `part` and these n is added, computed in fp32.
+    `total`: fp32, changed in place.
+    `part`: same shape as `total`, contiguous.
+    `others`: [n, *part.shape], contiguous, in part's dtype. If given, the mean of `part` and these
+        n tensors is added, computed in fp32.
     """
     if others is not None:
         part = (part.float() + others.float().sum(0)) / (1 + len(others))
@@ -52,12 +58,13 @@ def _accumulate_kernel(
 
 
 def accumulate_settings(arch: str) -> Tile:
-    # Small, so that matrix products beside it find room sooner; sm_90: 96 to 99 % of a copy on an H200, like 4096 columns.
+    # Small tiles let concurrent matrix products start sooner. sm_90: 96 to 99 % of a copy's
+    # bandwidth on an H200, as with 4096 columns.
     return Tile(rows=1, columns=1024, warps=4)
 
 
 def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
-    """As `accumulate_reference`; a new total never shares its memory with `part`."""
+    """Triton version of `accumulate_reference`. A new total never shares its memory with `part`."""
     assert_contiguous("accumulate", total, part, others)
     first = total is None
     total = torch.empty_like(part, dtype=torch.float32) if total is None else total
@@ -74,8 +81,13 @@ ENGINES = {"reference": accumulate_reference, "triton": accumulate_triton}
 
 
 def add_rows_reference(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:
-    """total: fp32 [n, D], rows `first` to `first` + n of the gradient, changed in place. ids: int64 [tokens]; rows: [tokens, D], contiguous, the
-    gradient of each token. Adds the rows / `ranks` whose id is among these n, and returns `total`. Not deterministic on a GPU.
+    """Add the gradients of tokens to the rows of an embedding's gradient, and return `total`.
+
+    `total`: fp32 [n, D], the gradient's rows `first` to `first` + n, changed in place.
+    `ids`: int64 [tokens], the token IDs.
+    `rows`: [tokens, D], contiguous, the gradient of each token.
+
+    Each row whose ID is among these n is added, divided by `ranks`. Not deterministic on a GPU.
     """
     mine = (ids >= first) & (ids < first + len(total))
     return total.index_add_(0, ids[mine] - first, rows[mine].float() / ranks)
@@ -98,16 +110,14 @@ def _add_rows_kernel(
     place = tl.program_id(0)
     token = tl.load(ids_ptr + place)
     before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
-    if (
-        (token != before) & (token >= first) & (token < end)
-    ):  # the first of equal ids adds up the rows of all
+    # The program of the first of several equal IDs adds up the rows of all of them.
+    if (token != before) & (token >= first) & (token < end):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < size
         places = place + tl.arange(0, ROWS)
         same = tl.load(ids_ptr + places, mask=places < tokens, other=-1) == token
-        value = tl.zeros(
-            [COLUMNS], dtype=tl.float32
-        )  # of equal ids in the order of the tokens, whichever program comes first
+        # Equal IDs are summed in the order of the tokens, whichever program runs first.
+        value = tl.zeros([COLUMNS], dtype=tl.float32)
         while tl.max(same.to(tl.int32)) > 0:
             row = tl.load(order_ptr + places, mask=same, other=0)
             part = tl.load(
@@ -122,13 +132,12 @@ def _add_rows_kernel(
 
 
 def add_rows_settings(arch: str) -> Tile:
-    return Tile(
-        rows=16, columns=512, warps=4
-    )  # 16 rows: " the" is 400 of 8,192 tokens, and one program adds them all; not timed
+    # 16 rows, because " the" is 400 of 8,192 tokens and one program adds all of them. Not timed.
+    return Tile(rows=16, columns=512, warps=4)
 
 
 def add_rows_triton(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:
-    """As `add_rows_reference`, and deterministic."""
+    """Triton version of `add_rows_reference`. Deterministic."""
     assert_contiguous("add_rows", total, rows)
     ids, order = torch.sort(ids, stable=True)
     tile = add_rows_settings(architecture(total.device))

@@ -1,10 +1,15 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) on one tensor of any shape, with gradient clipping and a rounded copy of the weights.
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) on one tensor of any shape.
 
-    g' = g / divisor;  m = b1*m + (1-b1)*g';  v = b2*v + (1-b2)*g'^2;  w -= lr*wd*w + lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps)
+Includes gradient clipping and a rounded copy of the weights:
 
-Computed as m += (1-b1) * (g' - m), and v alike: with fp32 betas in both places b2 + (1-b2) is not 1, and v is wrong by 1e-5 for 0.999.
-torch's fused kernel moves its 28 bytes per weight at 2.85 of 4.2 TB/s on an H200, and a bf16 copy is a second pass of 6 bytes. This one
-pass moves 30 bytes.
+    g' = g / divisor;  m = b1*m + (1-b1)*g';  v = b2*v + (1-b2)*g'^2
+    w -= lr*wd*w + lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps)
+
+m is computed as m += (1-b1) * (g' - m), and v likewise. With fp32 betas in both places, b2 + (1-b2)
+is not 1, and v is wrong by 1e-5 for b2 = 0.999.
+
+torch's fused kernel moves its 28 bytes per weight at 2.85 of 4.2 TB/s on an H200, and a bf16 copy
+is a second pass of 6 bytes. This kernel moves 30 bytes in one pass.
 """
 
 from __future__ import annotations
@@ -22,20 +27,23 @@ from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 @dataclass(frozen=True)
 class Step:
-    """What all tensors of an optimizer step have in common."""
+    """Values shared by all tensors of an optimizer step."""
 
     learning_rate: float
     betas: tuple[float, float]
     eps: float
     number: Tensor  # fp32 [] on the device: t, from 1
     divisor: Tensor  # fp32 [] on the device
-    skip: Tensor  # fp32 [] on the device. 1: write nothing, so that a NaN in the gradient does not reach the weights
+    # fp32 [] on the device. 1: write nothing, so that a NaN in the gradient does not reach the
+    # weights.
+    skip: Tensor
 
     @cached_property
     def corrections(self) -> Tensor:
-        """(1 / (1 - b1^t), 1 / sqrt(1 - b2^t)), fp32 [2] on the device, without a host sync.
+        """Return (1 / (1 - b1^t), 1 / sqrt(1 - b2^t)), fp32 [2] on the device, without a host sync.
 
-        In fp64 until then: fp32 would leave the second wrong by 1e-5 for b2 = 0.999 and small t.
+        The powers are computed in fp64. In fp32 the second value would be wrong by 1e-5 for b2 =
+        0.999 and small t.
         """
         first, second = (1 - torch.pow(beta, self.number.double()) for beta in self.betas)
         return torch.stack((first.reciprocal(), second.rsqrt())).float()
@@ -50,10 +58,14 @@ def adamw_reference(
     weight_decay: float,
     step: Step,
 ) -> None:
-    """weight, gradient: fp32; first, second (the moments m and v): fp32 or bf16; one shape. All but the gradient change in place.
+    """Update one tensor. All tensors have one shape, and all but the gradient change in place.
 
-    rounded: of that shape, receives the new weight in its own dtype. By the kernel behind torch.optim.AdamW(fused=True): written out
-    in single operations a step takes 8 to 20 times as long on a CPU.
+    `weight`, `gradient`: fp32.
+    `first`, `second`: the moments m and v, fp32 or bf16.
+    `rounded`: receives the new weight in its own dtype.
+
+    Uses the kernel of torch.optim.AdamW(fused=True): on a CPU, a step written in single operations
+    takes 8 to 20 times as long.
     """
     m, v = first.float(), second.float()  # the same tensors if they are fp32
     torch._fused_adamw_(
@@ -74,11 +86,11 @@ def _adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # 4 weights per thread, 16 bytes of fp32. By default the compiler chooses 8, 16 bytes of bf16, which takes 3 exchanges through shared
-    # memory and 11 barriers.
+    # 4 weights per thread are 16 bytes of fp32. By default the compiler chooses 8, for 16 bytes of
+    # bf16, which takes 3 exchanges through shared memory and 11 barriers.
     place = tl.max_contiguous(tl.multiple_of(place, 4), 4)
     mask = place < size
-    # Read once: of all that streams through the cache only the gradient is not written back.
+    # The gradient is read once, and of all tensors it alone is not written back.
     g = tl.load(
         gradient_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first"
     ) / tl.load(divisor_ptr)
@@ -99,9 +111,9 @@ def _adamw_kernel(
 
 
 def adamw_settings(arch: str) -> Tile:
-    return Tile(
-        rows=1, columns=1024, warps=4
-    )  # sm_90: 98 % of a copy on an H200; 2048 columns 95 %, 4096 82 to 91 %
+    # sm_90: 98 % of a copy's bandwidth on an H200. With 2048 columns 95 %, with 4096 columns 82 to
+    # 91 %.
+    return Tile(rows=1, columns=1024, warps=4)
 
 
 def adamw_triton(
@@ -113,7 +125,7 @@ def adamw_triton(
     weight_decay: float,
     step: Step,
 ) -> None:
-    """As `adamw_reference`, in one pass; all contiguous."""
+    """Triton version of `adamw_reference`, in one pass. All tensors must be contiguous."""
     assert_contiguous("AdamW", weight, gradient, first, second, rounded)
     size, decay = weight.numel(), step.learning_rate * weight_decay
     tile = adamw_settings(architecture(weight.device))

@@ -1,8 +1,14 @@
-"""Causal attention by AITER, AMD's kernel library: an optional package, chosen by ATTENTION_ENGINE = "aiter" in a config's [env].
+"""Causal attention with AITER, AMD's kernel library.
 
-Signatures and behaviour as read in ROCm/aiter v0.1.9.post1. `flash_attn_func` chooses the forward's kernel. Backward names its kernel itself,
-`fmha_v3_bwd`, the assembly, since AITER's own backward takes another one without a word where that does not fit. It sums dQ with 32-bit atomics,
-AITER's default on gfx942 and gfx950 alike: on gfx942 16 bits overflow at 8,192 positions (common/known_issues.toml). Never run on an AMD GPU by us.
+AITER is an optional package, chosen by ATTENTION_ENGINE = "aiter" in a config's [env]. Signatures
+and behavior as read in ROCm/aiter v0.1.9.post1. We have never run it on an AMD GPU.
+
+`flash_attn_func` chooses the kernel of the forward. The backward calls its kernel by name, the
+assembly kernel `fmha_v3_bwd`. AITER's own backward silently falls back to another kernel where the
+assembly kernel does not fit.
+
+dQ is summed with 32-bit atomics, AITER's default on both gfx942 and gfx950. On gfx942, 16-bit
+atomics overflow at 8,192 positions (common/known_issues.toml).
 """
 
 from __future__ import annotations
@@ -14,11 +20,16 @@ from torch import Tensor
 
 GPUS, MODULE, FUNCTIONS = ("gfx942", "gfx950"), "aiter", ("flash_attn_func", "fmha_v3_bwd")
 PACKAGE, INSTALL = "amd-aiter", "install amd-aiter 0.1.9.post1 or newer from github.com/ROCm/aiter"
-NEAREST_EVEN = 0  # how fp32 becomes bf16: gfx950 has no other, gfx942 this one too
+# Rounding of fp32 to bf16. gfx950 has no other mode; gfx942 uses this one too.
+NEAREST_EVEN = 0
 
 
 class AiterAttention(torch.autograd.Function):
-    """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; in bf16; result shaped like q."""
+    """Causal attention in bf16.
+
+    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]. The result
+    is shaped like q.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,9 +63,8 @@ class AiterAttention(torch.autograd.Function):
             "window_size_left": -1,
             "window_size_right": -1,
         }
-        random = lse.new_zeros(
-            2, dtype=torch.int64
-        )  # without dropout nothing reads it, but its address is taken
+        # Never read without dropout, but its address is passed to the kernel.
+        random = lse.new_zeros(2, dtype=torch.int64)
         aiter.fmha_v3_bwd(
             d_out.contiguous(), q, k, v, out, lse, **options, **gradients, rng_state=random
         )

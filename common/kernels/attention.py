@@ -1,8 +1,12 @@
-"""Causal attention with grouped query heads, through torch's scaled_dot_product_attention.
+"""Causal attention with grouped query heads, computed by torch's SDPA.
 
-On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s forward, 474 against 279
-backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. Other engines:
-attention_engines.py. Never pass a mask: it loses the causal fast path and runs into a NaN bug of cuDNN (pytorch#196678).
+SDPA is scaled_dot_product_attention. On Hopper, cuDNN's kernel is tried first. It is 1.7x faster
+than torch's flash backend at sequence length 8192 and head size 128: 552 against 315 TFLOP/s
+forward, 474 against 279 backward (docs/results.md). docs/gpus/README.md describes the libraries
+behind the flash backend on ROCm. attention_engines.py has other engines.
+
+Never pass a mask: it disables the causal fast path and runs into a NaN bug of cuDNN
+(pytorch#196678).
 """
 
 from __future__ import annotations
@@ -18,11 +22,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.errors import ConfigError
 from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
 
-PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"  # torch's own variable
+# Environment variable of torch.
+PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"
 
 
 def attention_engine(device_type: str, dtype: torch.dtype) -> str:
-    """Return the name of the engine: ATTENTION_ENGINE's, else repeated heads in bf16 on AMD, else SDPA."""
+    """Return the name of the attention engine.
+
+    ATTENTION_ENGINE decides if it is set. The default is repeated heads in bf16 on AMD, and SDPA
+    otherwise.
+    """
     on_amd = device_type == "cuda" and torch.version.hip is not None
     return os.environ.get(
         ATTENTION_ENGINE, REPEATED_HEADS if on_amd and dtype == torch.bfloat16 else SDPA
@@ -32,14 +41,16 @@ def attention_engine(device_type: str, dtype: torch.dtype) -> str:
 def attention_backends(
     device_type: str, dtype: torch.dtype = torch.bfloat16
 ) -> AbstractContextManager:
-    """Context for a whole run in `dtype`: the order in which SDPA tries its backends. In 16 bits on a GPU math is none: SDPA then raises.
+    """Return a context for a whole run in `dtype`, which sets the order of SDPA's backends.
 
-    Raises ConfigError where ATTENTION_ENGINE asks for what this machine cannot do.
+    In 16 bits on a GPU, the math backend is excluded: SDPA raises instead of falling back to it.
+    Raises ConfigError if ATTENTION_ENGINE names an engine that this machine cannot run.
     """
     if ATTENTION_ENGINE in os.environ:
+        # Imports optional packages, so only where an engine is chosen.
         from common.kernels.attention_engines import (
             require_engine,
-        )  # imports optional packages: only where one is chosen
+        )
 
         require_engine(torch.device(device_type), dtype)
     if device_type == "cuda" and torch.version.hip:
@@ -54,9 +65,9 @@ def attention_backends(
 
 
 def require_preferred_library() -> None:
-    """Raise ConfigError if CK is preferred behind flash on ROCm, and this torch was built without it.
+    """Raise ConfigError if CK is preferred for flash attention, but torch was built without it.
 
-    torch itself takes AOTriton then, without an error (pytorch#152951).
+    torch itself would use AOTriton then, without an error (pytorch#152951). ROCm only.
     """
     name = str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2]
     if os.environ.get(PREFER_CK) == "1" and name.lower() != "ck":
@@ -68,7 +79,10 @@ def require_preferred_library() -> None:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
+    """Return causal attention, shaped like q.
+
+    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim].
+    """
     engine = attention_engine(q.device.type, q.dtype)
     if engine != SDPA:
         from common.kernels.attention_engines import engine_module  # only where one is chosen

@@ -1,4 +1,4 @@
-"""The implementations of attention in SDPA's place, where a config's [env] names one in ATTENTION_ENGINE."""
+"""Attention implementations that replace SDPA where a config's [env] sets ATTENTION_ENGINE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERWISE = f"set {ATTENTION_ENGINE}={SDPA} in [env]: torch's SDPA then computes
 
 
 def engine_module(name: str) -> ModuleType:
-    """Return the file of this engine. Raises ConfigError for an unknown name."""
+    """Return the module of this engine. Raises ConfigError for an unknown name."""
     if name not in KNOWN:
         raise ConfigError(
             f"{ATTENTION_ENGINE} = {name!r} is no engine",
@@ -33,7 +33,10 @@ def engine_module(name: str) -> ModuleType:
 
 
 def require_engine(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError on a GPU or in a dtype that the chosen engine is not for, and where its package lacks what is called."""
+    """Raise ConfigError if the chosen engine does not support this GPU or dtype.
+
+    Also raised if the engine's package is missing or lacks a function that is called.
+    """
     if os.environ[ATTENTION_ENGINE] == SDPA:
         return
     engine = engine_module(os.environ[ATTENTION_ENGINE])

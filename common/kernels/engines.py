@@ -1,12 +1,10 @@
-"""Environment variables, from a config's [env], that choose another implementation in torch's place."""
+"""Environment variables, set in a config's [env], that replace an implementation of torch."""
 
 from __future__ import annotations
 
-ATTENTION_ENGINE = (
-    "ATTENTION_ENGINE"  # another implementation in place of SDPA: attention_engines.py
-)
-SDPA = "sdpa"  # ATTENTION_ENGINE's name for torch's scaled_dot_product_attention
-REPEATED_HEADS = "repeated_heads"  # and for repeated_heads_attention.py
-MATMUL_ENGINE = (
-    "MATMUL_ENGINE"  # "cublaslt": the fastest of its algorithms, not its first: cublaslt.py
-)
+# Replaces SDPA by another implementation, see attention_engines.py.
+ATTENTION_ENGINE = "ATTENTION_ENGINE"
+SDPA = "sdpa"  # value of ATTENTION_ENGINE for torch's scaled_dot_product_attention
+REPEATED_HEADS = "repeated_heads"  # value of ATTENTION_ENGINE for repeated_heads_attention.py
+# "cublaslt": use cuBLASLt's fastest algorithm instead of its first one, see cublaslt.py.
+MATMUL_ENGINE = "MATMUL_ENGINE"

@@ -1,10 +1,15 @@
-"""Causal attention by torch's flash kernels, whose backward sees every key and value head once for each query head.
+"""Causal attention with torch's flash kernels, with key and value heads repeated for the backward.
 
-AOTriton, behind torch's flash backend on ROCm, has assembly kernels (AITER's) for the backward, but refuses them where
-query heads share a key head: `RETURN_IF(args.num_head_q != args.num_head_k)` in its aiter_bwd.cc, in every release up to
-0.13b. So the forward is grouped, as SDPA's, and the backward gets K and V repeated, and Q, of equal strides; dK and dV
-of a group are summed in fp32. Chosen on AMD unless ATTENTION_ENGINE says otherwise ("sdpa": grouped both ways). Never run
-on an AMD GPU by us. It costs four tensors of the size of Q for the backward, which `plan` does not count: 0.5 GiB for two
+The default on AMD, unless ATTENTION_ENGINE says otherwise ("sdpa": grouped heads in both passes).
+We have never run it on an AMD GPU.
+
+AOTriton, the library of torch's flash backend on ROCm, has assembly kernels (AITER's) for the
+backward. It refuses them where query heads share a key head: `RETURN_IF(args.num_head_q !=
+args.num_head_k)` in its aiter_bwd.cc, in every release up to 0.13b. So the forward is grouped, as
+in SDPA. The backward gets K and V repeated once for each query head, with the strides of Q. dK and
+dV of a group are summed in fp32.
+
+The backward needs four more tensors of the size of Q, which `plan` does not count: 0.5 GiB for two
 sequences of the 8B.
 """
 
@@ -16,18 +21,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# sm_90 is listed to compare the engine with SDPA on an H200.
 GPUS, MODULE, FUNCTIONS = (
     ("gfx942", "gfx950", "sm_90"),
     "torch",
     (),
-)  # the H200 to compare it with SDPA
+)
 PACKAGE, INSTALL = "torch", "install another torch"
 
 aten = torch.ops.aten
 
 
 class RepeatedHeadsAttention(torch.autograd.Function):
-    """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
+    """Causal attention with a grouped forward and repeated heads in the backward.
+
+    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]. The result
+    is shaped like q.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,7 +75,10 @@ class RepeatedHeadsAttention(torch.autograd.Function):
 
 
 def sum_of_groups(gradient: Tensor, group: int) -> Tensor:
-    """gradient: [batch, heads, sequence, head_dim] -> [batch, sequence, heads / group, head_dim], summed in fp32."""
+    """Return the sum over each group of heads, computed in fp32.
+
+    gradient: [batch, heads, sequence, head_dim] -> [batch, sequence, heads / group, head_dim].
+    """
     grouped = gradient.transpose(1, 2).unflatten(2, (-1, group))
     return grouped.sum(3, dtype=torch.float32).to(gradient.dtype)
 
