@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import random
 import shutil
 from dataclasses import MISSING, fields
+from unittest import mock
 
 import pytest
 import torch
@@ -113,6 +115,7 @@ def test_files_that_are_no_toml(tmp_path, content):
         load(path, BENCHMARKS[0].rules.Config)
 
 
+@mock.patch.dict(os.environ)  # --quiet and --no-color are handed on as variables
 def test_command_lines():
     chance = random.Random(2)
     names = [benchmark.rules.BENCHMARK for benchmark in BENCHMARKS]
