@@ -25,6 +25,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,7 @@ LINES: dict[str, dict[str, type]] = {
     "closed": {},
 }
 # file systems without flock: some mounts of Lustre and NFS
+ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it names a lock file
 NO_LOCKS = (
     errno.ENOSYS,
     errno.ENOTSUP,
@@ -164,6 +166,8 @@ def _is_line(line: dict) -> bool:
     """
     event = line.get("event")
     if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
+        return False
+    if not ID.fullmatch(line["series"]):
         return False
     typed = all(type(line.get(key)) is kind for key, kind in LINES[event].items())
     run = line.get("run", "r")

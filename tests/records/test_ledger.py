@@ -80,3 +80,13 @@ def test_a_ledger_that_was_moved_is_not_begun_anew(tmp_path):
     with pytest.raises(StorageError, match="ledger"):
         ledger.append(tmp_path / ledger.NAME, opened(tmp_path))
     assert not (tmp_path / ledger.NAME).exists()
+
+
+def test_a_series_whose_id_names_no_file_is_skipped(tmp_path):
+    path = tmp_path / ledger.NAME
+    lines = [
+        {"event": "series", "series": name, "goal": 1, "facts": {}}
+        for name in ("a\0b", "../a", "\ud800", "", "good-1")
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [record.id for record in ledger.read(path)] == ["good-1"]
