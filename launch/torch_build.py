@@ -68,7 +68,7 @@ def nvidia_builds(
 
     Raise PreflightError if there is none.
     """
-    version = max(release(driver), _compatible_driver(environment))
+    version = _effective_driver(driver, environment)
     blackwell = [capability for capability in capabilities if capability >= (10, 0)]
     builds = []
     if version >= CUDA13_DRIVER:
@@ -91,18 +91,19 @@ def nvidia_builds(
     return tuple(builds)
 
 
-def _compatible_driver(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the driver version of the libcuda in LD_LIBRARY_PATH, () if there is none.
+def _effective_driver(driver: str, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the version of `driver`, or that of the libcuda in LD_LIBRARY_PATH if it is newer.
 
     The packages cuda-compat-* install such a libcuda.
     """
+    version = release(driver)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
         found = re.search(
             r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name
         )
         if found:
-            return release(found[1])
-    return ()
+            return max(version, release(found[1]))
+    return version
 
 
 def installed_build() -> str:
@@ -139,7 +140,7 @@ def require_fitting_torch(
         )
     if found.vendor == "amd":
         return
-    driver = max(release(found.driver), _compatible_driver(environment))
+    driver = _effective_driver(found.driver, environment)
     if release(versions["cuda"]) >= (13,) and () < driver < CUDA13_DRIVER:
         why = f"{torch} is built for CUDA {versions['cuda']}, whose first driver is 580"
         raise PreflightError(f"NVIDIA driver {found.driver} is too old for this torch", why, UPDATE)
