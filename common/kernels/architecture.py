@@ -36,9 +36,7 @@ class Tile(NamedTuple):
     waves_per_eu: int = 0
 
     @property
-    def options(
-        self,
-    ) -> dict[str, int]:
+    def options(self) -> dict[str, int]:
         """Return the launch options for Triton, passed besides the kernel's own arguments."""
         return {"num_warps": self.warps} | (
             {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}

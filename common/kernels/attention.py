@@ -48,9 +48,7 @@ def attention_backends(
     """
     if ATTENTION_ENGINE in os.environ:
         # Imports optional packages, so only where an engine is chosen.
-        from common.kernels.attention_engines import (
-            require_engine,
-        )
+        from common.kernels.attention_engines import require_engine
 
         require_engine(torch.device(device_type), dtype)
     if device_type == "cuda" and torch.version.hip:

@@ -81,9 +81,8 @@ class QuantizedTensor(NamedTuple):
     """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`."""
 
     rowwise: Tensor  # [rows, columns], contiguous
-    columnwise: Tensor | None = (
-        None  # [columns, rows], contiguous: the transpose; None where no product reads it
-    )
+    # [columns, rows], contiguous: the transpose; None where no product reads it
+    columnwise: Tensor | None = None
     scale: Tensor | None = None  # fp32 [1]: value = stored number * scale
 
     def for_wgrad(self) -> QuantizedTensor:

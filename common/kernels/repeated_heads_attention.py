@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # sm_90 is listed to compare the engine with SDPA on an H200.
-GPUS, MODULE, FUNCTIONS = (
-    ("gfx942", "gfx950", "sm_90"),
-    "torch",
-    (),
-)
-PACKAGE, INSTALL = "torch", "install another torch"
+GPUS = ("gfx942", "gfx950", "sm_90")
+MODULE = "torch"
+FUNCTIONS = ()
+PACKAGE = "torch"
+INSTALL = "install another torch"
 
 aten = torch.ops.aten
 

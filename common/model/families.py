@@ -21,9 +21,8 @@ class Family:
 
     name: str
     shape: ModelShape
-    sliding_window: int | None = (
-        None  # its attention sees so many tokens; ours sees them all, which differs in longer sequences only
-    )
+    # its attention sees so many tokens; ours sees them all, which differs in longer sequences only
+    sliding_window: int | None = None
 
 
 LLAMA32_SCALING = RopeScaling(factor=32.0)

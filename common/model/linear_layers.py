@@ -46,9 +46,8 @@ class BlockQuantizers:
     d_attention: Quantizer | None = None  # gradient of the output projection's result
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
-    stored_gate_up: Quantizer | None = (
-        None  # SwiGLU's input, kept in 8 bits for backward: LoRA only
-    )
+    # SwiGLU's input, kept in 8 bits for backward: LoRA only
+    stored_gate_up: Quantizer | None = None
 
     @staticmethod
     def training(linear: LinearLayers) -> BlockQuantizers:

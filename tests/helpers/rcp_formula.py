@@ -21,9 +21,8 @@ from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 
 SIGNIFICANCE = 0.05  # one-sided
 TOLERANCE = 1e-4  # sequences; the official bisection stops there
-NOT_CONVERGED = (
-    1e9  # what a run that never reaches the target counts as; being the slowest, it is dropped
-)
+# what a run that never reaches the target counts as; being the slowest, it is dropped
+NOT_CONVERGED = 1e9
 
 POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
 

@@ -426,9 +426,8 @@ class Plan:
     org: str = ORG
     platform: str = "1x8 MI355X"
     config_name: str = CONFIG
-    shape: int = (
-        0  # evaluations to the target, of a run that does not get there; 0: as many as there are
-    )
+    # evaluations to the target, of a run that does not get there; 0: as many as there are
+    shape: int = 0
 
 
 def write_attempt(

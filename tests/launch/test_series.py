@@ -28,9 +28,8 @@ QUICK = (
     "opt_base_learning_rate=3e-3",
     "opt_learning_rate_warmup_steps=40",
 )
-SMALL_DISK = (
-    70_000  # bytes: enough for the ledger and the reserve of an attempt, not for the log of the toy
-)
+# bytes: enough for the ledger and the reserve of an attempt, not for the log of the toy
+SMALL_DISK = 70_000
 
 
 @pytest.fixture(scope="module")

@@ -101,9 +101,8 @@ class PlainText(HTMLParser):
         super().__init__()
         self.parts: list[str] = []
         self.breaks = self.preformatted = self.depth = 0
-        self.left_out = (
-            ""  # the element whose end is waited for, and in `depth` how many of its kind are open
-        )
+        # the element whose end is waited for, and in `depth` how many of its kind are open
+        self.left_out = ""
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         names = {
