@@ -1,11 +1,17 @@
-"""Matrix products by the fastest algorithm that cuBLASLt offers: an engine, chosen by MATMUL_ENGINE = "cublaslt" in a config's [env].
+"""Matrix products by the fastest algorithm that cuBLASLt offers for each shape.
 
-torch takes the algorithm that cuBLASLt names first. On an H200 at its power limit others of the first eight are up to 7 % faster, and a layer's
-products 3 % in all, bit for bit the same numbers (docs/log.md). So at the first product of each shape, which is in the self-test or the warm-up,
-all that give the first one's bits are timed on its operands, about a second for each shape; from then on the fastest computes it.
+A config selects this engine with MATMUL_ENGINE = "cublaslt" in its [env] table.
 
-cuBLAS counts columns first: what lies in memory as rows of a [R, C] is a [C, R] to it. So out = a b is asked for as out^T = b^T a^T, with b as cuBLAS'
-first factor and a as its second. Numbers of attributes and types: cublasLt.h and library_types.h of CUDA 12 and 13.
+torch uses the algorithm that cuBLASLt names first. On an H200 at its power limit, others of the
+first eight are up to 7 % faster. All products of a layer take 3 % less time, with bit-identical
+results (docs/log.md). The first product of each shape runs in the self-test or the warm-up. There,
+all algorithms that reproduce the bits of the first one are timed on its operands, about one second
+per shape. The fastest one computes all later products of that shape.
+
+cuBLAS is column-major: a row-major [R, C] matrix is a [C, R] matrix to it. Therefore out = a b is
+requested as out^T = b^T a^T, with b as the first factor of cuBLAS and a as the second.
+
+The numbers of attributes and types are from cublasLt.h and library_types.h of CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -27,29 +33,34 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kernels.engines import MATMUL_ENGINE
 
-OFFERED, KEPT = 8, 5  # algorithms that are asked for, and those of them that are timed at length
-ROUNDS, BLOCK_MS = (
-    3,
-    75.0,
-)  # the kept ones in turn; so long that the clock has found what the power limit leaves to each
-LEAST_GAIN = 0.003  # below it the first stays: noise
-COMPUTE_FP32, FP32 = 68, 0
+OFFERED = 8  # number of algorithms requested from cuBLASLt
+KEPT = 5  # number of the fastest ones that are timed at length
+ROUNDS = 3  # timed blocks of each kept algorithm, taken in turn
+# Duration of a block: long enough for the clock to settle at what the power limit allows.
+BLOCK_MS = 75.0
+LEAST_GAIN = 0.003  # a smaller relative gain is noise: the first algorithm stays
+
+COMPUTE_FP32 = 68
+FP32 = 0
 TYPES = {torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-TRANSPOSE_FIRST, TRANSPOSE_SECOND, SCALE_OF_FIRST, SCALE_OF_SECOND, FAST_SUMS = (
-    3,
-    4,
-    17,
-    18,
-    25,
-)  # attributes of an operation
-MAX_WORKSPACE = 1  # attribute of a preference: an algorithm that needs a workspace splits sums, in another order
-ONE, ZERO = c_float(1.0), c_float(0.0)
+# Attributes of an operation.
+TRANSPOSE_FIRST = 3
+TRANSPOSE_SECOND = 4
+SCALE_OF_FIRST = 17
+SCALE_OF_SECOND = 18
+FAST_SUMS = 25
+# Attribute of a preference. It is set to 0, because an algorithm that needs a workspace splits its
+# sums and adds in another order.
+MAX_WORKSPACE = 1
+
+ONE = c_float(1.0)
+ZERO = c_float(0.0)
 PRODUCTS: dict[tuple, Product] = {}
 CHOICES: list[str] = []  # for the log
 
 
 class Offer(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """An algorithm that cuBLASLt offers: cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algorithm", c_uint64 * 8),
@@ -62,33 +73,36 @@ class Offer(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The cuBLASLt that torch has loaded. Raises ConfigError for another engine's name, and where torch has none."""
-    name, otherwise = (
-        os.environ[MATMUL_ENGINE],
-        f"remove {MATMUL_ENGINE} from [env]: torch's products are used then",
-    )
+    """Return the cuBLASLt library that torch has loaded.
+
+    Raises ConfigError if MATMUL_ENGINE names an unknown engine, or if torch has no cuBLASLt here.
+    """
+    name = os.environ[MATMUL_ENGINE]
+    otherwise = f"remove {MATMUL_ENGINE} from [env] to use torch's products"
     if name != "cublaslt":
         raise ConfigError(
-            f"{MATMUL_ENGINE} = {name!r} is no engine",
-            'known is "cublaslt"',
-            f"write it so, or {otherwise}",
+            f"unknown engine {name!r} in {MATMUL_ENGINE}",
+            'the only known engine is "cublaslt"',
+            f'set it to "cublaslt", or {otherwise}',
         )
     loaded = re.search(r"/\S*/libcublasLt\.so\S*", Path("/proc/self/maps").read_text())
     if loaded is None or not torch.cuda.is_available():
         raise ConfigError(
             f'{MATMUL_ENGINE} = "cublaslt" cannot be used here',
-            "it is for NVIDIA GPUs and a torch that is built for them",
+            "it requires an NVIDIA GPU and a torch build for CUDA",
             otherwise,
         )
     return ctypes.CDLL(loaded[0])
 
 
 def call(function: str, *arguments: object) -> None:
+    """Call a function of cuBLASLt. Raises RuntimeError if it returns an error status."""
     if status := getattr(library(), function)(*arguments):
         raise RuntimeError(f"{function} failed with cuBLAS status {status}")
 
 
 def created(function: str, *arguments: object) -> c_void_p:
+    """Return the object that one of cuBLASLt's `...Create` functions makes."""
     made = c_void_p()
     call(function, byref(made), *arguments)
     return made
@@ -100,10 +114,14 @@ def handle() -> c_void_p:
 
 
 def layout(x: Tensor) -> c_void_p:
-    """How x lies in memory, [R, C] or the transpose of one."""
+    """Return the descriptor of x's memory layout. x: a contiguous [R, C], or its transpose.
+
+    Raises RuntimeError for other dtypes than bf16 and FP8, and for rows and columns with gaps.
+    """
     if x.dtype not in TYPES or min(x.stride()) != 1:
         raise RuntimeError(
-            f"no product of {x.dtype} with strides {x.stride()}: cuBLASLt takes bf16 and FP8, with contiguous rows or columns"
+            f"unsupported factor of {x.dtype} with strides {x.stride()}: "
+            "cuBLASLt takes bf16 and FP8, with contiguous rows or columns"
         )
     rows, columns = x.shape if x.stride(1) == 1 else (x.shape[1], x.shape[0])
     return created(
@@ -116,11 +134,13 @@ def layout(x: Tensor) -> c_void_p:
 
 
 class Product:
-    """out = a b for factors of one shape, layout and dtype: cuBLASLt's descriptors of it, and the algorithm that was chosen."""
+    """A product out = a b of one shape, layout and dtype: descriptors and chosen algorithm."""
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor):
         self.operation = created("cublasLtMatmulDescCreate", COMPUTE_FP32, FP32)
-        self.first, self.second, self.out = layout(b), layout(a), layout(out)
+        self.first = layout(b)
+        self.second = layout(a)
+        self.out = layout(out)
         self.set(TRANSPOSE_FIRST, c_int(b.stride(1) != 1))
         self.set(TRANSPOSE_SECOND, c_int(a.stride(1) != 1))
         self.set(FAST_SUMS, c_int8(a.dtype.itemsize == 1))
@@ -136,35 +156,33 @@ class Product:
         )
 
     def launch(self, offer: Offer, a: Tensor, b: Tensor, out: Tensor) -> None:
-        factors = (
+        result = (c_void_p(out.data_ptr()), self.out)
+        call(
+            "cublasLtMatmul",
+            handle(),
+            self.operation,
             byref(ONE),
             c_void_p(b.data_ptr()),
             self.first,
             c_void_p(a.data_ptr()),
             self.second,
-        )
-        result, workspace = (c_void_p(out.data_ptr()), self.out), (None, c_size_t(0))
-        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        arguments = (
-            handle(),
-            self.operation,
-            *factors,
             byref(ZERO),
             *result,
             *result,
             byref(offer),
-            *workspace,
-            stream,
+            None,
+            c_size_t(0),
+            c_void_p(torch.cuda.current_stream().cuda_stream),
         )
-        call("cublasLtMatmul", *arguments)
 
     def offers(self) -> list[Offer]:
-        """In the order of how fast cuBLASLt thinks that they are."""
-        preference, found, count = (
-            created("cublasLtMatmulPreferenceCreate"),
-            (Offer * OFFERED)(),
-            c_int(),
-        )
+        """Return algorithms that need no workspace, sorted by cuBLASLt's estimate of their speed.
+
+        The fastest is first. There are at most OFFERED of them.
+        """
+        preference = created("cublasLtMatmulPreferenceCreate")
+        offers = (Offer * OFFERED)()
+        count = c_int()
         call(
             "cublasLtMatmulPreferenceSetAttribute",
             preference,
@@ -172,12 +190,27 @@ class Product:
             byref(c_uint64(0)),
             c_size_t(8),
         )
-        arguments = self.operation, self.first, self.second, self.out, self.out, preference
-        call("cublasLtMatmulAlgoGetHeuristic", handle(), *arguments, OFFERED, found, byref(count))
-        return [offer for offer in found[: count.value] if offer.status == 0]
+        call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            handle(),
+            self.operation,
+            self.first,
+            self.second,
+            self.out,
+            self.out,
+            preference,
+            OFFERED,
+            offers,
+            byref(count),
+        )
+        return [offer for offer in offers[: count.value] if offer.status == 0]
 
     def choose(self, a: Tensor, b: Tensor, out: Tensor) -> Offer:
-        """The fastest of those that compute the bits of the first, on these factors. Leaves the product in `out`."""
+        """Return the fastest algorithm whose result for these factors equals the first one's.
+
+        Equal means bit for bit. The first algorithm's product is left in `out`. Raises RuntimeError
+        if cuBLASLt offers no algorithm.
+        """
         offers = self.offers()
         if not offers:
             raise RuntimeError(
@@ -185,13 +218,17 @@ class Product:
             )
         first, *others = offers
         self.launch(first, a, b, out)
-        bits, other = out.view(torch.int16), torch.empty_like(out)
+        bits = out.view(torch.int16)
+        other = torch.empty_like(out)
         equal = [first]
         for offer in others:
-            other.fill_(math.nan)  # what is not written shows
-            with suppress(RuntimeError):  # refused, though it was offered
+            # An element that the algorithm does not write stays NaN and differs.
+            other.fill_(math.nan)
+            # cuBLASLt refuses some of the algorithms that it offers.
+            with suppress(RuntimeError):
                 self.launch(offer, a, b, other)
-                equal += [offer] * torch.equal(other.view(torch.int16), bits)
+                if torch.equal(other.view(torch.int16), bits):
+                    equal.append(offer)
         launches = [partial(self.launch, offer, a, b, other) for offer in equal]
         once = [milliseconds(launch, 3) for launch in launches]
         kept = sorted({0, *sorted(range(len(once)), key=once.__getitem__)[:KEPT]})
@@ -204,13 +241,14 @@ class Product:
         if medians[best] >= (1 - LEAST_GAIN) * medians[0]:
             best = 0
         CHOICES.append(
-            f"{list(a.shape)} x {list(b.shape)}: {1e3 * medians[best]:.1f} us, the first {1e3 * medians[0]:.1f}"
+            f"{list(a.shape)} x {list(b.shape)}: "
+            f"{1e3 * medians[best]:.1f} us, the first {1e3 * medians[0]:.1f}"
         )
         return equal[best]
 
 
 def milliseconds(launch: Callable[[], None], count: int) -> float:
-    """Time of a launch, the mean of `count` back to back, after half as many that are not counted."""
+    """Return the mean time in ms of `count` back-to-back launches, after count // 2 untimed ones."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(count // 2 + count):
         if number == count // 2:
@@ -224,10 +262,14 @@ def milliseconds(launch: Callable[[], None], count: int) -> float:
 def product(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None
 ) -> Tensor:
-    """a: [M, K], b: [K, N], each with contiguous rows or columns, in bf16; or in FP8, a with contiguous rows, b with contiguous columns, and
-    their scales, fp32 [1], value = number * scale. -> a b, bf16 [M, N].
+    """Return the product a b, bf16 [M, N].
 
-    Raises RuntimeError for what cuBLASLt cannot compute, ConfigError where there is none.
+    `a`: [M, K], `b`: [K, N]. In bf16, each with contiguous rows or columns. In FP8, `a` with
+        contiguous rows and `b` with contiguous columns.
+    `scale_a`, `scale_b`: of FP8 factors, fp32 [1]. value = stored number * scale.
+
+    Raises RuntimeError for a product that cuBLASLt cannot compute, and ConfigError if torch has no
+    cuBLASLt here.
     """
     out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
     key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)

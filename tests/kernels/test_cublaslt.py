@@ -250,7 +250,7 @@ def test_what_it_cannot_compute_is_an_error(use):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("cublaslt", "cannot be used here"), ("cutlass", "is no engine")]
+    ("name", "what"), [("cublaslt", "cannot be used here"), ("cutlass", "unknown engine")]
 )
 def test_refused_without_a_gpu_and_by_another_name(monkeypatch, name, what):
     monkeypatch.setenv("MATMUL_ENGINE", name)
