@@ -40,17 +40,17 @@ class RunConfig:
     """Config keys of every benchmark. A benchmark's `rules.Config` adds its own."""
 
     # Hardware.
-    gpu: str  # MI300X, MI325X, MI350X, MI355X, H100, H200 or CPU
-    nodes: int
+    gpu: str  # a kind of common/gpu_kinds.py, such as MI355X or H200, or CPU
+    nodes: int  # number of hosts
     gpus_per_node: int  # processes per node; on a CPU, ranks
     # Keys that decide convergence.
     global_batch_size: int  # sequences per optimizer step
-    opt_base_learning_rate: float
+    opt_base_learning_rate: float  # largest learning rate of the schedule
     # training sequences after which a run stops if it has not reached the target
     max_samples: int
     # Keys that decide how the result is computed.
-    micro_batch_size: int
-    eval_micro_batch_size: int
+    micro_batch_size: int  # sequences per forward and backward of one process
+    eval_micro_batch_size: int  # sequences per evaluation forward of one process
     # Number format of the blocks' linear layers: "bf16" (fp32 on a CPU), "fp8"; see
     # common/linear_formats.py.
     linear: str = "bf16"

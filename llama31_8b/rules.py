@@ -21,7 +21,7 @@ BENCHMARK = "llama31_8b"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    opt_learning_rate_warmup_steps: int
+    opt_learning_rate_warmup_steps: int  # optimizer steps of the linear warm-up
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     # reduce-scatter of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one
     # node

@@ -18,6 +18,7 @@ from common.records.published import RESULTS, Published
 from common.text_tables import markdown
 from launch.plan.command import all_table, kinds_table, target_line
 from launch.profilers import TOOLS
+from tests.tools import settings_tables
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -337,6 +338,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "one_log": one_log_table,
     "plan": plan_table,
     "plan_page": plan_page,
+    "config_keys": settings_tables.keys_table,
+    "environment_variables": settings_tables.variables_table,
 }
 
 
