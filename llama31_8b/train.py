@@ -6,7 +6,7 @@ started by torchrun.
 
 The process reads DIR/config.toml, which the launcher wrote. It builds the objects, warms up on
 synthetic tokens, starts the clock and opens the data. With --save, it writes the model at the end
-(save.py).
+(common/model/saved_model.py).
 """
 
 from __future__ import annotations
@@ -16,79 +16,36 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from common.data.gpt_dataset import TrainData, sequences_in, train_batches, validation_tokens
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
-from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
-from common.model.linear_layers import linear_layers
-from common.model.llama import Head, Llama
-from common.sharding.optimizer import UPDATES
+from common.model.llama import Llama
 from common.sharding.processes import Processes
-from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
+from common.sharding.zero import ZeroOptimizer
 from common.training import timed_run
 from common.training.assembly import Assembly
-from common.training.build import DTYPES, build
+from common.training.build import DTYPES
+from common.training.full_training import assemble_full, high_priority_compute
 from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
-from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
-    """Assemble model and optimizer. Every weight trains, sharded by ZeRO-2, from the random values
-    of `seed`.
-    """
-    shape, kernels = rules.shape, config.kernels
-    linear = linear_layers(config.linear_format)
+    """Assemble model and optimizer. Every weight trains, from the random values of `seed`."""
 
-    def layers() -> tuple[list[nn.Module], Head]:
-        blocks = [
-            FusedBlock(shape, kernels, linear, layer < config.recompute_layers)
-            for layer in range(shape.num_layers)
-        ]
-        return [*blocks], Head(shape, kernels)
+    def fill(model: Llama, optimizer: ZeroOptimizer) -> None:
+        init_weights(model, rules.shape.num_layers, seed, rules.init_std, optimizer.set_weight)
 
-    def optimizer(model: Llama) -> ZeroOptimizer:
-        update = UPDATES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
-        reduce_scatter = partial(
-            make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels
-        )
-        modules = [model.embedding, *model.blocks, model.head]
-        return ZeroOptimizer(modules, processes, update, kernels, reduce_scatter)
-
-    def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
-        init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)
-        optimizer.gather()
-
-    return build(
-        config,
-        shape,
-        rules.sequence_length,
-        processes.device,
-        linear=linear,
-        layers=layers,
-        optimizer=optimizer,
-        weights=weights,
-    )
+    return assemble_full(config, rules, processes, fill)
 
 
 # For speed measurements: pre-training starts from random weights anyway.
 assemble_random = assemble
-
-
-def high_priority_compute(config: Config) -> bool:
-    """Return whether the compute stream gets a high priority: only if no NCCL kernel runs
-    concurrently.
-
-    With copy engines, or on one GPU, only sums of gradients run concurrently. High priority then
-    saves 10 ms of a step of 2,120 ms, and 12 ms of 5,440 ms (docs/log.md). NCCL's kernels must not
-    wait for compute.
-    """
-    return config.reduce_scatter == "copy_engine" or config.world_size == 1
 
 
 def run(run: Run, reports: Reports) -> None:
@@ -97,9 +54,9 @@ def run(run: Run, reports: Reports) -> None:
     assert isinstance(config, Config)
     rules = rules_of(config)
     if run.save:
-        from llama31_8b import save  # imported only by runs that need it
+        from common.model import saved_model  # imported only by runs that need it
 
-        save.require_absent(run.run_dir)
+        saved_model.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
     # Document lengths are metadata. The .idx may be read before the clock starts, the tokens may
     # not.
@@ -122,7 +79,7 @@ def run(run: Run, reports: Reports) -> None:
         def save_model() -> None:
             if run.save and run.rank == 0:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
-                save.save_model(assembly.model, run.run_dir, on_tensor)
+                saved_model.save_model(assembly.model, run.run_dir, on_tensor)
 
         open_tokens = partial(open_data, config, rules, data_dir, seed, processes)
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save_model)

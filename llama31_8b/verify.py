@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
 from common.data.preparation import Bar, say
 from common.errors import DataError
-from llama31_8b.data import check_ids
 
 CHUNK = 1 << 22  # tokens
 

@@ -3,11 +3,11 @@
 import numpy as np
 from full_size_files import write_base, write_reports, write_tokens
 
+from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset import Index
 from common.model.checkpoint_reader import open_checkpoint
 from llama2_70b_lora.data import IGNORE_INDEX, next_token_labels, read_rows
 from llama2_70b_lora.rules import MINIATURE
-from llama31_8b.data import validation_tokens
 from llama31_8b.rules import MINIATURE as PRETRAINING
 
 

@@ -20,6 +20,7 @@ import torch
 from synthetic_run import records
 
 from common import config
+from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.initialization import parameter_seed
@@ -36,7 +37,6 @@ from common.training.timed_run import main
 from llama2_70b_lora import rules as lora_rules
 from llama2_70b_lora import train as lora_trainer
 from llama31_8b import train as trainer
-from llama31_8b.data import validation_tokens
 from llama31_8b.rules import MINIATURE, Config, Rules
 
 TINY_PROGRAM = Path(__file__).resolve()

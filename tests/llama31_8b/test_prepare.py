@@ -16,6 +16,7 @@ import pytest
 
 from common.command_line import exit_code_of
 from common.data import corpus, preparation
+from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.data.manifest import Manifest, PairFacts
@@ -23,7 +24,6 @@ from common.data.preparation import Bar
 from common.errors import DataError, PreflightError, StorageError
 from llama31_8b import convert, prepare
 from llama31_8b import verify as verification
-from llama31_8b.data import TrainData, sequences_in, validation_tokens
 from llama31_8b.rules import CLOSED, MINIATURE
 
 TEXTS = [

@@ -11,7 +11,7 @@ from test_prepare import write_inputs
 from test_save import random_model
 
 from common.data.indexed_dataset import index_path, tokens_path
-from llama31_8b import save
+from common.model import saved_model as save
 from llama31_8b.convert import convert
 
 KILLS = 60

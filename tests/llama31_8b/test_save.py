@@ -20,12 +20,13 @@ from synthetic_run import records
 from tiny import TINY, run, run_config, write_data
 
 from common.errors import ConfigError, StorageError, WeightsError
+from common.model import saved_model as save
 from common.model.checkpoint_reader import open_checkpoint
 from common.model.families import shape_of
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import RopeScaling
-from llama31_8b import save, train
+from llama31_8b import train
 from llama31_8b.rules import MINIATURE
 
 pytestmark = pytest.mark.quick
@@ -185,7 +186,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import test_save
-from llama31_8b import save
+from common.model import saved_model as save
 place, point = Path(sys.argv[1]), sys.argv[2]
 end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 beats = iter(range(1000))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset import Index
 from common.errors import ConfigError, DataError
 from llama31_8b import prepare
-from llama31_8b.data import validation_tokens
 from llama31_8b.rules import CLOSED
 
 pytestmark = pytest.mark.quick

@@ -23,6 +23,7 @@ from tiny import (
 )
 from torch.nn import functional as F
 
+from common.data.gpt_dataset import TrainData
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.errors import NonFinite, TargetMissed
@@ -36,7 +37,6 @@ from common.training.assembly import Assembly
 from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.metrics import Meter
 from llama31_8b import train as trainer
-from llama31_8b.data import TrainData
 from llama31_8b.rules import CLOSED
 from submission import check, official_tools
 

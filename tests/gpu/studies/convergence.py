@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.gpt_dataset import TrainData, train_batches
 from common.kernels.attention import attention_backends
 from common.model.shapes import LLAMA31_8B, ModelShape
 from common.sharding.processes import Processes, start_processes
@@ -30,7 +31,6 @@ from common.training.assembly import Batching
 from common.training.loop import next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
 from llama31_8b import prepare
-from llama31_8b.data import TrainData, train_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 from llama31_8b.train import assemble
 

@@ -34,12 +34,12 @@ import torch
 from convergence import SHAPE, config_of, text_batches, train_losses
 
 from common.data import corpus
+from common.data.gpt_dataset import sequences_in
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Recipe, build_once
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
 from llama31_8b import prepare
-from llama31_8b.data import sequences_in
 from llama31_8b.rules import MINIATURE
 
 RECIPES: dict[str, dict[str, object]] = {  # keys of the config

@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_writer import Writer
-from common.errors import DataError
-from llama31_8b.data import (
+from common.data.gpt_dataset import (
     TrainData,
     build_order,
     sequences_in,
@@ -23,6 +20,9 @@ from llama31_8b.data import (
     validation_tokens,
     whole_sequences,
 )
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_writer import Writer
+from common.errors import DataError
 from llama31_8b.rules import CLOSED
 
 VOCAB = 500
