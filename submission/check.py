@@ -33,6 +33,7 @@ from submission.clock_rules import CLOCK, PLAUSIBLE_MS
 from submission.examined import Examined, errors
 from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS
+from submission.terminal import plural
 
 CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
 # Day by which the logs of a round were made. The keys do not identify these rounds, as later ones
@@ -237,7 +238,7 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     warned = sum(complaint.warning for complaint in official.complaints)
     words = "FAILED" if not official.passed or (werror and warned) else "passed"
     if warned:
-        words += f", {number(warned, 'warning')}, errors with --werror"
+        words += f", {plural(warned, 'warning')}, errors with --werror"
     found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
     found += _finding_lines(examined.path.name, examined.findings, werror)
     verdict = verdict_of(examined.findings, werror)
@@ -246,11 +247,11 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     if verdict == ACCEPTED:
         return [
             *found,
-            f"  {ACCEPTED}, with {number(warnings, 'break')} of the rules' text: 0 errors",
+            f"  {ACCEPTED}, with {plural(warnings, 'break')} of the rules' text: 0 errors",
         ]
     return [
         *found,
-        f"  {verdict}: {number(failed, 'error')}, {number(max(0, warnings), 'warning')}",
+        f"  {verdict}: {plural(failed, 'error')}, {plural(max(0, warnings), 'warning')}",
     ]
 
 
@@ -263,11 +264,6 @@ def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list
             f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]"
         )
     return found
-
-
-def number(count: int, of: str) -> str:
-    """Return "1 error", "2 errors" and the like."""
-    return f"{count} {of}{'s' * (count != 1)}"
 
 
 main = program(parser, lambda options: _check_all(**vars(options)))

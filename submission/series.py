@@ -58,7 +58,8 @@ class TenRuns:
     factor: float | None  # of the RCP checker; None unless its test passed
     # minutes x factor. None for an invalid result, a failed RCP test, or a miniature.
     score: float | None
-    passed: bool  # valid, and the RCP test passed if there is one
+    # Valid, and the RCP test passed. For a miniature: a run converged, and at most one did not.
+    passed: bool
     # Windows are ordered by this: minutes x factor even if the RCP test failed, infinite if
     # invalid.
     rank: float
@@ -128,7 +129,7 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     )
     factor = verdict.factor if verdict and verdict.passed else None
     score = None if invalid or minutes is None or factor is None else minutes * factor
-    passed = not invalid and (verdict is None or verdict.passed)
+    passed = _passed(runs, invalid, verdict)
     rank = (
         math.inf if invalid or minutes is None else minutes * (verdict.factor if verdict else 1.0)
     )
@@ -136,6 +137,13 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     return TenRuns(
         tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank
     )
+
+
+def _passed(runs: list[Run], invalid: str, verdict: rcp.Verdict | None) -> bool:
+    if any(run.is_miniature for run in runs):
+        failed = sum(not run.converged for run in runs)
+        return failed < len(runs) and failed <= rule.MAY_FAIL
+    return not invalid and (verdict is None or verdict.passed)
 
 
 def pace(ten: TenRuns) -> Pace | None:

@@ -56,3 +56,8 @@ def number(value: float | None, form: str) -> str:
 
 def signed(minutes: float) -> str:
     return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 error", "2 errors" and the like."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

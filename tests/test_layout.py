@@ -287,7 +287,7 @@ def benchmark_names(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             documentation.add(node.value)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Parser":
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Parser"):
             documentation |= {*ast.walk(node)}
     texts = []
     for node in ast.walk(tree):

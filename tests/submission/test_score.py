@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import rcp_formula
 import synthetic_run
 from synthetic_run import LORA, PRETRAINING, Timed
 
+from common.errors import ConfigError
 from common.paths import ROOT
 from common.records import published
 from llama31_8b import rules
-from submission import describe, rcp, score, series, survey
+from submission import comparison, describe, rcp, score, series, survey
 from submission.runs import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
@@ -285,9 +287,64 @@ def test_two_published_results_of_any_gpu_are_compared_by_one_command(
     assert (
         f"{score_:.3f}" in printed
         and f"{others:.3f}" in printed
-        and f"yours is {times:.2f} times as fast" in printed
+        and f"{times:.2f} times as fast" in printed
     )
     assert min(parts, key=parts.get) == "throughput"
+    for name in (found["name"], score.find(mine).name):
+        assert printed.count(name) >= 2
+    assert "yours" not in printed and "theirs" not in printed
+
+
+def name_of(submitter: str, gpu: str, gpus: int) -> str:
+    return next(
+        row.name
+        for row in published.RESULTS
+        if (row.submitter, row.gpu, row.gpus) == (submitter, gpu, gpus)
+    )
+
+
+def test_words_of_a_published_result_match_whole_words():
+    """NVIDIA published B200 and GB200; "B200" is a part of both names."""
+    like = next(row for row in published.RESULTS if row.gpu == "H200" and "lora" in row.benchmark)
+    assert score.find("NVIDIA B200", like=like).gpu == "B200"
+    assert all(row.gpu == "B200" for row in comparison.matching("b200"))
+    assert comparison.matching("VIDIA") == comparison.matching("MI35") == []
+    assert comparison.matching("nvidia nyx") and comparison.matching("NVIDIA LORA v5.0")
+
+
+def test_words_that_match_several_results_are_an_error_that_lists_them(capsys):
+    assert score.main(["NVIDIA GB200", "--against", "AMD MI300X 5.1"]) == 2
+    error = capsys.readouterr().err
+    for gpus in (8, 72, 512):
+        assert name_of("NVIDIA", "GB200", gpus) in error
+    with pytest.raises(ConfigError) as caught:
+        score.find("lora")
+    assert "more" in caught.value.why and len(caught.value.why.split(";")) < 20
+
+
+def test_the_name_of_each_published_result_finds_it():
+    for row in published.RESULTS:
+        assert score.find(f"{row.name} {row.benchmark}") == row
+
+
+def test_a_published_result_of_the_same_system_is_preferred(amd, capsys):
+    found = evaluate(capsys, amd, "--gpu", "MI355X", "--gpus", 8, "--against", "AMD 5.1")
+    assert found["against"]["gpu"] == "MI355X" and found["against"]["gpus"] == 8
+
+
+@pytest.mark.parametrize("gpu", ["", "H200", "mi300x"])
+def test_published_results_are_listed(gpu, capsys):
+    rows = evaluate(capsys, "--list", *([gpu] if gpu else []))
+    wanted = [row for row in published.RESULTS if gpu.upper() in ("", row.gpu)]
+    assert len(rows) == len(wanted) > 1
+    printed = text(capsys, "--list", *([gpu] if gpu else []))
+    assert all(row.name in printed and f"{row.gpus} x {row.gpu}" in printed for row in wanted)
+
+
+def test_the_list_of_an_unknown_gpu_names_the_known_ones(capsys):
+    assert score.main(["--list", "H20"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean H200" in error and "GB200" in error
 
 
 def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys):
@@ -309,7 +366,7 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
     assert parts["throughput"]["minutes"] > 60 and parts["time per evaluation"]["minutes"] < -2
     assert parts["samples to the target"]["minutes"] == 0
     printed = text(capsys, ours, "--gpu", "H200", "--gpus", 4, "--against", theirs)
-    assert "yours   a: 4 x H200" in printed and "theirs  b: unknown number x unknown GPU" in printed
+    assert re.search(r"yours +a: 4 x H200", printed) and re.search(r"theirs +b: unknown", printed)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +383,8 @@ def test_logs_of_two_benchmarks_cannot_be_compared(amd, tmp_path, capsys):
     assert score.main([str(amd), "--against", str(lora)]) == 2
     assert "llama2_70b_lora" in capsys.readouterr().err
     assert score.main(["AMD MI355X 5.1", "--against", "AMD MI300X"]) == 2
-    assert "both benchmarks" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "llama31_8b" in error and "llama2_70b_lora" in error
 
 
 def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, capsys):
@@ -432,7 +490,7 @@ def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
     )
     printed = text(capsys, tmp_path / "logs", "--gpu", "MI355X", "--gpus", 8, code=20)
     assert "10 runs" in printed and "together" in printed
-    assert "mean of 1 runs   90.0000 min" in printed
+    assert "90.0000, of one run" in printed and "1 runs" not in printed
 
 
 # Other people's logs.
@@ -557,7 +615,7 @@ def test_against_another_submitter(amd, capsys):
         99.310 - 107.462, abs=1e-3
     )
     assert score.main([str(amd), "--gpu", "MI355X", "--gpus", "8", "--against", "Nobody"]) == 2
-    assert "v5.1 AMD MI355X_EPYC_9575F_pytorch, v5.1 Supermicro" in capsys.readouterr().err
+    assert "--list MI355X" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dialect", ["size of the block", "count at its start"])
@@ -714,7 +772,7 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
         tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8
     )
     printed = text(capsys, folder)
-    assert "no RCP" in printed
+    assert "no score" in printed and "against" not in printed
     found = evaluate(capsys, folder)
     assert (
         found["result"]["score"] is None
@@ -722,6 +780,19 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
         and found["result"]["minutes"] > 0
     )
     assert found["against"] is None
+
+
+@pytest.mark.parametrize(
+    ("good", "failed", "code"), [(1, 0, 0), (3, 0, 0), (3, 1, 0), (3, 2, 20), (0, 1, 20)]
+)
+def test_a_miniature_series_passes_if_its_runs_converged(good, failed, code, tmp_path, capsys):
+    run = Timed(4096, 100.0, 1.0, 0.5)
+    runs = [run] * good + [replace(run, converged=False)] * failed
+    folder = synthetic_run.write_timed_series(
+        tmp_path, PRETRAINING, runs, rules_=rules.MINIATURE, global_batch_size=8
+    )
+    printed = text(capsys, folder, code=code)
+    assert "miniature" in printed and "INVALID" not in printed
 
 
 @pytest.mark.parametrize(
