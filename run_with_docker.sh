@@ -116,7 +116,8 @@ mount "$LOGDIR" rw
 if [[ -n ${DATADIR:-} ]]; then
     DATADIR=$(absolute "$DATADIR")
     if [[ ${arguments[0]} == prepare || ${arguments[1]:-} == prepare ]]; then mount "$DATADIR" rw; else mount "$DATADIR" ro; fi
-else
+fi
+if [[ -z ${DATADIR:-} || " ${arguments[*]} " == *' --miniature '* ]]; then
     [[ -n $print ]] || mkdir -p -- "$root/data"
     mount "$root/data" rw /workspace/data # the miniature builds its data here
 fi

@@ -74,15 +74,16 @@ class Probe:
 # --- from a probe to a kind
 
 
-def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKind | None:
+def identify(found: Probe, override: str = "") -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
-    `override`: the environment variable GPU_KIND.
-    `any_kind`: accept a GPU that is not in KINDS, as a separate kind described by the driver, with
-        peaks of 0.
+    The kind of a GPU that is not in KINDS is derived: memory, compute units and architecture are
+    those that the driver reports, and the peaks are 0.
 
-    Raises PreflightError for partitions, mixed kinds, and GPUs that are not in KINDS. The message
-    lists the GPUs found.
+    `override`: the environment variable GPU_KIND.
+
+    Raises PreflightError for partitions, mixed kinds, and a GPU_KIND that is not the GPU's. The
+    message lists the GPUs found.
     """
     if not found.devices:
         return None
@@ -90,7 +91,7 @@ def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKin
         raise _partitioned(f"partition mode {mode}")
     if len(found.devices) > MAX_GPUS:
         raise _partitioned(f"{len(found.devices)} devices in one node")
-    kinds = [_kind_of(device, found, override, any_kind) for device in found.devices]
+    kinds = [_kind_of(device, found, override) for device in found.devices]
     if len(names := {kind.name for kind in kinds}) > 1:
         variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
         why = "MLPerf requires one kind, and all would wait for the slowest"
@@ -102,19 +103,13 @@ def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKin
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
-def require_known(kind: GpuKind | None, found: Probe) -> None:
-    """Raise PreflightError for a GPU that is not in KINDS."""
-    if kind is not None and kind.name not in KINDS:
-        raise _unknown(found, "")
-
-
-def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> GpuKind:
+def _kind_of(device: Device, found: Probe, override: str) -> GpuKind:
     kind = KINDS.get(override or _named_kind(device.name))
     if kind is not None and device.arch.startswith(kind.arch):
         _refuse_less_than_whole(device, kind)
         return kind
-    if override or not any_kind:
-        raise _unknown(found, override)
+    if override:
+        raise _wrong_override(found, override)
     # in a form that a config name may contain
     own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
     return GpuKind(
@@ -150,17 +145,11 @@ def _partitioned(sign: str) -> PreflightError:
     )
 
 
-def _unknown(found: Probe, override: str) -> PreflightError:
-    known = f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)"
-    if override:
-        return PreflightError(
-            f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}",
-            known,
-            "correct or unset GPU_KIND",
-        )
-    do = "use one of them, set GPU_KIND if the name misleads, or run the miniature with --device cpu; bench and plan take any GPU"
+def _wrong_override(found: Probe, override: str) -> PreflightError:
     return PreflightError(
-        f"no config and no peak is known for this GPU: {_listing(found)}", known, do
+        f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}",
+        f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
+        "correct or unset GPU_KIND; the kind of any other GPU is derived from its driver",
     )
 
 

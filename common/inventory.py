@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_kinds import DESCRIPTION_KEYS, GIB
+from common.gpu_kinds import DESCRIPTION_KEYS, GIB, KINDS
 from common.gpu_stats import read_text
 from common.hardware import Probe, identify
 from common.packages import version_of
@@ -151,7 +151,7 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
         return {}
     with contextlib.suppress(PreflightError):
         kind = identify(found, gpu_kind)
-    if kind is None:
+    if kind is None or kind.name not in KINDS:
         names = sorted({device.name for device in found.devices if device.name})
         facts = {
             "model_name": ", ".join(names),

@@ -102,5 +102,7 @@ class Copy:
 
 def outlive_readers() -> None:
     """Ignore failed writes to stdout and stderr from now on."""
-    sys.stdout = Copy(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if it was closed
-    sys.stderr = Copy(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
+    if not isinstance(sys.stdout, Copy):
+        sys.stdout = Copy(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if closed
+    if not isinstance(sys.stderr, Copy):
+        sys.stderr = Copy(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115

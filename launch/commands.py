@@ -61,8 +61,14 @@ def parser(name: str, benchmark: str) -> Parser:
         about[name],
         [line.format(benchmark, benchmark) for line in EXAMPLES[name]],
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="this TOML instead of the one that fits the machine"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
+    )
+    which.add_argument(
+        "--miniature",
+        action="store_true",
+        help="train the toy model, on one GPU of any kind or on the CPU",
     )
     parser.add_argument(
         "--set",
@@ -155,7 +161,7 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
         if name == "run"
         else None
     )
-    job = job_from(benchmark, options, any_kind=name != "run")
+    job = job_from(benchmark, options, measurement=name != "run")
     if request and job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
     inform(

@@ -40,11 +40,11 @@ def header(
     config = selection.config
     lines = []
     if config.miniature:
-        lines += ["No GPU found."] * (selection.found == "none") + [MINIATURE_LINE]
+        lines += ["No GPU found."] * (selection.gpus == "none") + [MINIATURE_LINE]
     where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
-        f"GPU        {selection.found}; using {where}"
+        f"GPU        {selection.gpus}; using {where}"
         if selection.device == "cuda"
         else f"device     CPU, {where}",
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",

@@ -103,10 +103,10 @@ class Job:
         return [self.data_dir / name for name in self.rules.data_files]
 
 
-def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
+def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> Job:
     """Return the job that `options` and the environment describe.
 
-    `any_kind`: accept any GPU kind; otherwise only GPUs whose peaks are known.
+    `measurement`: True for `bench` and `profile`; see `select_config`.
 
     Raise the errors of `select_config`. Raise ConfigError for a wrong NODE_RANK, for --save if the
     benchmark has no model to save, and for --checkpoint and --continue if it has no checkpoints.
@@ -114,7 +114,7 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
     environment = os.environ
     save = getattr(options, "save", False)
     gpus = Probe("none") if options.device == "cpu" else probe()
-    selection = select_config(ROOT, benchmark, options, environment, gpus, any_kind)
+    selection = select_config(ROOT, benchmark, options, environment, gpus, measurement)
     if save and not rules_of(benchmark, selection.config).saves_model:
         why = "it has no weights of its own, or saves what it trained in any case"
         raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
@@ -126,7 +126,7 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
         require_possible(selection.config)
     if checkpoint:
         when_from(checkpoint)
-    folders = directories(benchmark, selection.config.miniature, environment)
+    folders = directories(benchmark, selection.config, environment)
     node = node_from(environment, selection.config.nodes)
     cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
     return Job(
@@ -135,13 +135,23 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
 
 
 def directories(
-    benchmark: str, miniature: bool, environment: Mapping[str, str]
+    benchmark: str, config: RunConfig | None, environment: Mapping[str, str]
 ) -> tuple[Path, Path]:
-    """Return the directories of data and results: DATADIR and LOGDIR, or their defaults."""
-    data = environment.get("DATADIR") or ROOT / "data" / (
-        f"{benchmark}-miniature" if miniature else benchmark
-    )
-    return Path(data).absolute(), Path(environment.get("LOGDIR") or ROOT / "results").absolute()
+    """Return the directories of data and results: DATADIR and LOGDIR, or their defaults.
+
+    The miniature's data are in data/<benchmark>-miniature of the repository, which a run may write.
+    DATADIR is used only if it holds them already, and is never written. `config`: None for no
+    particular run.
+    """
+    data = ROOT / "data" / benchmark
+    given = Path(environment["DATADIR"]) if environment.get("DATADIR") else None
+    if config is None or not config.miniature:
+        data = given or data
+    elif given and all((given / name).is_file() for name in rules_of(benchmark, config).data_files):
+        data = given
+    else:
+        data = ROOT / "data" / f"{benchmark}-miniature"
+    return data.absolute(), Path(environment.get("LOGDIR") or ROOT / "results").absolute()
 
 
 def ensure_data(job: Job) -> None:
@@ -164,6 +174,10 @@ def ensure_data(job: Job) -> None:
     if not missing and not damage:
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"
+    given = job.environment.get("DATADIR")
+    if damage and given and Path(given).absolute() == job.data_dir:
+        do = f"{prepare} miniature --data-dir {job.data_dir}, or unset DATADIR"
+        raise DataError(f"{job.data_dir} is damaged", f"{damage}; DATADIR is never written", do)
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")

@@ -6,7 +6,7 @@ The functions depend only on the GPUs found, the environment and the config file
 from __future__ import annotations
 
 import argparse
-import os
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,13 @@ from common import known_issues
 from common.benchmarks import config_class, rules_of
 from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError
-from common.gpu_kinds import GIB, GpuKind
-from common.hardware import Probe, config_name, identify, require_known
-from launch.plan.derive_config import load_or_derive
+from common.gpu_kinds import GIB, KINDS, GpuKind
+from common.hardware import Probe, config_name, identify
+from launch.plan.derive_config import WITH_FP8, load_or_derive, moved
+
+# Environment variables that are set for a run of the full benchmark and not for the miniature;
+# MLPERF_SUBMISSION_* and an NEXP above 1 count as well.
+REAL_RUN_VARIABLES = ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Selection:
     log_name: str
     reason: str
     device: str  # "cpu" or "cuda", which ROCm's torch uses as well
-    found: str  # the GPUs, for display
+    gpus: str  # the GPUs, for display
     # Reasons why the run cannot be submitted, and known issues of these versions.
     notes: tuple[str, ...] = ()
     derived: str = ""  # source of a config that has no file in configs/
@@ -60,53 +64,46 @@ def select_config(
     benchmark: str,
     options: argparse.Namespace,
     environment: Mapping[str, str],
-    found: Probe,
-    any_kind: bool = False,
+    gpus: Probe,
+    measurement: bool = False,
 ) -> Selection:
     """Read or derive the config that fits the machine.
 
-    `options`: command-line options with config, set and device, and optionally layers. `any_kind`:
-    for a measurement, also accept GPUs that common/gpu_kinds.py lacks, and versions that are known
-    to compute wrongly. The miniature also accepts any GPU.
+    `options`: command-line options with config, set and device, and optionally miniature and
+        layers.
+    `measurement`: accept versions that are known to compute wrongly, and a config that reaches no
+        evaluation.
 
-    Raise ConfigError if config and machine do not fit. Raise PreflightError if the GPU or these
-    versions cannot be used. Raise OutOfMemory if no config that fits the GPU's memory can be
-    derived.
+    Raises ConfigError if config and machine do not fit. Raises PreflightError if no GPU is visible
+    for a real run, or if the GPUs or these versions cannot be used. Raises OutOfMemory if no config
+    that fits the GPU's memory can be derived.
     """
-    device = options.device or ("cuda" if found.devices else "cpu")
-    if device == "cuda" and not found.devices:
-        why = "no driver answers, or *_VISIBLE_DEVICES hides all"
-        raise PreflightError("--device cuda, but no GPU is visible", why, "use --device cpu")
-    kind = (
-        identify(found, environment.get("GPU_KIND", ""), any_kind=True)
-        if device == "cuda"
-        else None
-    )
-    path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
-    if not any_kind and not _is_miniature(benchmark, path):
-        require_known(kind, found)
-    layers = getattr(options, "layers", None) or 0
-    config, derived = load_or_derive(
-        root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers
-    )
-    require_by_rules(benchmark, config, whole_run=not any_kind)
+    require_gpus(options, environment, gpus)
+    device = options.device or ("cuda" if gpus.devices else "cpu")
+    kind = None
+    if device == "cuda":
+        kind = identify(gpus, environment.get("GPU_KIND", ""))
+    path, reason = config_file(root, benchmark, options, environment, kind, len(gpus.devices))
+    overrides = dict(key_value(text) for text in options.set)
+    if wants_miniature(options) and kind:
+        config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
+    else:
+        layers = getattr(options, "layers", None) or 0
+        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers)
+    require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
     notes = _mismatches(config, kind, options, environment)
-    if kind and config.gpus_per_node > (visible := len(found.devices)):
-        do = "use a config for fewer GPUs, or make more visible"
-        raise ConfigError(
-            f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do
-        )
     if kind:
-        notes += known_issues.notes(
-            kind, known_issues.installed(found.driver), environment, refuse=not any_kind
-        )
+        _require_visible(config, len(gpus.devices))
+        notes += _notes_on_kind(kind)
+        versions = known_issues.installed(gpus.driver)
+        notes += known_issues.notes(kind, versions, environment, refuse=not measurement)
     # The contents must be equal, since the log has only the file name.
     shipped = root / "configs" / benchmark / path.name
     modified = bool(options.set)
     if derived:
-        notes.append(f"{path.name} is no file in configs/{benchmark}: not for submission")
+        notes.append("the config is derived, not a file in configs/: not for submission")
     if options.set:
         notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
     elif shipped.is_file() and shipped.read_bytes() != path.read_bytes():
@@ -114,20 +111,106 @@ def select_config(
         notes.append(
             f"{path} differs from the file of that name in configs/{benchmark}: not for submission"
         )
-    suffix = "+derived" if derived else "+forced" if config.gpu != _kind_name(kind) else ""
-    name = f"{path.stem}{suffix}{'+modified' if modified else ''}.toml"
+    suffix = ""
+    if derived:
+        suffix = "+derived"
+    elif config.gpu != _kind_name(kind):
+        suffix = "+forced"
+    if modified:
+        suffix += "+modified"
     return Selection(
-        config, path, name, reason, device, describe(found, kind), tuple(notes), derived
+        config,
+        path,
+        f"{path.stem}{suffix}.toml",
+        reason,
+        device,
+        describe(gpus, kind),
+        tuple(notes),
+        derived,
     )
 
 
-def _is_miniature(benchmark: str, path: Path) -> bool:
-    """Return whether `path` is a config of the miniature.
+def wants_miniature(options: argparse.Namespace) -> bool:
+    """Return whether the command line has --miniature, which not every command accepts."""
+    return getattr(options, "miniature", False)
 
-    The miniature runs on any GPU, because nothing in it depends on a peak or on memory.
+
+def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gpus: Probe) -> None:
+    """Raise PreflightError if no GPU is visible although a real run is requested.
+
+    Without this check, hidden GPUs would turn the run into the miniature on a CPU. A run is real if
+    DATADIR, MODEL, NEXP, DGXSYSTEM, DGXNGPU or MLPERF_SUBMISSION_* is set. --miniature,
+    --device cpu, a file given with --config and a DGXSYSTEM that names a CPU are explicit requests,
+    which are followed.
     """
-    # os.path.isfile: Path.is_file raises for long names.
-    return os.path.isfile(path) and load(path, config_class(benchmark)).miniature
+    if gpus.devices:
+        return
+    why = "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine"
+    do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
+    if options.device == "cuda":
+        raise PreflightError("--device cuda, but no GPU is visible", why, do)
+    system = environment.get("DGXSYSTEM", "")
+    explicit = options.device == "cpu" or options.config is not None or system.startswith("CPU_")
+    variables = variables_of_real_run(environment)
+    if variables and not explicit and not wants_miniature(options):
+        raise PreflightError(f"no GPU is visible, but {' and '.join(variables)} set", why, do)
+
+
+def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that only a run of the full benchmark needs, ready for a sentence.
+
+    The last name is followed by "is" or "are".
+    """
+    names = [name for name in REAL_RUN_VARIABLES if environment.get(name)]
+    for name in sorted(environment):
+        if name.startswith("MLPERF_SUBMISSION_") and environment[name]:
+            names.append(name)
+    if environment.get("NEXP", "1") not in ("", "0", "1"):
+        names.append(f"NEXP={environment['NEXP']}")
+    if names:
+        names[-1] += " is" if len(names) == 1 else " are"
+    return names
+
+
+def miniature_on_gpu(
+    benchmark: str, path: Path, kind: GpuKind, overrides: Mapping[str, str]
+) -> tuple[RunConfig, str]:
+    """Return the miniature's config for one GPU of `kind`, and a description of how it was derived.
+
+    Linear layers are in FP8 where the GPU multiplies FP8, otherwise in bf16. Raises ConfigError for
+    `overrides` that request FP8 on a GPU without it.
+    """
+    file = load(path, config_class(benchmark))
+    linear = "fp8" if kind.arch.startswith(WITH_FP8) else "bf16"
+    # TOML writes strings and integers as JSON does.
+    changes = {key: json.dumps(value) for key, value in moved(file, kind, 1, linear).items()}
+    config = load(path, config_class(benchmark), changes | dict(overrides))
+    config.require(
+        linear == "fp8" or not config.linear_format.in_fp8,
+        "linear",
+        f"{kind.name} ({kind.arch}) does not multiply FP8",
+        "leave out --set linear=..., which selects bf16",
+    )
+    return config, f"the miniature for 1 x {kind.name} from {path.name}: linear {config.linear}"
+
+
+def _require_visible(config: RunConfig, visible: int) -> None:
+    if config.gpus_per_node > visible:
+        raise ConfigError(
+            f"the config needs {config.gpus_per_node} GPUs",
+            f"{visible} are visible",
+            "use a config for fewer GPUs, or make more visible",
+        )
+
+
+def _notes_on_kind(kind: GpuKind) -> list[str]:
+    """Return a note for a GPU kind that was derived from what the driver reports."""
+    if kind.name in KINDS:
+        return []
+    return [
+        f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture "
+        "are the driver's, and without a peak there is no MFU"
+    ]
 
 
 def config_file(
@@ -140,10 +223,12 @@ def config_file(
 ) -> tuple[Path, str]:
     """Return the path of the config file and the reason for it; the file need not exist.
 
-    --config selects it, then DGXSYSTEM, then the kind and number of GPUs. Raise ConfigError for an
-    empty --config.
+    --miniature and --config select it, then DGXSYSTEM, then the kind and number of GPUs. Raises
+    ConfigError for an empty --config.
     """
     folder = root / "configs" / benchmark
+    if wants_miniature(options):
+        return folder / "CPU_1x1.toml", "--miniature"
     if options.config == "":
         raise ConfigError(
             "--config names no file", "its value is empty", "give a file, or leave --config out"
@@ -168,8 +253,9 @@ def _mismatches(
 ) -> list[str]:
     """Return a note if --config forces a config for another GPU onto this machine.
 
-    Raise ConfigError if the number of GPUs differs from DGXNGPU, or if a config for another GPU was
-    selected without --config.
+    Raises ConfigError if the number of GPUs differs from DGXNGPU, or if a config for another GPU
+    was selected without --config. Raises PreflightError for a config for GPUs where none is
+    visible, unless --device cpu forces it.
     """
     requested = requested_gpus(environment)
     if requested and requested != config.gpus_per_node:
@@ -178,9 +264,17 @@ def _mismatches(
     if config.gpu == _kind_name(kind):
         return []
     if not options.config:
-        why = "its numbers were chosen for another GPU, and the log would name a system that was not used"
-        do = "unset DGXSYSTEM, or force it with --config FILE"
-        raise ConfigError(f"the config is for {config.gpu}, this is {_kind_name(kind)}", why, do)
+        raise ConfigError(
+            f"the config is for {config.gpu}, this is {_kind_name(kind)}",
+            "its values were chosen for another GPU, and the log would name the wrong system",
+            "unset DGXSYSTEM, or force it with --config FILE",
+        )
+    if kind is None and config.gpu != "CPU" and options.device != "cpu":
+        raise PreflightError(
+            f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
+            "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
+            "run it where the GPUs are; `plan --config FILE` needs none; --device cpu forces it",
+        )
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
 
 
@@ -209,9 +303,12 @@ def _kind_name(kind: GpuKind | None) -> str:
     return kind.name if kind else "CPU"
 
 
-def describe(found: Probe, kind: GpuKind | None) -> str:
+def describe(gpus: Probe, kind: GpuKind | None) -> str:
+    """Return the visible GPUs for display: number, kind, product, memory in GiB and driver."""
     if kind is None:
-        return "not used (running on the CPU)" if found.devices else "none"
-    first = found.devices[0]
-    driver = f", driver {found.driver}" if found.driver else ""
-    return f"{len(found.devices)} x {kind.name} ({first.name or first.arch}, {first.memory_bytes / GIB:.0f} GiB each{driver})"
+        return "not used (running on the CPU)" if gpus.devices else "none"
+    first = gpus.devices[0]
+    details = [first.name or first.arch, f"{first.memory_bytes / GIB:.0f} GiB each"]
+    if gpus.driver:
+        details.append(f"driver {gpus.driver}")
+    return f"{len(gpus.devices)} x {kind.name} ({', '.join(details)})"

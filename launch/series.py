@@ -141,7 +141,7 @@ def facts_of(
         "config": selection.log_name,
         "config_sha256": hashlib.sha256(selection.config.as_toml().encode()).hexdigest(),
         "device": selection.device,
-        "gpus": selection.found,
+        "gpus": selection.gpus,
         "data": str(data_dir),
         "commit": commit,
         "code_sha256": digest.hexdigest(),

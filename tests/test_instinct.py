@@ -109,7 +109,7 @@ def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
         chosen.config.env["HSA_NO_SCRATCH_RECLAIM"] == "1"
         and chosen.config.env["HIPBLASLT_WORKSPACE_SIZE"] == "131072"
     )
-    assert card.kind in chosen.found and "driver 6.16.13" in chosen.found
+    assert card.kind in chosen.gpus and "driver 6.16.13" in chosen.gpus
 
 
 def _options() -> argparse.Namespace:

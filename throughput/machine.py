@@ -55,12 +55,14 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
 
 
 def kind_of(found: Probe) -> str:
-    # The GPUs are unknown, partitioned or mixed: no percentage of a peak is printed.
+    # Partitioned or mixed GPUs are unknown. Only a kind in KINDS has a peak to print a share of.
     try:
         kind = identify(found, os.environ.get("GPU_KIND", ""))
     except PreflightError:
         return "unknown"
-    return kind.name if kind else "unknown"
+    if kind is None:
+        return "unknown"
+    return kind.name if kind.name in KINDS else f"{kind.name}, derived from what its driver reports"
 
 
 def power_limit(found: Probe) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
-from common.terminal import shown
+from common.terminal import outlive_readers, shown
 
 BAR_SECONDS = 5.0
 
@@ -100,9 +100,11 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
     they are complete.
 
     `build` returns what it knows about .bin/.idx pairs. If it is killed at any point, the folder
-    has no manifest, and the next call builds it again. Raises StorageError if files of these names
-    are in a folder where this recipe was never built, because they were not made here.
+    has no manifest, and the next call builds it again. The build goes on if a reader of its
+    messages, such as `head`, ends. Raises StorageError if files of these names are in a folder
+    where this recipe was never built, because they were not made here.
     """
+    outlive_readers()
     manifest, lock = folder / recipe.manifest, folder / f".{recipe.manifest}.lock"
     if not _defect(folder, recipe):  # before the lock, because the folder may be read-only
         say(f"{recipe.title} in {folder}: complete and verified")

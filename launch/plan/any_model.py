@@ -172,7 +172,7 @@ def _kind(name: str) -> GpuKind:
 
 
 def _of_this_machine() -> GpuKind:
-    kind = identify(probe(), os.environ.get("GPU_KIND", ""), any_kind=True)
+    kind = identify(probe(), os.environ.get("GPU_KIND", ""))
     if kind is None:
         raise ConfigError(
             "which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}"

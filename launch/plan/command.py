@@ -123,7 +123,7 @@ def _chosen(
     if name := os.environ.get("DGXSYSTEM"):
         return folder / f"{name.removesuffix('.toml')}.toml", None
     found = probe()
-    kind = identify(found, os.environ.get("GPU_KIND", ""), any_kind=True)
+    kind = identify(found, os.environ.get("GPU_KIND", ""))
     count = os.environ.get("DGXNGPU") or len(found.devices)
     return (folder / f"{kind.name}_1x{count}.toml", kind) if kind else (None, None)
 

@@ -42,7 +42,14 @@ from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import Measured, read_ranks
 from launch.processes.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
-from launch.select_config import config_file, requested_gpus, require_by_rules
+from launch.select_config import (
+    config_file,
+    miniature_on_gpu,
+    requested_gpus,
+    require_by_rules,
+    require_gpus,
+    wants_miniature,
+)
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
@@ -94,9 +101,11 @@ def parser(benchmark: str = "") -> Parser:
         __doc__,
         ["preflight --quick", "preflight llama31_8b", "preflight --json"],
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="this TOML instead of the one that fits the machine"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
     )
+    which.add_argument("--miniature", action="store_true", help="check for the toy model")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -124,9 +133,8 @@ def check(
         )
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
-        if options.device == "cuda" and not found.devices:
-            raise PreflightError("no GPU is visible", do="check the driver and *_VISIBLE_DEVICES")
-        kind = identify(found, environment.get("GPU_KIND", ""), any_kind=True)
+        require_gpus(options, environment, found)
+        kind = identify(found, environment.get("GPU_KIND", ""))
     except PreflightError as error:
         return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one kind", error.do)], []
     request = requested_run(options, environment, kind, len(found.devices))
@@ -172,7 +180,10 @@ def requested_run(
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
-        config, derived = load_or_derive(ROOT, options.benchmark, path, kind)
+        if wants_miniature(options) and kind:
+            config, derived = miniature_on_gpu(options.benchmark, path, kind, {})
+        else:
+            config, derived = load_or_derive(ROOT, options.benchmark, path, kind)
     except (ConfigError, OutOfMemory) as error:
         if environment.get("DGXSYSTEM") or options.config or path.is_file():
             raise
@@ -201,7 +212,7 @@ def requested_run(
 
 
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
-    data_dir, log_dir = directories(benchmark, request.miniature, environment)
+    data_dir, log_dir = directories(benchmark, request.config, environment)
     rows = host.judge(
         host.read(), request.count, request.device, request.nodes, request.pinned_bytes
     )

@@ -241,7 +241,7 @@ def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
             "CUDA_VISIBLE_DEVICES": "",
             "HIP_VISIBLE_DEVICES": "",
             "LOGDIR": "out",
-            "DATADIR": "data",
+            "DGXSYSTEM": "CPU_1x1",  # asks for the miniature
         }
         | variables
     )

@@ -48,7 +48,6 @@ def launch(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
-        "DATADIR": str(project / "data"),
         "LOGDIR": str(project / "results"),
         "SEED": "4711",
     }

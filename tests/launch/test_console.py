@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import PreflightError
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
 from common.paths import ROOT
@@ -44,8 +43,8 @@ def test_the_header_says_from_what_a_config_was_derived():
     assert any(line.startswith("NOTE") and "not for submission" in line for line in lines)
 
 
-def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, capsys, tmp_path):
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
+def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, capsys, tmp_path):
+    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(
@@ -59,10 +58,11 @@ def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, c
             == 0
         )
         assert "--config DIR/NVIDIA_R100_1x2+derived.toml --device cuda" in capsys.readouterr().out
-    with pytest.raises(PreflightError, match="no peak"):
-        commands.start(
-            "llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])
-        )
+    options = commands.parser("run", "llama31_8b").parse_args(["--print"])
+    assert commands.start("llama31_8b", "run", options) == 0
+    screen = capsys.readouterr()
+    assert "--config-name NVIDIA_R100_1x2+derived.toml" in screen.out
+    assert "derived GPU kind: NVIDIA_R100" in screen.err and "no MFU" in screen.err
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):
@@ -93,7 +93,7 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
     monkeypatch, capsys, tmp_path
 ):
     """In a run and in a bench; not on a CPU."""
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
+    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(

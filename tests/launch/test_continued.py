@@ -32,7 +32,7 @@ def job(benchmark="llama31_8b", **options):
         "checkpoint": None,
         "continues": None,
     } | options
-    return job_from(benchmark, argparse.Namespace(**given), any_kind=False)
+    return job_from(benchmark, argparse.Namespace(**given), measurement=False)
 
 
 @pytest.fixture

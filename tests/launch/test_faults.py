@@ -47,7 +47,14 @@ class Started:
         }
         variables |= {"SEED": "1"} | (environment or {})
         self.process = subprocess.Popen(
-            [*before, str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
+            [
+                *before,
+                str(ROOT / "run_and_time.sh"),
+                "llama31_8b",
+                "--miniature",
+                *options,
+                *arguments,
+            ],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -30,6 +30,12 @@ def project(tmp_path_factory):
     return make_project(tmp_path_factory.mktemp("with a blank"))
 
 
+def without_data(project):
+    """The project before the first run, which builds the miniature's data."""
+    shutil.rmtree(project / "data", ignore_errors=True)
+    return project
+
+
 def only_run(cwd):
     (run_dir,) = [path for path in (cwd / "out" / "toy").iterdir() if path.is_dir()]
     return run_dir
@@ -64,7 +70,7 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
 
 def test_a_good_run(project, tmp_path):
     code, out, err = finish(
-        launch(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
+        launch(without_data(project), tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
     )
     assert code == 0, err
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
@@ -228,9 +234,28 @@ def test_sigterm_to_the_launcher(project, tmp_path):
     assert not alive(run_dir)
 
 
+def test_hidden_gpus_and_a_real_run(project, tmp_path):
+    """DATADIR is a mistyped path: it must not be created, and no toy may be trained."""
+    mistyped = tmp_path / "mistyped"
+    real = {"DATADIR": str(mistyped), "NEXP": "10", "DGXSYSTEM": ""}
+    code, out, err = finish(launch(project, tmp_path, TOY="good", **real))
+    assert (code, out) == (18, "") and "--miniature" in err
+    assert not mistyped.exists() and not (tmp_path / "out").exists()
+
+
+def test_the_miniatures_data_never_go_to_datadir(project, tmp_path):
+    mistyped = tmp_path / "mistyped"
+    real = {"DATADIR": str(mistyped), "DGXSYSTEM": ""}
+    code, _, err = finish(
+        launch(without_data(project), tmp_path, "--miniature", TOY="good", **real)
+    )
+    assert code == 0, err
+    assert not mistyped.exists() and (project / "data/toy-miniature/t.bin").is_file()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number, code):
-    process = launch(project, tmp_path, HOLD_PREPARE="yes", DATADIR=str(tmp_path / "data"))
+    process = launch(without_data(project), tmp_path, HOLD_PREPARE="yes")
     wait_until((tmp_path / "preparing").exists)
     process.send_signal(number)
     seen, _, err = finish(process)
@@ -332,6 +357,7 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
         data_files=[tmp_path / "t.bin"],
         rules=rules,
         config=config,
+        environment={},
     )
     builds = []
 
@@ -353,6 +379,25 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
         job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0)
     )
     with pytest.raises(DataError, match="built"):
+        ensure_data(asked)
+
+
+def test_damaged_files_in_datadir_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "t.bin").write_bytes(b"x" * 64)
+    manifest = Manifest("a test", 7, {"t.bin": facts_of(tmp_path / "t.bin")})
+    manifest.write(tmp_path / "miniature.json")
+    asked = argparse.Namespace(
+        benchmark="toy",
+        data_dir=tmp_path,
+        data_files=[tmp_path / "t.bin"],
+        rules=argparse.Namespace(manifests=("miniature.json",)),
+        config=argparse.Namespace(miniature=True),
+        environment={"DATADIR": str(tmp_path)},
+    )
+    monkeypatch.setattr(job.subprocess, "run", lambda *_, **__: pytest.fail("DATADIR is written"))
+    ensure_data(asked)
+    (tmp_path / "t.bin").write_bytes(b"y" * 64)
+    with pytest.raises(DataError, match="damaged"):
         ensure_data(asked)
 
 

@@ -66,7 +66,7 @@ def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
         "NODE_RANK": str(node),
         "DGXSYSTEM": "CPU_2x2",
     }
-    ours |= {"LOGDIR": f"out{node}", "DATADIR": "data", "TOY": "good", "VICTIM": "3"}
+    ours |= {"LOGDIR": f"out{node}", "TOY": "good", "VICTIM": "3"}
     command = [str(project / "run_and_time.sh"), benchmark, *arguments]
     return subprocess.Popen(
         command,

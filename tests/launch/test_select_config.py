@@ -20,12 +20,12 @@ MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),)
 NOTHING = Probe("none")
 
 
-def options(config=None, set=(), device=None):
-    return argparse.Namespace(config=config, set=list(set), device=device)
+def options(config=None, set=(), device=None, miniature=False):
+    return argparse.Namespace(config=config, set=list(set), device=device, miniature=miniature)
 
 
-def select(found, environment=None, benchmark="llama31_8b", any_kind=False, **changes):
-    return select_config(ROOT, benchmark, options(**changes), environment or {}, found, any_kind)
+def select(gpus, environment=None, benchmark="llama31_8b", measurement=False, **changes):
+    return select_config(ROOT, benchmark, options(**changes), environment or {}, gpus, measurement)
 
 
 def test_benchmarks_are_found():
@@ -35,7 +35,7 @@ def test_benchmarks_are_found():
 def test_the_gpu_decides():
     chosen = select(H200X4)
     assert (chosen.log_name, chosen.device, chosen.notes) == ("H200_1x4.toml", "cuda", ())
-    assert "4 x H200" in chosen.reason and "NVIDIA H200" in chosen.found
+    assert "4 x H200" in chosen.reason and "NVIDIA H200" in chosen.gpus
     assert select(MI300X).log_name == "MI300X_1x8.toml"
     assert select(H200X4, {"DGXNGPU": "2"}).config.gpus_per_node == 2
 
@@ -62,7 +62,6 @@ def test_no_gpu_is_the_miniature():
         (H200X4, {"DGXNGPU": "3"}, "3 GPUs cannot share a global batch of 16"),
         (H200X4, {"DGXNGPU": "two"}, "DGXNGPU=two"),
         (H200X4, {"DGXNGPU": "2", "DGXSYSTEM": "H200_1x4"}, "DGXNGPU=2"),
-        (NOTHING, {"DGXSYSTEM": "H200_1x4"}, "this is CPU"),
     ],
 )
 def test_what_does_not_fit_is_a_config_error(found, environment, words):
@@ -73,6 +72,47 @@ def test_what_does_not_fit_is_a_config_error(found, environment, words):
 def test_cuda_without_a_gpu():
     with pytest.raises(PreflightError, match="no GPU"):
         select(NOTHING, device="cuda")
+
+
+REAL_RUNS = [
+    {"DATADIR": "/data/c4"},
+    {"MODEL": "/data/llama2-70b"},
+    {"NEXP": "10"},
+    {"DGXSYSTEM": "H200_1x4"},
+    {"DGXNGPU": "8"},
+    {"MLPERF_SUBMISSION_ORG": "Us"},
+    {"DATADIR": "/data/c4", "NEXP": "10", "MLPERF_SUBMISSION_PLATFORM": "MI300X"},
+]
+
+
+@pytest.mark.parametrize("environment", REAL_RUNS, ids=lambda each: "+".join(each))
+def test_hidden_gpus_do_not_make_a_real_run_a_miniature(environment):
+    with pytest.raises(PreflightError, match="no GPU is visible") as caught:
+        select(NOTHING, environment)
+    assert all(name in caught.value.what for name in environment)
+    assert "--miniature" in caught.value.do
+
+
+@pytest.mark.parametrize("environment", REAL_RUNS, ids=lambda each: "+".join(each))
+def test_the_miniature_is_trained_on_request(environment):
+    if "DGXNGPU" in environment:
+        with pytest.raises(ConfigError, match="DGXNGPU"):
+            select(NOTHING, environment, miniature=True)
+        return
+    chosen = select(NOTHING, environment, miniature=True)
+    assert chosen.config.miniature and chosen.device == "cpu"
+
+
+@pytest.mark.parametrize("environment", [{}, {"NEXP": "1"}, {"NEXP": ""}, {"DATADIR": ""}])
+def test_a_machine_without_gpus_trains_the_miniature_if_nothing_else_is_asked(environment):
+    assert select(NOTHING, environment).config.miniature
+
+
+def test_a_config_for_gpus_does_not_start_on_a_cpu_by_itself():
+    config = str(ROOT / "configs/llama31_8b/MI300X_1x8.toml")
+    with pytest.raises(PreflightError, match="8 x MI300X"):
+        select(NOTHING, config=config)
+    assert select(NOTHING, config=config, device="cpu").log_name == "MI300X_1x8+forced.toml"
 
 
 def test_forced_and_changed_configs_say_so():
@@ -145,56 +185,87 @@ L40S = Probe("nvidia", (Device("NVIDIA L40S", "sm_89", 46068 * 2**20),))
 MI300A = Probe("amd", (Device("AMD Instinct MI300A", "gfx942", 128 * GIB, 228),) * 8)
 
 
+@pytest.mark.parametrize("measurement", [False, True])
 @pytest.mark.parametrize("found", [A100, Z300, MI300A])
-def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
-    with pytest.raises(PreflightError, match="no peak"):
-        select(found)
-    chosen = select(found, any_kind=True)
+def test_an_unknown_gpu_gets_a_derived_kind_and_config(found, measurement):
+    chosen = select(found, measurement=measurement)
+    assert "+derived" in chosen.log_name
+    assert any("derived GPU kind" in note for note in chosen.notes)
+    assert any("not for submission" in note for note in chosen.notes)
     assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived
     assert chosen.config.reduce_scatter == ("copy_engine" if found is Z300 else "nccl"), (
         "as in the nearest file of the same maker"
     )
-    assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.found.startswith(
+    assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.gpus.startswith(
         f"{len(found.devices)} x "
     )
 
 
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
-    assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
-    assert "from GB200_1x4.toml" in select(Z300, any_kind=True).derived
+    assert "from MI300X_1x8.toml" in select(MI300A, measurement=True).derived
+    assert "from GB200_1x4.toml" in select(Z300, measurement=True).derived
     assert (
-        select(Z300, any_kind=True).config.linear == "fp8"
-        and select(Z300, any_kind=True).config.recompute_layers == 0
+        select(Z300, measurement=True).config.linear == "fp8"
+        and select(Z300, measurement=True).config.recompute_layers == 0
     )
 
 
-@pytest.mark.parametrize("found", [A100, Z300, MI300A])
-def test_the_miniature_runs_on_any_gpu(found):
-    chosen = select(found, config=str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), device="cuda")
+@pytest.mark.parametrize("benchmark", names())
+@pytest.mark.parametrize(
+    ("found", "linear"),
+    [
+        *((A100, "bf16"), (L40S, "fp8"), (Z300, "fp8"), (MI300A, "fp8"), (H200X4, "fp8")),
+        (MI300X, "fp8"),
+    ],
+)
+def test_the_miniature_runs_on_one_gpu_of_any_kind(benchmark, found, linear):
+    chosen = select(found, benchmark=benchmark, miniature=True)
+    config = chosen.config
+    assert chosen.device == "cuda" and config.miniature
+    assert (config.gpus_per_node, config.linear) == (1, linear)
+    assert (config.kernels, config.precision) == ("triton", "bf16")
+    assert chosen.log_name == "CPU_1x1+derived.toml" and CONFIG_NAME.fullmatch(chosen.log_name)
+    plain = select(found, benchmark=benchmark, miniature=True, set=["linear=bf16"])
+    assert plain.config.linear == "bf16"
+
+
+def test_the_miniature_in_fp8_needs_a_gpu_with_fp8():
+    with pytest.raises(ConfigError, match="linear"):
+        select(A100, miniature=True, set=["linear=fp8"])
+
+
+def test_the_miniature_of_a_gpu_machine_runs_on_the_cpu_too():
+    chosen = select(A100, miniature=True, device="cpu")
+    assert (chosen.device, chosen.log_name) == ("cpu", "CPU_1x1.toml")
+
+
+def test_the_miniatures_config_runs_on_any_gpu():
+    chosen = select(A100, config=str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), device="cuda")
     assert chosen.device == "cuda" and chosen.config.miniature
 
 
 def test_a_gpu_without_fp8_computes_in_bf16():
-    chosen = select(A100, any_kind=True)
+    chosen = select(A100, measurement=True)
     assert chosen.config.linear == "bf16" and "linear bf16" in chosen.derived
     with pytest.raises(
         OutOfMemory
     ) as caught:  # 80 layers keep 115 GiB for backward, and only FP8 can offload them
-        select(A100, benchmark="llama2_70b_lora", any_kind=True)
+        select(A100, benchmark="llama2_70b_lora", measurement=True)
     assert "offload_layers 0, frozen_base sharded" in caught.value.why
 
 
 def test_a_gpu_that_is_too_small_measures_fewer_layers():
     with pytest.raises(OutOfMemory) as caught:
-        select(L40S, any_kind=True)
+        select(L40S, measurement=True)
     layers = int(re.search(r"--layers (\d+)", caught.value.do)[1])
     given = argparse.Namespace(config=None, set=[], device=None, layers=layers)
     assert (
-        select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True).config.gpus_per_node == 1
+        select_config(ROOT, "llama31_8b", given, {}, L40S, measurement=True).config.gpus_per_node
+        == 1
     )
     given.layers += 1
     with pytest.raises(OutOfMemory, match="not fit"):
-        select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True)
+        select_config(ROOT, "llama31_8b", given, {}, L40S, measurement=True)
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
@@ -218,7 +289,7 @@ def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a
     ):
         select(mi355x)
     for chosen in (
-        select(mi355x, any_kind=True),
+        select(mi355x, measurement=True),
         select(mi355x, {"ALLOW_KNOWN_ISSUES": "rocm-7.12-bf16-nan"}),
     ):
         assert "rocm-7.12-bf16-nan" in chosen.notes[0]
