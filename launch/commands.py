@@ -21,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, count, exit_code_of
 from common.errors import ConfigError
 from common.known_issues import installed
 from common.paths import ROOT
@@ -118,14 +118,14 @@ def parser(name: str, benchmark: str) -> Parser:
         }.items():
             parser.add_argument(
                 f"--{key}",
-                type=int,
+                type=count,
                 metavar="N",
                 help=text,
                 default=2 if (name, key) == ("profile", "steps") else None,
             )
         parser.add_argument(
             "--eval-sequences",
-            type=int,
+            type=count,
             metavar="N",
             help="time an evaluation of N sequences as well",
         )

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, exit_code_of
+from common.errors import RunError, failure_of
 from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
 from throughput import options
@@ -29,16 +30,16 @@ from throughput import options
 # describe the rows. The modules of WITHOUT_RESULT define add_arguments and main(options) instead.
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
-    "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA, by the code that trains the benchmarks",
+    "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA",
     "mlp": "training steps of a small MLP on one GPU",
     "gpt": "training steps of GPTs of eight sizes on one GPU",
     "scaling": "training steps on 1, 2, 4, ... GPUs, collectives by size, and the links between GPUs",
     "flux": "training steps of FLUX.1-dev's transformer on synthetic latents",
 }
 WITHOUT_RESULT = {
-    "suite": "all of the above in one sitting, one page of them; goes on where it was interrupted",
-    "compare": "results of the same measurement beside each other",
-    "settings": "other launch settings of each Triton kernel of a benchmark on this GPU: for its authors",
+    "suite": "all of the above on one page, and a comparison with a baseline; can be resumed",
+    "compare": "results of the same measurement side by side",
+    "settings": "other launch settings of each Triton kernel on this GPU, for kernel authors",
 }
 WHATS = MEASUREMENTS | WITHOUT_RESULT
 
@@ -77,36 +78,39 @@ def start(what: str, rest: list[str]) -> int:
         "--out",
         type=Path,
         metavar="DIR",
-        help="a new directory for the result; default: one in LOGDIR/throughput",
+        help="new directory for the result (default: one in LOGDIR/throughput)",
     )
     if what in WITHOUT_RESULT:
         return module.main(parser.parse_args(rest))
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="default: the GPUs if there are any (ROCm's are cuda as well)",
+        help="device to measure (default: cuda if there are GPUs; ROCm's GPUs are cuda too)",
     )
     chosen = parser.parse_args(rest)
-    found = probe(os.environ)
-    chosen.device = options.device_of(chosen.device, found)
-    options.check_torch(chosen.device, found)
+    detected = probe(os.environ)
+    chosen.device = options.device_of(chosen.device, detected)
+    options.check_torch(chosen.device, detected)
     if getattr(chosen, "gpus", None):
-        options.check_gpus(chosen.gpus, chosen.device, found)
+        options.check_gpus(chosen.gpus, chosen.device, detected)
     # These import torch, which --help must not need.
     from throughput import machine, result
 
-    facts, versions = machine.facts(found, chosen.device), machine.versions(found)
-    made = result.Result(
-        what,
-        module.TABLES,
-        chosen.out or result.default_directory(what),
-        chosen.device,
-        facts,
-        versions,
-    )
-    module.measure(chosen, made)
-    made.finish()
+    facts = machine.facts(detected, chosen.device)
+    versions = machine.versions(detected)
+    folder = chosen.out or result.default_directory(what)
+    made = result.Result(what, module.TABLES, folder, chosen.device, facts, versions)
+    try:
+        module.measure(chosen, made)
+        made.finish()
+    except Exception as error:
+        result.write_failure(folder, failure_of(error) or internal_error(error))
+        raise
     return 0
+
+
+def internal_error(error: Exception) -> RunError:
+    return RunError(f"{type(error).__name__}: {error}", "this is an internal error")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from common import config as configs
 from common.benchmarks import config_class, rules_of, trainer_of
+from common.command_line import count
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
@@ -48,6 +49,10 @@ from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
 
 LEARNING_RATE = 1e-6
+OF = (
+    "time: torch's profiler; memory: torch's history of allocations; "
+    "outside: ranges for a profiler around the process (default: time)"
+)
 
 
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
@@ -59,6 +64,12 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
         sequence_length=args.seq or rules.sequence_length,
     )
     if args.layers:
+        if args.layers > rules.shape.num_layers:
+            raise ConfigError(
+                f"--layers {args.layers}",
+                f"the model has {rules.shape.num_layers} layers",
+                "use at most as many",
+            )
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = trainer_of(args.benchmark)
     processes = start_processes(
@@ -308,46 +319,38 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=0, help="a model of fewer layers")
+    parser.add_argument("--steps", type=count, default=10)
+    parser.add_argument("--warmup", type=count, default=3)
+    parser.add_argument("--layers", type=count, help="use only the first N layers")
     parser.add_argument(
         "--model",
         default="",
-        help="this shape (common/model/families.py) instead of the benchmark's",
+        help="shape of this model (default: that of the benchmark)",
     )
     parser.add_argument(
         "--seq",
-        type=int,
-        default=0,
-        help="tokens of a sequence, if not as many as in the benchmark",
+        type=count,
+        help="tokens per sequence (default: as in the benchmark)",
     )
     parser.add_argument(
         "--result",
         type=Path,
         metavar="FILE",
-        help="write the times to FILE as JSON, and measure and print nothing else",
+        help="write the times to FILE as JSON, and print nothing",
     )
     parser.add_argument(
         "--eval-sequences",
-        type=int,
-        default=0,
-        help="time an evaluation of so many sequences as well",
+        type=count,
+        help="also time an evaluation of this many sequences",
     )
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="DIR",
-        help="and as many steps under a profiler; results go to DIR",
+        help="profile as many steps again and write the profile to DIR",
     )
-    of = "torch's profiler, torch's history of allocations, or ranges for a profiler around the process"
-    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=of)
-    args = parser.parse_args(argv)
-    if args.steps < 1:
-        raise ConfigError(
-            f"--steps {args.steps}", "there is nothing to measure in no step", "use 1 or more"
-        )
-    return args
+    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=OF)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:

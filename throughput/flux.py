@@ -19,6 +19,7 @@ from throughput import options as common
 from throughput import ranks
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request
+from throughput.memory import require_host_memory
 from throughput.result import Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
@@ -89,6 +90,7 @@ TABLES = (
             "For --batch max: doubled until memory runs out, then bisected. Each is two whole steps with all memory allocated anew; a batch "
             "counts as out of memory if one GPU runs out. Where the timed steps of the largest run out after all, the next smaller one is timed.",
         ),
+        larger_is_better=False,
     ),
 )
 
@@ -147,6 +149,8 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
     Return False, without starting anything, if weights and state alone do not fit.
     """
     row = row_of(request, gpus)
+    if request.device == "cpu":
+        require_host_memory(f"flux {row['model']}", gpus * row["state_gib"] * GIB)
     memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
     if row["state_gib"] > memory_gib:
         result.add(

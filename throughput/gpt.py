@@ -16,8 +16,22 @@ from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from launch.plan.estimate import largest
 from throughput import options as common
-from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, train_step
-from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
+from throughput.gpt_model import (
+    SIZES,
+    STAND_INS,
+    STATE_BYTES,
+    STEPS,
+    STEPS_HELP,
+    Size,
+    build_gpt,
+    train_step,
+)
+from throughput.memory import (
+    free_memory,
+    peak_bytes,
+    ran_out_of_memory,
+    require_host_memory,
+)
 from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
@@ -59,7 +73,7 @@ TABLES = (
         FORMULAS,
         plots=(Plot("bars", "TFLOP/s by model", "model", "tflops", "precision"),),
         published=(
-            Beside("gpt", ("model", "seq"), "parameters"),
+            Beside("gpt", ("model", "seq"), "parameters", compared=False),
             Beside("gpt", KEYS, "tokens_per_s"),
             Beside("gpt", KEYS, "tflops"),
         ),
@@ -120,7 +134,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
-    """Measure one size and add its row. Return False if it failed, for example out of memory."""
+    """Measure one size and add its row.
+
+    Return False if it failed, for example out of memory. Raises OutOfMemory before it starts if the
+    memory of the host does not suffice.
+    """
+    if options.device == "cpu":
+        require_host_memory(f"gpt {name}, batch {size.batch}", state_bytes(size))
     row = {
         "table": table,
         "model": name,
@@ -129,6 +149,11 @@ def add_row(table: str, name: str, size: Size, options: argparse.Namespace, resu
         "seq": size.sequence_length,
     }
     return result.attempt(row, lambda: run(size, options, result))
+
+
+def state_bytes(size: Size) -> int:
+    """Return the bytes of weights, gradients and moments. Activations come on top."""
+    return STATE_BYTES * size.shape.num_parameters(size.sequence_length)
 
 
 def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:

@@ -25,6 +25,7 @@ from launch.plan.derive_config import fitting, moved, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
 from throughput import machine
 from throughput import options as common
+from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
@@ -255,6 +256,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
             raise ConfigError(
                 "--batch max", "the memory of a CPU is not calculated", "give a number"
             )
+        require_host_memory(case_name(replace(case, config=config)), host_bytes(config, work))
         return replace(case, config=config)
     config = replace(config, eval_micro_batch_size=1)
     config = settings_that_fit(replace(case, config=config), as_benchmark)
@@ -314,14 +316,28 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
     return replace(config, **{key: value})
 
 
+def case_name(case: Case) -> str:
+    """Return model, mode, batch and GPUs (on a CPU: processes) as words of an error."""
+    config = case.config
+    kind = case.kind.name if case.kind else "CPU"
+    batch = f"batch {config.micro_batch_size} of {case.work.sequence_length} tokens"
+    return f"{case.family.name}, {case.mode}, {batch} on {config.world_size} x {kind}"
+
+
+def host_bytes(config: RunConfig, work: Workload) -> float:
+    """Return the memory that all processes of a CPU need together, by calculation."""
+    config = replace(config, eval_micro_batch_size=1)
+    return config.world_size * plan.memory_peak(config, work).allocated
+
+
 def does_not_fit(case: Case) -> OutOfMemory:
-    memory, config, kind = case.planned, case.config, case.kind
+    memory = case.planned
+    kind = case.kind
     assert memory is not None and kind is not None
     parts = ", ".join(
         f"{name} {gib(size):.0f}"
         for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
     )
-    what = f"{case.family.name}, {case.mode}, batch {config.micro_batch_size} of {case.work.sequence_length} tokens on {config.world_size} x {kind.name}"
     why = f"by calculation the smallest settings need {gib(memory.needed):.0f} GiB on each GPU, of {gib(plan.usable_bytes(kind)):.0f}: {parts} GiB"
     do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
     if (
@@ -329,7 +345,7 @@ def does_not_fit(case: Case) -> OutOfMemory:
         and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2
     ):
         do = "use --lora or fewer --layers: more GPUs do not help, since ZeRO-2 keeps all weights in bf16 on each; sharded weights do not exist here"
-    return OutOfMemory(f"{what} does not fit", why, do)
+    return OutOfMemory(f"{case_name(case)} does not fit", why, do)
 
 
 def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:

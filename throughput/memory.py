@@ -1,10 +1,15 @@
-"""GPU memory as torch counts it, and the recognition of out-of-memory errors."""
+"""Memory: that of a GPU as torch counts it, that of the host, and out-of-memory errors."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import torch
+
+from common.errors import OutOfMemory
+from common.gpu_kinds import GIB
+from launch.preflight.host import available_memory
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -33,3 +38,17 @@ def free_memory(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Return the peak memory of tensors in bytes, 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def require_host_memory(what: str, needed: float) -> None:
+    """Raise OutOfMemory if `what`, measured on the CPU, needs more bytes than the host can give.
+
+    Without this check, Linux would end some process of the machine when its memory is full.
+    """
+    available = available_memory(Path("/"))
+    if needed > available:
+        raise OutOfMemory(
+            f"{what} does not fit in the memory of this host",
+            f"it needs about {needed / GIB:.0f} GiB, and {available / GIB:.0f} GiB are available",
+            "choose a smaller model, fewer layers or a smaller batch, or measure on a GPU",
+        )

@@ -56,6 +56,8 @@ def html(title: str, sections: list[Section]) -> str:
 
 
 def _blocks(section: Section) -> list[Block]:
+    if section.tiles:
+        return [{"tiles": section.rows}, {"notes": section.notes}]
     words = [column for column, number in enumerate(section.numbers) if not number]
     table = page.table(section.heads if any(section.heads) else (), section.rows, words)
     drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]

@@ -46,17 +46,24 @@ def tables() -> dict[str, Published]:
     }
 
 
-def beside(row: dict[str, Any], wanted: Beside) -> str:
-    """Return the published values of the rows that agree with `row`, or a dash.
-
-    For example `MI300X 542.9; MI325X 643.0`.
-    """
+def beside(row: dict[str, Any], wanted: Beside, gpu: str) -> str:
+    """Return the published values of the rows of `gpu` that agree with `row`, or a dash."""
     table = tables()[wanted.table]
     column = table.column(wanted.value)
-    same = [
-        other
-        for other in table.rows
-        if all(other[key] == row.get(key) for key in wanted.match)
-        and other[wanted.value] is not None
-    ]
-    return "; ".join(f"{other['gpu']} {column.text(other)}" for other in same) or "-"
+    values = [column.text(other) for other in matching(row, wanted, gpu)]
+    return "; ".join(values) or "-"
+
+
+def matching(row: dict[str, Any], wanted: Beside, gpu: str) -> list[dict[str, Any]]:
+    """Return the published rows of `gpu` that agree with `row` and have the wanted value."""
+    rows = []
+    for other in tables()[wanted.table].rows:
+        same = all(other[key] == row.get(key) for key in wanted.match)
+        if same and other["gpu"] == gpu and other[wanted.value] is not None:
+            rows.append(other)
+    return rows
+
+
+def gpus() -> set[str]:
+    """Return the GPU kinds that a published table names."""
+    return {row["gpu"] for table in tables().values() for row in table.rows}

@@ -5,6 +5,7 @@ Standard library only, except for the page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,29 +22,70 @@ MAX_BARS = 20  # largest number of rows of a comparison with a plot
 
 # --- one result -----------------------------------------------------------------------------------
 
+# Keys of machine and versions -> their names on a page. Other keys are shown with spaces.
+FACTS = {
+    "started": "Date",
+    "command": "Command",
+    "gpu": "GPU",
+    "kind": "GPU kind",
+    "gpus": "GPUs",
+    "gpu_memory_gib": "GPU memory, GiB",
+    "peak_tflops_16_bits": "Dense peak, BF16 and FP16, TFLOP/s",
+    "peak_tflops_fp8": "Dense peak, FP8, TFLOP/s",
+    "power_limit_w": "Power limit, W",
+    "cpu": "CPU",
+    "cpu_sockets": "CPU sockets",
+    "cpu_cores_per_socket": "CPU cores per socket",
+    "host_memory": "Host memory",
+    "os": "Operating system",
+    "threads": "Threads",
+    "commit": "Commit",
+    "driver": "Driver",
+    "python": "Python",
+    "cuda": "CUDA",
+    "rocm": "ROCm",
+    "nccl": "NCCL",
+    "status": "Status",
+    "peak": "Dense peak",
+}
+
 
 def title(what: str, data: dict[str, Any]) -> str:
-    return f"{what}: {'CPU' if data.get('device') == 'cpu' else data['machine'].get('gpu', 'unknown GPU')}"
+    """Return the title of a page: measurement, machine and date."""
+    return f"{what}: {machine_name(data)}{', ' + date(data) if 'started' in data else ''}"
+
+
+def machine_name(data: dict[str, Any]) -> str:
+    return "CPU" if data.get("device") == "cpu" else data["machine"].get("gpu", "unknown GPU")
+
+
+def date(data: dict[str, Any], format: str = "%Y-%m-%d") -> str:
+    """Return the start of a measurement as text, in UTC."""
+    return time.strftime(format, time.gmtime(data["started"]))
+
+
+def gpu_kind(data: dict[str, Any]) -> str:
+    """Return the kind of GPU that was measured, "" for a CPU."""
+    return data["machine"].get("kind", "")
 
 
 def sections(data: dict[str, Any]) -> list[Section]:
     """Return the sections of a result that `result.read` returned.
 
-    They are machine and software, each measured table, and the published tables.
+    They are machine and software, each measured table, and the published tables of the same GPU.
     """
     return [
         facts([("", data)]),
         *(part for table in data["tables"] for part in measured(table, data)),
-        *others(data["tables"]),
+        *others(data["tables"], {gpu_kind(data)}),
     ]
 
 
-def others(tables: Iterable[Table]) -> list[Section]:
-    """Return the published tables that `tables` name, each once."""
-    return [
-        of_published(name)
-        for name in dict.fromkeys(wanted.table for table in tables for wanted in table.published)
-    ]
+def others(tables: Iterable[Table], gpus: set[str]) -> list[Section]:
+    """Return the published tables that `tables` name, each once, with the rows of `gpus` only."""
+    names = dict.fromkeys(wanted.table for table in tables for wanted in table.published)
+    made = [of_published(name, gpus) for name in names]
+    return [section for section in made if section.rows]
 
 
 def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
@@ -51,17 +93,25 @@ def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
     columns = [described(data) for _, data in results]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple(
-        (name.replace("_", " "), *(column.get(name, "-") for column in columns)) for name in names
+        (
+            FACTS.get(name, name.replace("_", " ")),
+            *(column.get(name, "-") for column in columns),
+        )
+        for name in names
     )
     heads = ("", *(label for label, _ in results))
     return Section("Machine and software", "", heads, (False,) * len(heads), rows)
 
 
 def described(data: dict[str, Any]) -> dict[str, str]:
-    known = {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
+    """Return date, command, machine and versions of a result as text."""
+    known: dict[str, Any] = {}
+    if "started" in data:
+        known["started"] = date(data, "%Y-%m-%d %H:%M UTC")
+    known |= {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
     if data.get("status") != "finished":
         known["status"] = "the measurement did not end: rows may be missing"
-    if data["machine"].get("kind") == "unknown":
+    if gpu_kind(data) == "unknown":
         known["peak"] = "unknown for this GPU: no percentage of a peak is given"
     return {name: str(value) for name, value in known.items()}
 
@@ -84,7 +134,10 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
     for column in table.columns:
         failed = [row.get("error", "") if column.key == table.value else "" for row in rows]
         cells = [error or column.text(row) for error, row in zip(failed, rows, strict=True)]
-        parts += [(column.head, bool(column.format), cells), *beside(column, table, rows)]
+        parts += [
+            (column.head, bool(column.format), cells),
+            *beside(column, table, rows, gpu_kind(data)),
+        ]
     drawings = tuple(
         drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"]))
     )
@@ -103,9 +156,9 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
 
 
 def beside(
-    column: Column, table: Table, rows: list[dict[str, Any]]
+    column: Column, table: Table, rows: list[dict[str, Any]], gpu: str
 ) -> list[tuple[str, bool, list[str]]]:
-    """Return the columns of published values to the right of `column`.
+    """Return the columns of values published for `gpu` to the right of `column`.
 
     They belong to the column of the same key or, if no column has that key, to the column of the
     table's value.
@@ -113,7 +166,7 @@ def beside(
     parts, keys = [], {own.key for own in table.columns}
     for wanted in table.published:
         if wanted.match and column.key == (wanted.value if wanted.value in keys else table.value):
-            cells = [published.beside(row, wanted) for row in rows]
+            cells = [published.beside(row, wanted, gpu) for row in rows]
             head = published.tables()[wanted.table].column(wanted.value).head
             parts += [(f"{head}, published", False, cells)] if set(cells) != {"-"} else []
     return parts
@@ -145,9 +198,14 @@ def _has(row: dict[str, Any], key: str) -> bool:
     return row.get(key) not in (None, "")
 
 
-def of_published(name: str) -> Section:
+def of_published(name: str, gpus: set[str]) -> Section:
+    """Return the rows of `gpus` in the published table `name`."""
     table = published.tables()[name]
-    rows = tuple(tuple(column.text(row) for column in table.columns) for row in table.rows)
+    rows = tuple(
+        tuple(column.text(row) for column in table.columns)
+        for row in table.rows
+        if row["gpu"] in gpus
+    )
     numbers = tuple(bool(column.format) for column in table.columns)
     return Section(
         table.title,
@@ -178,7 +236,7 @@ def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
         keys = list(dict.fromkeys(key for rows in keyed for key in rows))
         if keys:
             made.append(_side_by_side(table, [label for label, _ in results], keyed, keys))
-    return made + others(tables.values())
+    return made + others(tables.values(), {gpu_kind(data) for _, data in results})
 
 
 def _side_by_side(

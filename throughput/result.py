@@ -1,6 +1,7 @@
 """The result of one measurement: a directory with result.json, table.md and page.html.
 
-result.json grows row by row; the other two are made from it. Its keys:
+result.json grows row by row; the other two are made from it. A measurement that fails leaves
+failure.json (kind, exit_code, what, why, do) beside them. The keys of result.json:
 
 - `what`, `started` (Unix time), `command`, `machine`, `versions`
 - `status`: "running" until `finish`
@@ -14,6 +15,7 @@ timed, "ms", "ms_p10", "ms_p90" and "samples". A failed row has "error".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -30,6 +32,7 @@ from throughput.tables import Table
 from throughput.timing import spread
 
 NAME = "result.json"
+FAILURE = "failure.json"
 Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in ms
 
 
@@ -178,13 +181,14 @@ def line(row: dict[str, Any], table: Table) -> str:
 
 
 def claim(folder: Path) -> None:
-    """Create `folder`.
+    """Create `folder`, and remove the failure.json of an earlier attempt.
 
-    Raises ConfigError if it contains files, StorageError if it cannot be created.
+    Raises ConfigError if it contains other files, StorageError if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not any(folder.iterdir()):
+        if not any(path.name != FAILURE for path in folder.iterdir()):
+            (folder / FAILURE).unlink(missing_ok=True)
             return
     except OSError as error:
         raise StorageError(
@@ -200,6 +204,23 @@ def claim(folder: Path) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write `value` as JSON. Raises StorageError."""
     report.write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_failure(folder: Path, error: RunError) -> None:
+    """Write failure.json, the error that ended a measurement, if `folder` can be written."""
+    with contextlib.suppress(OSError, StorageError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FAILURE, error.as_dict())
+
+
+def read_failure(folder: Path) -> str:
+    """Return the error of failure.json as one line, or "" if there is none."""
+    try:
+        failure = json.loads((folder / FAILURE).read_text())
+        parts = [str(failure["what"]), str(failure["why"])]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return ": ".join(part for part in parts if part)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""All measurements in one sitting, each in a separate process, and one page of the results.
+"""Run all measurements, each in a separate process, and write one page of the results.
 
-Run again with the same --out, it continues where it was interrupted.
+Run again with the same --out, it continues where it was interrupted. The exit code is 0 if every
+part succeeded, otherwise that of the first part that failed. With --against, it is 20 if a row is
+slower than the baseline allows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import shlex
@@ -15,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DataError, Interrupted, RunError
+from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
 from common.hardware import probe
 from launch.processes.supervise import supervise
+from throughput import baseline, report, result
 from throughput import options as common
-from throughput import report, result
-from throughput.tables import Section
+from throughput.tables import Section, Table
 
 NAME = "suite.json"
+NOT_MEASURED = "not measured"
 SCHEDULED = 60.0  # seconds: less time left than this is not reported
 
 
@@ -31,8 +36,9 @@ class Part:
     """One command of the suite.
 
     `words` follow `python3 -m throughput`. With --quick, `quick` replaces them ("" skips the part).
-    {gpus} is replaced by 1,2,4 or the value of --gpus. `seconds`, `quick_seconds`: used to estimate
-    the time left, measured on one H200, scaling on two.
+    {gpus} is replaced by 1,2,4 or the value of --gpus, {layers} by --layers 8 on a GPU and by
+    nothing on a CPU, whose model has 4. `seconds`, `quick_seconds`: used to estimate the time left,
+    measured on one H200, scaling on two.
     """
 
     name: str
@@ -48,7 +54,7 @@ PARTS = (
     Part(
         "llama_full",
         "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5",
-        "llama --precision fp8 --layers 8",
+        "llama --precision fp8 {layers}",
         105,
         74,
     ),
@@ -63,51 +69,117 @@ PARTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quick", action="store_true", help="ten minutes on one H200: fewer models and batches"
+        "--quick",
+        action="store_true",
+        help="fewer models and batches: ten minutes on one H200, two minutes on a CPU",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="default: the GPUs if there are any (ROCm's are cuda as well)",
+        help="device to measure (default: cuda if there are GPUs; ROCm's GPUs are cuda too)",
     )
     common.add(
         parser,
         gpus={
             "default": None,
-            "help": "numbers of GPUs to measure; default: 1, 2, 4, ... up to all",
+            "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all)",
         },
+    )
+    parser.add_argument(
+        "--save-baseline",
+        type=Path,
+        metavar="FILE",
+        help="save the measured rows to a new file, for --against",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="FILE|GPU",
+        help="compare each row with a saved baseline, or with the known numbers of a kind of GPU",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=baseline.percentage,
+        default=baseline.TOLERANCE,
+        metavar="PERCENT",
+        help="how far below the baseline a row may be (default: 3%%)",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the suite and return the exit code.
 
-    It is 0 if every part ended with 0, otherwise that of the first part that did not. Raises
-    RunError.
+    It is that of the first part that failed. If none failed, it is that of CheckFailed if a row is
+    below the baseline, otherwise 0. Raises RunError.
     """
-    found = probe(os.environ)
-    device = common.device_of(options.device, found)
-    common.check_torch(device, found)
-    gpus = options.gpus or doubled(len(found.devices) if device == "cuda" else 1)
-    common.check_gpus(gpus, device, found)
+    detected = probe(os.environ)
+    device = common.device_of(options.device, detected)
+    common.check_torch(device, detected)
+    gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
+    common.check_gpus(gpus, device, detected)
+    reference = baseline.find(options.against, declared_tables()) if options.against else None
+    if options.save_baseline:
+        require_new(options.save_baseline)
     folder = options.out or result.default_directory("suite")
     asked = {"quick": options.quick, "device": device, "gpus": gpus}
+    ended = run_parts(folder, asked)
+    results = read_results(folder, ended)
+    failed = [part["exit_code"] for part in ended.values() if part["exit_code"]]
+    verdicts: list[baseline.Verdict] = []
+    comparison: list[Section] = []
+    if reference:
+        verdicts = baseline.compare(reference, list(results.values()), options.tolerance)
+        comparison = [baseline.section(reference, verdicts, options.tolerance)]
+    tiles = headline(ended, results, verdicts)
+    made = [tiles, *comparison, *sections(folder, ended, results)]
+    report.write(folder, suite_title(results), made)
+    for name, value in tiles.rows:
+        print(f"{name}: {value}", flush=True)
+    if failed:
+        # A shell reports a process that signal N ended as 128 + N.
+        return 128 - failed[0] if failed[0] < 0 else failed[0]
+    if options.save_baseline:
+        baseline.write(options.save_baseline, baseline.of_results(results.values()))
+        print(f"baseline: {options.save_baseline}", flush=True)
+    if reference and not baseline.summary(verdicts).startswith(baseline.PASS):
+        return CheckFailed.exit_code
+    return 0
+
+
+def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+    """Run the parts that have not ended in `folder`, and return all of them in order."""
     ended = resume(folder, asked)
-    for number, part in enumerate(chosen(options.quick)):
+    parts = chosen(asked["quick"])
+    for number, part in enumerate(parts, start=1):
         if part.name in ended:
             print(f"suite: {part.name} is done", flush=True)
             continue
-        print(
-            f"suite: part {number + 1} of {len(chosen(options.quick))}, {part.name}{time_left(ended, options.quick)}",
-            flush=True,
-        )
+        left = time_left(ended, asked["quick"])
+        print(f"suite: part {number} of {len(parts)}, {part.name}{left}", flush=True)
         ended[part.name] = run(part, folder, asked)
         result.write_json(folder / NAME, asked | {"parts": ended})
-    # Restore the order of the parts, since repeated parts were added last.
-    ended = {part.name: ended[part.name] for part in chosen(options.quick)}
-    report.write(folder, "suite", sections(folder, ended))
-    failed = next((part["exit_code"] for part in ended.values() if part["exit_code"]), 0)
-    return 128 - failed if failed < 0 else failed  # as a shell reports signals
+    return {part.name: ended[part.name] for part in parts}
+
+
+def declared_tables() -> list[Table]:
+    """Return the tables of all measurements of the suite."""
+    tables: list[Table] = []
+    for name in dict.fromkeys(part.words.split()[0] for part in PARTS):
+        tables += importlib.import_module(f"throughput.{name}").TABLES
+    return tables
+
+
+def require_new(path: Path) -> None:
+    """Raise ConfigError if the baseline file exists, or if its directory does not."""
+    if path.exists():
+        raise ConfigError(
+            f"--save-baseline {path}", "the file exists", "name a new file, or remove it"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--save-baseline {path}",
+            f"the directory {path.parent} does not exist",
+            "create it first",
+        )
 
 
 def chosen(quick: bool) -> list[Part]:
@@ -159,7 +231,8 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
 def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
     words = (part.quick if asked["quick"] else part.words).format(
-        gpus=",".join(map(str, asked["gpus"]))
+        gpus=",".join(map(str, asked["gpus"])),
+        layers="--layers 8" if asked["device"] == "cuda" else "",
     )
     command = [
         "-m",
@@ -189,63 +262,115 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
     The expected seconds are scaled by the ratio of actual to expected time of the finished parts.
     """
     expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
-    spent, planned = (
-        sum(ended[name]["seconds"] for name in ended),
-        sum(expected[name] for name in ended),
-    )
-    left = sum(seconds for name, seconds in expected.items() if name not in ended) * (
-        spent / planned if planned else 1.0
-    )
+    spent = sum(ended[name]["seconds"] for name in ended)
+    planned = sum(expected[name] for name in ended)
+    left = sum(seconds for name, seconds in expected.items() if name not in ended)
+    if planned:
+        left *= spent / planned
     return f"; about {max(left / 60, 1):.0f} min left" if left > SCHEDULED else ""
 
 
 # --- the page -------------------------------------------------------------------------------------
 
 
-def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
-    """Return the sections of the page.
-
-    They are the machine, the parts, each part's tables, and the published tables.
-    """
-    found: dict[str, dict[str, Any]] = {}
+def read_results(folder: Path, ended: dict[str, dict]) -> dict[str, dict[str, Any]]:
+    """Return the result of each part that wrote one."""
+    results: dict[str, dict[str, Any]] = {}
     for name in ended:
-        try:
-            found[name] = result.read(folder / name)
-        except RunError:  # the part wrote no result; its row says how it ended
-            continue
+        with contextlib.suppress(RunError):  # no result: the part's row says how it ended
+            results[name] = result.read(folder / name)
+    return results
+
+
+def suite_title(results: dict[str, dict[str, Any]]) -> str:
+    """Return the title of the page, with machine and date if a part wrote a result."""
+    first = next(iter(results.values()), None)
+    return report.title("suite", first) if first else "suite"
+
+
+def sections(
+    folder: Path, ended: dict[str, dict], results: dict[str, dict[str, Any]]
+) -> list[Section]:
+    """Return the sections of the page below the headline and the comparison.
+
+    They are the machine, the parts, each part's tables, and the published tables of the same GPU.
+    """
     command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
-    made = (
-        [report.facts([("", next(iter(found.values())) | {"command": command})])] if found else []
-    )
-    made.append(parts_section(ended, found))
-    for name, data in found.items():
-        made += report.relabeled(
-            [part for table in data["tables"] for part in report.measured(table, data)], name
-        )
-    return made + report.others(table for data in found.values() for table in data["tables"])
+    made = []
+    if results:
+        made.append(report.facts([("", next(iter(results.values())) | {"command": command})]))
+    made.append(parts_section(folder, ended, results))
+    for name, data in results.items():
+        tables = [part for table in data["tables"] for part in report.measured(table, data)]
+        made += report.relabeled(tables, name)
+    tables_of_all = [table for data in results.values() for table in data["tables"]]
+    return made + report.others(tables_of_all, {report.gpu_kind(data) for data in results.values()})
 
 
-def parts_section(ended: dict[str, dict], found: dict[str, dict[str, Any]]) -> Section:
+def headline(
+    ended: dict[str, dict],
+    results: dict[str, dict[str, Any]],
+    verdicts: list[baseline.Verdict],
+) -> Section:
+    """Return the section of the few numbers that summarize the machine."""
+    succeeded = sum(part["exit_code"] == 0 for part in ended.values())
+    tiles = [("Parts that succeeded", f"{succeeded} of {len(ended)}")]
+    if verdicts:
+        tiles.append(("Against the baseline", baseline.summary(verdicts)))
+    rows = [row for data in results.values() for row in data["rows"] if "error" not in row]
+    for precision in ("bf16", "fp8"):
+        products = [row for row in rows if row["table"] == "gemm" and row["precision"] == precision]
+        best = max((row["tflops"] for row in products), default=None)
+        text = NOT_MEASURED if best is None else f"{best:,.4g} TFLOP/s"
+        tiles.append((f"Best {precision.upper()} product", text))
+    tiles.append(llama_tile(rows))
+    reductions = [
+        row["bus_gb_per_s"]
+        for row in rows
+        if row["table"] == "collectives" and row["name"].startswith("all-reduce")
+    ]
+    text = f"{max(reductions):,.4g} GB/s" if reductions else NOT_MEASURED
+    tiles.append(("All-reduce, bus bandwidth", text))
+    return Section("Headline", "", ("", ""), (False, False), tuple(tiles), tiles=True)
+
+
+def llama_tile(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return name and tokens/s of the fastest full training step: the 8B, on a CPU its stand-in."""
+    steps = [row for row in rows if row["table"] == "llama" and row["mode"] == "full"]
+    if not steps:
+        return "Llama 3.1 8B", NOT_MEASURED
+    best = max(steps, key=lambda row: row["tokens_per_s"])
+    name = f"{best['model']}, {best['precision']}, {best['layers']} layers"
+    if best["gpus"] > 1:
+        name += f", {best['gpus']} GPUs"
+    return name, f"{best['tokens_per_s']:,.0f} tokens/s"
+
+
+def parts_section(
+    folder: Path, ended: dict[str, dict], results: dict[str, dict[str, Any]]
+) -> Section:
+    """Return the section that says how each part ended and, if it failed, why."""
     rows = []
     for name, part in ended.items():
-        measured = [row for row in found.get(name, {}).get("rows", [])]
+        measured = results.get(name, {}).get("rows", [])
         failed = sum("error" in row for row in measured)
-        how = "ended" if part["exit_code"] == 0 else f"failed, {how_it_failed(part['exit_code'])}"
         rows.append(
             (
                 name,
-                how,
+                outcome(part["exit_code"], result.read_failure(folder / name)),
                 f"{part['seconds']:,.0f}",
                 str(len(measured) - failed),
                 str(failed),
                 part["command"],
             )
         )
-    heads = ("Part", "", "Seconds", "Rows measured", "Rows failed", "Command")
-    return Section(
-        "Parts", "measured here", heads, (False, False, True, True, True, False), tuple(rows)
-    )
+    heads = ("Part", "Outcome", "Seconds", "Rows measured", "Rows failed", "Command")
+    return Section("Parts", "", heads, (False, False, True, True, True, False), tuple(rows))
 
 
-def how_it_failed(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+def outcome(exit_code: int, why: str) -> str:
+    """Return how a part ended, in words. `why`: its error, "" if it wrote none."""
+    if exit_code == 0:
+        return "succeeded"
+    how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    return f"failed, {how}{': ' + why if why else ''}"

@@ -65,13 +65,14 @@ class Plot:
 class Beside:
     """A table of published.json to show under the measured one.
 
-    If its row agrees with a measured row in the keys `match`, its `value` is shown next to the
-    measured one.
+    If its row is of the same GPU and agrees with a measured row in the keys `match`, its `value` is
+    shown next to the measured one. `compared`: whether `suite --against` compares the two values.
     """
 
     table: str
     match: tuple[str, ...]
     value: str
+    compared: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Table:
 
     `keys`: the columns that identify what was measured. `value`: the column in which two results
     are compared. `formulas`: explanations, one line each, printed under the table. `sort`: key of
-    the column to sort by, largest first.
+    the column to sort by, largest first. `larger_is_better`: whether a larger `value` is better.
+    Only such tables have rows in a baseline (throughput/baseline.py).
     """
 
     name: str
@@ -92,6 +94,7 @@ class Table:
     plots: tuple[Plot, ...] = ()
     published: tuple[Beside, ...] = ()
     sort: str = ""
+    larger_is_better: bool = True
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -129,6 +132,7 @@ class Section:
     """A table as text.
 
     `mark`: "measured here", or "published" and by whom. `numbers`: which columns hold numbers.
+    `tiles`: the page shows each row, a name and a value, as a tile.
     """
 
     title: str
@@ -138,3 +142,4 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     drawings: tuple[Drawing, ...] = ()
+    tiles: bool = False

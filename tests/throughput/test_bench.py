@@ -4,6 +4,9 @@ import pytest
 from ranks import start_ranks
 from tiny import lora_config, run_config
 
+from common.errors import ConfigError
+from launch.commands import parser
+
 
 @pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
 def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
@@ -41,3 +44,18 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
         evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ")
         and "tok/s/process" in evaluation
     )
+
+
+@pytest.mark.parametrize("option", ["--layers", "--steps", "--warmup", "--eval-sequences"])
+@pytest.mark.parametrize("value", ["0", "-3", "x", "1.5"])
+def test_numbers_that_make_no_sense_are_refused(option, value):
+    with pytest.raises(ConfigError, match=option):
+        parser("bench", "llama31_8b").parse_args([option, value])
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path):
+    (tmp_path / "CPU_1x1.toml").write_text(run_config().as_toml())
+    words = f"--benchmark llama31_8b --config {tmp_path / 'CPU_1x1.toml'} --device cpu --layers 99"
+    (process,) = start_ranks(1, ["-m", "throughput.bench", *words.split()])
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2 and "--layers 99" in stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common.errors import ConfigError
+from common.errors import ConfigError, OutOfMemory
 from throughput import gpt, published
 from throughput.gpt_model import SIZES, STAND_INS, Gpt, GptShape, Size, build_gpt, train_step
 from throughput.result import Result
@@ -252,3 +252,10 @@ def test_what_cannot_be_measured_is_refused(result, changes):
     with pytest.raises(ConfigError):
         gpt.measure(options(**changes), result)
     assert result.rows == []
+
+
+def test_a_size_that_the_host_cannot_hold_is_refused(result, monkeypatch):
+    monkeypatch.setattr("throughput.memory.available_memory", lambda root: 2**30)
+    with pytest.raises(OutOfMemory, match="13b"):
+        gpt.measure(options(model="13b"), result)
+    assert not result.rows

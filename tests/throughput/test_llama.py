@@ -15,7 +15,7 @@ from common.paths import ROOT
 from launch.plan import estimate as plan
 from llama31_8b.rules import Config
 from throughput import __main__ as command
-from throughput import llama
+from throughput import llama, memory
 from throughput.result import Result, read
 
 pytestmark = pytest.mark.quick
@@ -144,6 +144,15 @@ def test_wrong_options_are_refused():
         case(model="miniature")
     with pytest.raises(ConfigError, match="--batch max"):
         case(None, 1, device="cpu", batch="max")
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda root: 16 * GIB)
+    for lora in (False, True):
+        with pytest.raises(OutOfMemory, match=r"llama3\.1-70b"):
+            case(None, 1, device="cpu", model="llama3.1-70b", lora=lora)
+    assert case(None, 1, device="cpu", model="llama3.2-1b", layers=1).kind is None
+    assert case(None, 1, device="cpu").config.micro_batch_size == 1
 
 
 def test_a_gpu_that_is_not_known_gets_settings_by_its_memory():
@@ -300,6 +309,5 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
         and row["tflops"] > 0
         and row.get("mfu") is None
     )
-    assert "llama3.1-70b" in (tmp_path / "out" / "table.md").read_text(), (
-        "published values stand below"
-    )
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "llama3.1-70b" not in table, "nothing is published for a CPU"

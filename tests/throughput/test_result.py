@@ -109,17 +109,21 @@ def test_an_unknown_gpu_says_that_it_has_no_peak(tmp_path):
     made = opened(tmp_path / "a", machine={"kind": "unknown"})
     made.add(ROW | {"samples_per_s": 1.0})
     made.finish()
-    assert "| peak | unknown for this GPU" in (tmp_path / "a" / "table.md").read_text()
+    assert "| Dense peak | unknown for this GPU" in (tmp_path / "a" / "table.md").read_text()
 
 
-def test_published_values_stand_beside_measured_ones_and_are_marked(tmp_path):
-    made = opened(tmp_path / "a")
+def test_published_values_stand_beside_measured_ones_of_the_same_gpu(tmp_path):
+    other = opened(tmp_path / "b", machine={"kind": "H200"})
+    other.add(ROW | {"samples_per_s": 1000.0})
+    other.finish()
+    assert "ublished" not in (tmp_path / "b" / "table.md").read_text()
+    made = opened(tmp_path / "a", machine={"kind": "MI350X"})
     made.add(ROW | {"samples_per_s": 1000.0})
     made.add(ROW | {"batch": 128, "samples_per_s": 10.0})
     made.finish()
     lines = (tmp_path / "a" / "table.md").read_text().splitlines()
     assert "| Model | Precision | Batch | Samples/s | Samples/s, published | Step, ms |" in lines
-    assert "| 4096-8192-8192-4096 | bf16 | 256 | 1,000.0 | MI350X 124,517 | - |" in lines
+    assert "| 4096-8192-8192-4096 | bf16 | 256 | 1,000.0 | 124,517 | - |" in lines
     assert "| 4096-8192-8192-4096 | bf16 | 128 | 10.0 | - | - |" in lines
     assert (
         sum(line == "Measured here." for line in lines) == 1

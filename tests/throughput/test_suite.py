@@ -1,15 +1,17 @@
 """`throughput suite`: parts in processes of their own, a crash is a row, and it goes on where it was interrupted."""
 
 import argparse
+import importlib
 import json
 import os
+import time
 
 import pytest
 
 from common.command_line import Parser
 from common.errors import ConfigError, DataError, Interrupted
 from launch.processes.supervise import Ending
-from throughput import suite
+from throughput import baseline, llama, result, suite
 from throughput.__main__ import MEASUREMENTS
 from throughput.suite import Part
 
@@ -18,8 +20,9 @@ pytestmark = pytest.mark.quick
 MLP = "mlp --steps 1 --warmup 1 --batch 2"
 
 
-def asked(folder, quick=False) -> argparse.Namespace:
-    return argparse.Namespace(out=folder, quick=quick, device="cpu", gpus=None)
+def asked(folder, quick=False, **more) -> argparse.Namespace:
+    options = {"save_baseline": None, "against": None, "tolerance": 0.03} | more
+    return argparse.Namespace(out=folder, quick=quick, device="cpu", gpus=None, **options)
 
 
 @pytest.fixture
@@ -55,8 +58,10 @@ def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     assert suite.main(asked(tmp_path / "s")) == 2
     table = (tmp_path / "s" / "table.md").read_text()
-    assert "| broken | failed, exit code 2 |" in table and "| mlp | ended |" in table
-    assert "## mlp: Training steps of an MLP" in table and "MI350X" in table
+    assert "| broken | failed, exit code 2: --shape 0x0x0" in table, "the page says why"
+    assert "| mlp | succeeded |" in table and "Date" in table
+    assert "## mlp: Training steps of an MLP" in table
+    assert "MI350X" not in table, "nothing is published for a CPU"
     assert (tmp_path / "s" / "page.html").is_file() and (
         tmp_path / "s" / "mlp" / "page.html"
     ).is_file()
@@ -91,9 +96,9 @@ def test_it_repeats_what_failed(tmp_path, commands):
     names = sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir())
     assert names[:2] == ["a", "b"] and names[2].startswith("b.failed-") and names[3:] == ["c"]
     table = (tmp_path / "s" / "table.md").read_text()
-    assert "failed, exit code" not in table and table.index("| a | ended") < table.index(
-        "| b | ended"
-    ) < table.index("| c | ended")
+    assert "failed, exit code" not in table
+    places = [table.index(f"| {name} | succeeded") for name in "abc"]
+    assert places == sorted(places)
 
 
 def test_quick_leaves_parts_out(tmp_path, commands):
@@ -144,12 +149,149 @@ def test_gpus_are_doubled_up_to_all():
     ]
 
 
+def test_the_quick_parts_of_a_cpu_ask_for_layers_that_its_model_has(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        suite, "supervise", lambda command, *_: started.append(command) or Ending(0)
+    )
+    suite.main(asked(tmp_path / "s", quick=True))
+    parser = Parser("throughput llama")
+    llama.add_arguments(parser)
+    parser.add_argument("--device")
+    parser.add_argument("--out")
+    words = next(command for command in started if "llama" in command)[4:]
+    assert llama.model_of(parser.parse_args(words)).shape.num_layers == 4
+    part = next(part for part in suite.PARTS if part.name == "llama_full")
+    gpu = {"quick": True, "device": "cuda", "gpus": [1]}
+    assert "--layers 8" in suite.run(part, tmp_path, gpu)["command"]
+
+
+# --- headline and baseline ------------------------------------------------------------------------
+
+PRODUCT = {"table": "gemm", "shape": "8x8x8", "call": "matmul", "library": "cublas"}
+STEP = {
+    "table": "llama",
+    "model": "llama3.1-8b",
+    "mode": "full",
+    "precision": "fp8",
+    "layers": 32,
+    "gpus": 2,
+}
+REDUCTION = {"table": "collectives", "name": "all-reduce, 2 ranks", "mib": 1024.0}
+
+
+def rows_of(what: str, rate: float) -> list[dict]:
+    """Rows as the measurement `what` would add them on two GPUs whose products reach `rate`."""
+    if what == "gemm":
+        bf16 = PRODUCT | {"precision": "bf16", "tflops": rate}
+        return [bf16, PRODUCT | {"precision": "fp8", "tflops": 2 * rate}]
+    if what == "llama":
+        return [STEP | {"tokens_per_s_per_gpu": 10 * rate, "tokens_per_s": 20 * rate}]
+    return [REDUCTION | {"bus_gb_per_s": rate / 2}]
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Return a function that runs a suite whose products reach `rate` TFLOP/s."""
+    parts = tuple(Part(name, name, name, 1, 1) for name in ("gemm", "llama", "scaling"))
+    monkeypatch.setattr(suite, "PARTS", parts)
+
+    def start(folder, rate, fails="", kind="H200", **options):
+        def pretend(command, environment, run_dir):
+            what = command[3]
+            tables = importlib.import_module(f"throughput.{what}").TABLES
+            facts = {"gpu": f"NVIDIA {kind}", "kind": kind}
+            made = result.Result(what, tables, run_dir, "cuda", facts, {"commit": "abc"})
+            for row in rows_of(what, rate):
+                made.add(row | ({"error": "out of memory"} if what == fails else {}))
+            return Ending(0)
+
+        monkeypatch.setattr(suite, "supervise", pretend)
+        return suite.main(asked(folder, **options))
+
+    return start
+
+
+def test_the_headline_holds_best_products_the_8b_and_all_reduce(tmp_path, on_gpus, capsys):
+    assert on_gpus(tmp_path / "s", 100.0) == 0
+    table = (tmp_path / "s" / "table.md").read_text()
+    page = (tmp_path / "s" / "page.html").read_text()
+    for text in ("100 TFLOP/s", "200 TFLOP/s", "2,000 tokens/s", "50 GB/s", "NVIDIA H200"):
+        assert text in table and text in page
+    assert table.index("llama3.1-8b") < table.index("## Machine and software")
+    assert time.strftime("%Y-") in table.splitlines()[0] and 'class="tiles"' in page
+    assert "200 TFLOP/s" in capsys.readouterr().out
+
+
+def test_a_slower_row_fails_against_a_saved_baseline(tmp_path, on_gpus):
+    file = tmp_path / "base.json"
+    assert on_gpus(tmp_path / "first", 100.0, save_baseline=file) == 0
+    against = {"against": str(file)}
+    assert on_gpus(tmp_path / "same", 98.0, **against) == 0, "2 % below, of 3 % tolerated"
+    assert on_gpus(tmp_path / "slow", 96.0, **against) == 20
+    assert on_gpus(tmp_path / "wide", 96.0, **against, tolerance=0.05) == 0
+    assert on_gpus(tmp_path / "faster", 300.0, **against) == 0
+    slow = (tmp_path / "slow" / "table.md").read_text()
+    assert "FAIL: 4 of 4 rows" in slow and "-4.0%" in slow
+    # The finished suite can be compared again without measuring.
+    assert suite.main(asked(tmp_path / "slow", **against)) == 20
+
+
+def test_a_row_that_failed_here_fails_and_one_that_was_not_measured_does_not(tmp_path, on_gpus):
+    file = tmp_path / "base.json"
+    on_gpus(tmp_path / "first", 100.0, save_baseline=file)
+    data = json.loads(file.read_text())
+    data["rows"].append({"table": "mlp", "keys": {"batch": 1}, "column": "ms", "value": 1.0})
+    file.write_text(json.dumps(data))
+    assert on_gpus(tmp_path / "same", 100.0, against=str(file)) == 0
+    assert "not measured" in (tmp_path / "same" / "table.md").read_text()
+    assert on_gpus(tmp_path / "fails", 100.0, fails="llama", against=str(file)) == 20
+    assert "FAIL: 1 of 4 rows" in (tmp_path / "fails" / "table.md").read_text()
+    data["rows"] = data["rows"][-1:]
+    file.write_text(json.dumps(data))
+    assert on_gpus(tmp_path / "none", 100.0, against=str(file)) == 20, "nothing was compared"
+
+
+def test_a_kind_of_gpu_is_a_baseline(tmp_path, on_gpus):
+    tables = suite.declared_tables()
+    published = baseline.find("mi325x", tables)
+    assert published.gpu == "MI325X" and {row.table for row in published.rows} == {"llama"}
+    assert baseline.find("H200", tables).source.startswith("measured")
+    with pytest.raises(ConfigError, match="H201"):
+        on_gpus(tmp_path / "s", 1.0, against="H201")
+    assert not (tmp_path / "s").exists(), "refused before anything is measured"
+
+
+def test_baseline_files_are_checked_before_anything_is_measured(tmp_path, on_gpus):
+    file = tmp_path / "base.json"
+    file.write_text("[]")
+    with pytest.raises(DataError, match="not a baseline"):
+        on_gpus(tmp_path / "s", 1.0, against=str(file))
+    with pytest.raises(ConfigError, match="--save-baseline"):
+        on_gpus(tmp_path / "s", 1.0, save_baseline=file)
+    with pytest.raises(ConfigError, match="--save-baseline"):
+        on_gpus(tmp_path / "s", 1.0, save_baseline=tmp_path / "missing" / "base.json")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_suite_with_a_failed_part_saves_no_baseline(tmp_path, commands):
+    _, codes = commands
+    codes["mlp"] = 1
+    assert suite.main(asked(tmp_path / "s", save_baseline=tmp_path / "base.json")) == 1
+    assert not (tmp_path / "base.json").exists()
+
+
+def test_a_tolerance_is_a_percentage():
+    assert baseline.percentage("2.5%") == 0.025
+    for text in ("3", "0.03", "-1%", "x%"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            baseline.percentage(text)
+
+
 @pytest.mark.parametrize("part", suite.PARTS, ids=lambda part: part.name)
 def test_the_commands_of_the_parts_are_understood(part):
-    import importlib
-
     for words in filter(None, (part.words, part.quick)):
-        what, *rest = words.format(gpus="1,2").split()
+        what, *rest = words.format(gpus="1,2", layers="--layers 8").split()
         assert what in MEASUREMENTS
         parser = Parser("throughput x")
         importlib.import_module(f"throughput.{what}").add_arguments(parser)
