@@ -30,6 +30,7 @@ from launch import profilers, series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.job import job_from, trainer_command
+from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
 from launch.run_directory import doubts
@@ -99,6 +100,13 @@ def parser(name: str, benchmark: str) -> Parser:
         help_tune = "make the settings of `tuning apply` while it runs, by sudo, and put them back at its end"
         parser.add_argument("--tune", action="store_true", help=help_tune)
         help_checkpoint = "save the state of training: WHEN is 2 for every second evaluation, 600s for every ten minutes"
+        parser.add_argument(
+            "--track",
+            action="append",
+            default=[],
+            choices=TRACKERS,
+            help="send losses, speed, GPU samples and config to this package during the run",
+        )
         parser.add_argument("--checkpoint", metavar="WHEN", help=help_checkpoint)
         help_continue = (
             "go on from the checkpoint in this run's directory; for research, never for submission"

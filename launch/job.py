@@ -18,6 +18,7 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import require_possible, when_from
+from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
@@ -88,6 +89,7 @@ class Job:
     save: bool  # save the trained model after the clock has stopped
     checkpoint: str = ""  # when to save the training state
     continues: Path | None = None  # the run whose checkpoint training resumes from
+    trackers: tuple[str, ...] = ()  # names of launch/monitor/trackers.py
     cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
     @property
@@ -129,8 +131,21 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     folders = directories(benchmark, selection.config, environment)
     node = node_from(environment, selection.config.nodes)
     cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
+    trackers = tuple(getattr(options, "track", ()))
+    for name in trackers:
+        require_installed(name)
     return Job(
-        benchmark, selection, gpus, *folders, environment, node, save, checkpoint, continues, cpus
+        benchmark,
+        selection,
+        gpus,
+        *folders,
+        environment,
+        node,
+        save,
+        checkpoint,
+        continues,
+        trackers,
+        cpus,
     )
 
 

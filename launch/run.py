@@ -20,6 +20,7 @@ from launch.job import Job, ensure_data, trainer_command, trainer_environment
 from launch.limits import require_limits, require_loopback
 from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
+from launch.monitor.tracking import tracked
 from launch.multi_node import LeaderEnded, Nodes
 from launch.plan.command import expected_memory
 from launch.processes.supervise import (
@@ -154,6 +155,8 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     )
     with (
         sampler.sampling(run_dir, job.gpus if on_gpus else Probe("none")),
+        # Rank 0 writes the events.
+        tracked(run_dir, job.trackers if node.rank == 0 else ()),
         Screen(run_dir, *about, on_gpus=on_gpus, leads=node.rank == 0) as screen,
     ):
 

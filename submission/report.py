@@ -18,9 +18,10 @@ from pathlib import Path
 from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.records import ledger
+from launch.monitor import tracking
+from launch.monitor.trackers import TRACKERS
 from submission import gpu_samples, terminal
 from submission.advice import advice
-from submission.export import SINKS, export
 from submission.run_page import run_page
 from submission.runs import Run, read_attempt
 from submission.series import read_series
@@ -51,8 +52,8 @@ def parser(benchmark: str = "") -> Parser:
     )
     parser.add_argument(
         "--export",
-        choices=SINKS,
-        help="instead of a page, DIR/tensorboard or DIR/wandb with the events of the run",
+        choices=TRACKERS,
+        help="send the run to this package instead of writing a page",
     )
     return parser
 
@@ -66,7 +67,8 @@ def write(folders: list[Path], series: str, sink: str | None) -> int:
     """
     first, path, found = folders[0], folders[0] / "report.html", []
     if sink:
-        print("\n".join(export(folder, sink) for folder in folders))
+        for folder in folders:
+            tracking.export(folder, sink)
         return 0
     if len(folders) > 1:
         path = (

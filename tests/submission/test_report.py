@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-import types
 
 import pytest
 import synthetic_run
@@ -13,7 +12,7 @@ from page import Page, read_page
 from synthetic_run import events, records, spread, start, write_good, write_records, write_run
 
 from llama31_8b import rules
-from submission import export, rcp, report
+from submission import rcp, report
 from submission.series import read_series, ten_runs
 
 pytestmark = pytest.mark.quick
@@ -509,69 +508,6 @@ def test_what_to_do_next_follows_from_how_the_run_ended(run_dir, tmp_path_factor
     log[-1]["time_ms"] += 60_000  # a run of no time is none
     write_records(small / "result.txt", log)
     assert "./run_and_time.sh llama31_8b plan" in next_steps(page(small))
-
-
-# Other people's tools.
-
-
-class Sink(types.ModuleType):
-    """Stands in for tensorboard.summary and for wandb; `written` is what came."""
-
-    def __init__(self):
-        super().__init__("sink")
-        self.written: list[tuple] = []
-        self.Writer = lambda folder: self.__setattr__("folder", folder) or self
-        self.init = lambda **options: self.__setattr__("options", options) or self
-
-    def add_scalar(self, name, value, step):
-        self.written.append((step, name, value))
-
-    def log(self, values, step):
-        self.written += [(step, name, value) for name, value in values.items()]
-
-    def close(self):
-        self.closed = True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.closed = True
-
-
-@pytest.mark.parametrize(("name", "module"), export.SINKS.items())
-def test_events_are_exported(run_dir, name, module, monkeypatch, capsys):
-    sink = Sink()
-    monkeypatch.setitem(sys.modules, module, sink)
-    assert report.main([str(run_dir), "--export", name]) == 0
-    assert (
-        sink.closed
-        and (2, "step/loss", 10 / 2**0.3) in sink.written
-        and (4, "eval/loss", 3.4) in sink.written
-    )
-    assert not any("mfu" in key for _, key, _ in sink.written), "which has no value here"
-    assert (
-        sink.folder == str(run_dir / "tensorboard")
-        if name == "tensorboard"
-        else sink.options["mode"] == "offline"
-    )
-    assert (
-        f"{run_dir / name}: {name} " in capsys.readouterr().out
-        and not (run_dir / "report.html").exists()
-    )
-
-
-def test_an_export_that_cannot_be_made_says_why(run_dir, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert report.main([str(run_dir), "--export", "wandb"]) == 18
-    assert "pip install wandb" in capsys.readouterr().err
-    (run_dir / "wandb").mkdir()
-    assert report.main([str(run_dir), "--export", "wandb"]) == 2
-    (run_dir / "events.jsonl").unlink()
-    assert report.main([str(run_dir), "--export", "tensorboard"]) == 2
-    assert (
-        "never overwritten" in (error := capsys.readouterr().err) and "nothing to export" in error
-    )
 
 
 def test_without_jinja2_there_is_one_line_about_it(run_dir, monkeypatch, capsys):

@@ -1,0 +1,163 @@
+"""Trackers: TensorBoard, Weights & Biases, MLflow and Trackio behind one interface.
+
+Each package is optional. Servers and keys come from the package's own environment variables or
+configuration (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR, ...), never from a command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.errors import PreflightError
+
+PROJECT = "mlperf-llama-training"
+# Values are drawn over one of these axes: optimizer steps, or seconds since sampling began.
+STEP = "step"
+SECONDS = "seconds"
+
+
+class Tracker(Protocol):
+    """One run in one tracking package. Each method may raise any error of that package."""
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        """Record `values` at `position` of `axis`, STEP or SECONDS."""
+
+    def finish(self) -> None:
+        """Write or send everything that was recorded."""
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self.Summary = Summary
+        rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+        text = f"| | |\n|-|-|\n{rows}"
+        value = Summary.Value(
+            tag="run",
+            tensor=make_tensor_proto([text]),
+            metadata=create_summary_metadata("run", "config and versions"),
+        )
+        self._add([value], 0)
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        scalars = [
+            self.Summary.Value(tag=name, simple_value=value) for name, value in values.items()
+        ]
+        self._add(scalars, position)
+
+    def _add(self, values: list[Any], position: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        summary = self.Summary(value=values)
+        self.writer.add_event(Event(wall_time=time.time(), step=position, summary=summary))
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; WANDB_MODE=offline writes it to RUN/wandb only."""
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.name,
+            group=run_dir.parent.name,
+            dir=str(run_dir),
+            config=dict(facts),
+            # The GPU samples of the run are logged instead of wandb's own.
+            settings=wandb.Settings(x_disable_stats=True, console="off"),
+        )
+        self.run.define_metric("*", step_metric=STEP)
+        self.run.define_metric("gpu*", step_metric=SECONDS)
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        self.run.log({axis: position, **values})
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """A run of MLflow, on the server of MLFLOW_TRACKING_URI or in RUN/mlflow.db."""
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
+        import mlflow
+
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir}/mlflow.db"
+        self.Metric = mlflow.entities.Metric
+        self.client = mlflow.MlflowClient(tracking_uri=address)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        self.id = self.client.create_run(number, run_name=run_dir.name).info.run_id
+        for key, value in facts.items():
+            self.client.log_param(self.id, key, value)
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self.Metric(name, value, now, position) for name, value in values.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+
+    def finish(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+class Trackio:
+    """A run of Trackio, in TRACKIO_DIR or Trackio's own directory."""
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
+        import trackio
+
+        self.trackio = trackio
+        self.run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=run_dir.name,
+            group=run_dir.parent.name,
+            config=dict(facts),
+            embed=False,
+            # The GPU samples of the run are logged instead of Trackio's own.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        self.trackio.log(dict(values), step=position)
+
+    def finish(self) -> None:
+        self.trackio.finish()
+
+
+TRACKERS: dict[str, type[Any]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+def require_installed(name: str) -> None:
+    """Raise PreflightError if the package of tracker `name` is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise PreflightError(
+            f"{name} is not installed",
+            f"{sys.executable} has no module {name}",
+            shlex.join([sys.executable, "-m", "pip", "install", name]),
+        )

@@ -1,0 +1,243 @@
+"""Tracking process: `python -m launch.monitor.tracking RUN_DIR TRACKER...`.
+
+It follows events.jsonl and gpu_samples.jsonl of a run and sends their numbers to tracking packages.
+It is a separate process, so that the ranks never wait for a server. It ends after its standard
+input closes and the rest of the files is sent, or is killed END_S seconds later. Its output, and
+the reason of a failure, are in RUN_DIR/tracking.txt.
+
+Names of the numbers: step/loss, eval/loss, gpu0/power_w, ... as <event>/<key>. Events are placed at
+their optimizer step, GPU samples at their second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tomllib
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.records.json_lines import Tail, is_number
+from common.terminal import print_stderr
+from launch.monitor import gpu_sampler
+from launch.monitor.trackers import SECONDS, STEP, TRACKERS, Tracker, require_installed
+
+EVENTS = "events.jsonl"
+OUTPUT = "tracking.txt"
+PERIOD_S = 2.0
+# Seconds that a tracker has after the run. A server that does not answer costs a run no more.
+END_S = 60.0
+NICE = 10  # below the ranks in priority
+# Keys that are positions, not values.
+POSITIONS = ("step", "time_s")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values at one position of an axis."""
+
+    axis: str
+    position: int
+    values: dict[str, float]
+
+
+# --- the launcher's side
+
+
+@contextlib.contextmanager
+def tracked(run_dir: Path, names: Sequence[str]) -> Iterator[None]:
+    """Track the run in `run_dir` while the block runs. A failed tracker does not affect the run."""
+    if not names:
+        yield
+        return
+    command = [sys.executable, "-m", "launch.monitor.tracking", str(run_dir), *names]
+    with (run_dir / OUTPUT).open("ab") as output:
+        # A new session keeps Ctrl-C away from the process. The launcher handles it.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        _end(process, run_dir / OUTPUT)
+
+
+def _end(process: subprocess.Popen, output: Path) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        code = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the packages' own processes
+        process.wait()
+        print_stderr(
+            f"note: tracking did not end within {END_S:.0f} s and was killed; the run is not "
+            f"affected. See {output}"
+        )
+        return
+    if code:
+        print_stderr(f"note: tracking failed; the run is not affected. See {output}")
+
+
+# --- points of a run
+
+
+def point_of_event(record: dict, step: int) -> Point:
+    """Return the numbers of one line of events.jsonl. `step`: for events that have none."""
+    event = record.get("event")
+    if event == "phase":  # one name for each phase
+        event = f"phase/{record.get('name')}"
+    values: dict[str, float] = {}
+    for key, value in record.items():
+        if is_number(value) and key not in POSITIONS:
+            values[f"{event}/{key}"] = float(value)
+        elif isinstance(value, list):
+            numbers = {f"{event}/{key}/{i}": each for i, each in enumerate(value)}
+            values |= {name: float(each) for name, each in numbers.items() if is_number(each)}
+    own = record.get("step")
+    return Point(STEP, own if isinstance(own, int) else step, values)
+
+
+def point_of_sample(record: dict) -> Point:
+    """Return the numbers of one line of gpu_samples.jsonl."""
+    second = record.get("time_s")
+    gpus = record.get("gpus")
+    if record.get("event") != "sample" or not is_number(second) or not isinstance(gpus, list):
+        return Point(SECONDS, 0, {})
+    values = {
+        f"gpu{number}/{key}": float(value)
+        for number, gpu in enumerate(gpus)
+        if isinstance(gpu, dict)
+        for key, value in gpu.items()
+        if is_number(value)
+    }
+    return Point(SECONDS, round(second), values)
+
+
+class Follower:
+    """Reader of a run's new points."""
+
+    def __init__(self, run_dir: Path):
+        self.events = Tail(run_dir / EVENTS)
+        self.samples = Tail(run_dir / gpu_sampler.NAME)
+        self.step = 0
+
+    def points(self) -> Iterator[Point]:
+        """Yield the points that were written since the last call."""
+        for record in _objects(self.events):
+            point = point_of_event(record, self.step)
+            self.step = point.position
+            if point.values:
+                yield point
+        for record in _objects(self.samples):
+            point = point_of_sample(record)
+            if point.values:
+                yield point
+
+
+def _objects(file: Tail) -> Iterator[dict]:
+    while lines := file.lines():
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+def facts(run_dir: Path) -> dict[str, str]:
+    """Return the config and the versions of a run, as texts by dotted names."""
+    tables: dict = {}
+    with contextlib.suppress(OSError, ValueError):
+        tables["config"] = tomllib.loads((run_dir / "config.toml").read_text())
+    with contextlib.suppress(OSError, ValueError):
+        tables["versions"] = json.loads((run_dir / "versions.json").read_text())
+    return dict(_flat("", tables))
+
+
+def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+    else:
+        yield prefix, str(value)
+
+
+# --- the process
+
+
+def export(run_dir: Path, name: str) -> None:
+    """Send a finished run to one tracker.
+
+    Raises ConfigError if the run has no events, PreflightError if the package is not installed.
+    """
+    require_installed(name)
+    points = list(Follower(run_dir).points())
+    if not points:
+        raise ConfigError(
+            f"{run_dir} has nothing to export",
+            f"{EVENTS} is missing or empty",
+            "name the directory of a run",
+        )
+    tracker: Tracker = TRACKERS[name](run_dir.resolve(), facts(run_dir))
+    for point in points:
+        tracker.log(point.axis, point.position, point.values)
+    tracker.finish()
+
+
+def follow(run_dir: Path, names: Sequence[str]) -> int:
+    """Send a run's points to the trackers until standard input closes.
+
+    Return 1 if a tracker failed. The others go on without it.
+    """
+    failed = 0
+    trackers: dict[str, Tracker] = {}
+    for name in names:
+        try:
+            trackers[name] = TRACKERS[name](run_dir, facts(run_dir))
+        except Exception:
+            failed += _report(name)
+    follower = Follower(run_dir)
+    closed = False
+    while not closed:
+        closed = _input_closed(PERIOD_S)
+        for point in follower.points():
+            for name, tracker in list(trackers.items()):
+                try:
+                    tracker.log(point.axis, point.position, point.values)
+                except Exception:
+                    failed += _report(name)
+                    del trackers[name]
+    for name, tracker in trackers.items():
+        try:
+            tracker.finish()
+        except Exception:
+            failed += _report(name)
+    return min(failed, 1)
+
+
+def _report(name: str) -> int:
+    print(f"note: tracking by {name} ends here:", flush=True)
+    traceback.print_exc()
+    return 1
+
+
+def _input_closed(seconds: float) -> bool:
+    readable, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(readable)  # nothing is ever written, so readable means closed
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    sys.exit(follow(Path(sys.argv[1]), sys.argv[2:]))
