@@ -26,6 +26,8 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
+        if getattr(options, "command", ""):
+            arguments += ["--command", options.command]
         arguments += ["--profile", str(options.out)]
         arguments += (
             ["--of", "memory"] if options.memory else ["--of", "outside"] if options.tool else []

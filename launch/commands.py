@@ -21,8 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, count, exit_code_of
-from common.errors import ConfigError
+from common.command_line import PROGRAM, Parser, count, exit_code_of
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -156,14 +155,16 @@ def main(arguments: list[str]) -> int:
     outlive_readers()
     raise_at_signals()
     name, benchmark, *rest = arguments
-    return exit_code_of(lambda: start(benchmark, name, parser(name, benchmark).parse_args(rest)))
+
+    def work() -> int:
+        options = parser(name, benchmark).parse_args(rest)
+        options.command = shlex.join([PROGRAM, benchmark, name, *rest])
+        return start(benchmark, name, options)
+
+    return exit_code_of(work)
 
 
 def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
-    if name != "run" and options.steps is not None and options.steps < 1:
-        raise ConfigError(
-            f"--steps {options.steps}", "a measurement needs at least one step", "use 1 or more"
-        )
     request = (
         series.request_from(os.environ, options.max_failures, options.resume)
         if name == "run"

@@ -35,6 +35,7 @@ from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.families import shape_of
 from common.model.llama import Llama
+from common.paths import ROOT
 from common.sharding.processes import Processes, require_world_size, start_processes
 from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
@@ -44,6 +45,7 @@ from common.training.metrics import Events, Meter, Rate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
 from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
+from launch.run_directory import git
 from throughput import memory_profile, profiling
 from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
@@ -258,19 +260,24 @@ def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
 def facts_of(
     config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
 ) -> dict:
-    return dict(
-        benchmark=args.benchmark,
-        config=Path(args.config).stem,
-        precision=precision_of(config),
-        layers=model.shape.num_layers,
-        world_size=processes.world_size,
-        device=torch.cuda.get_device_name(processes.device)
-        if processes.device.type == "cuda"
-        else "cpu",
-        torch=torch.__version__,
-        steps=args.steps,
-        tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
-    )
+    """Return the facts of this run for profile.json and memory.json."""
+    device = "cpu"
+    if processes.device.type == "cuda":
+        device = torch.cuda.get_device_name(processes.device)
+    return {
+        "started": time.time(),
+        "command": args.command,
+        "commit": (git(ROOT, "rev-parse", "HEAD") or "unknown")[:12],
+        "benchmark": args.benchmark,
+        "config": Path(args.config).stem,
+        "precision": precision_of(config),
+        "layers": model.shape.num_layers,
+        "world_size": processes.world_size,
+        "device": device,
+        "torch": torch.__version__,
+        "steps": args.steps,
+        "tokens_per_step_per_rank": meter.tokens_per_step // processes.world_size,
+    }
 
 
 def bench_line(
@@ -348,6 +355,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="profile as many steps again and write the profile to DIR",
+    )
+    parser.add_argument(
+        "--command", default="-", metavar="TEXT", help="command of the user, for the profile's page"
     )
     parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=OF)
     return parser.parse_args(argv)

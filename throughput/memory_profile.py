@@ -23,7 +23,7 @@ from common.html import page
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.report import write_text
+from throughput.report import date, write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
 PROJECT = f"{ROOT}/"  # prefix of file names in frames of this project
@@ -241,7 +241,9 @@ def write(folder: Path, history: History, found: dict) -> str:
     Raises StorageError.
     """
     write_text(folder / SUMMARY, json.dumps(found, indent=1) + "\n")
-    heading, kinds, largest = _heading(found), _kinds(found), _largest(found)
+    heading = _heading(found)
+    kinds = _kinds(found)
+    largest = _largest(found)
     curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
     lines = [
         page.Curve(
@@ -253,10 +255,12 @@ def write(folder: Path, history: History, found: dict) -> str:
     ]
     chart = page.chart("GiB", "ms", lines, reduce=max)
     sections = [
+        ("Headline", [{"tiles": _tiles(found)}]),
+        ("Machine and software", [page.table((), _run_facts(found))]),
         (
             "At the peak",
             [
-                {"notes": heading},
+                {"notes": heading[1:]},
                 page.table(("held by", "GiB", "share"), kinds),
                 {"links": [SNAPSHOT, SUMMARY]},
             ],
@@ -267,9 +271,8 @@ def write(folder: Path, history: History, found: dict) -> str:
             [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))],
         ),
     ]
-    write_text(
-        folder / PAGE, page.render(f"memory: {found['benchmark']} {found['config']}", sections)
-    )
+    title = f"memory: {found['benchmark']} {found['config']}, {found['device']}, {date(found)}"
+    write_text(folder / PAGE, page.render(title, sections))
     table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
     return "\n".join(
         [
@@ -282,12 +285,36 @@ def write(folder: Path, history: History, found: dict) -> str:
     )
 
 
+def _tiles(found: dict) -> list[tuple[str, str]]:
+    return [
+        ("Peak memory", f"{found['peak'] / GIB:.2f} GiB"),
+        ("Reserved at the peak", f"{found['reserved'] / GIB:.2f} GiB"),
+        ("Planned", f"{found['plan'] / GIB:.2f} GiB"),
+    ]
+
+
+def _run_facts(found: dict) -> list[tuple[str, str]]:
+    return [
+        ("Date", date(found, "%Y-%m-%d %H:%M UTC")),
+        ("Command", found["command"]),
+        ("Machine", found["device"]),
+        ("Benchmark", f"{found['benchmark']}, {found['layers']} layers"),
+        ("Config", f"{found['config']}, {found['precision']}"),
+        ("Recorded", f"{found['steps']} steps of rank 0 of {found['world_size']}"),
+        ("Commit", found["commit"]),
+        ("torch", found["torch"]),
+    ]
+
+
 def _heading(found: dict) -> list[str]:
-    what = f"MEMORY {found['benchmark']} {found['config']} {found['precision']}, {found['layers']} layers, rank 0 of {found['world_size']}"
+    what = f"MEMORY {found['benchmark']} {found['config']} {found['precision']}"
+    ranks = f"{found['layers']} layers, rank 0 of {found['world_size']} on {found['device']}"
     peak, counted, planned = (found[key] / GIB for key in ("peak", "peak_by_torch", "plan"))
     return [
-        f"{what} on {found['device']}, torch {found['torch']}, {found['steps']} steps",
-        f"peak {peak:.2f} GiB of tensors ({counted:.2f} by torch's counter, which rounds up to blocks); plan: {planned:.2f}, in {found['moment']}",
+        f"{what}, {ranks}, torch {found['torch']}, {found['steps']} steps",
+        f"peak {peak:.2f} GiB of tensors "
+        f"({counted:.2f} by torch's counter, which rounds up to blocks); "
+        f"plan: {planned:.2f}, in {found['moment']}",
     ]
 
 

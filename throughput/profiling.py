@@ -11,6 +11,7 @@ import gzip
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,19 +22,22 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
 from throughput import report, trace
-from throughput.kernel_time import Row, breakdown
+from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, Row, breakdown
 from throughput.tables import Drawing, Plot, Section
 
-TRACE, TABLE = "trace.json.gz", "profile.json"
-# Key of a row -> format.
+TRACE = "trace.json.gz"
+TABLE = "profile.json"
+# Key of a row -> head of its column, and format.
 COLUMNS = {
-    "ms": ",.3f",
-    "share": ".1%",
-    "us_per_token": ".3f",
-    "kernel_ms": ",.3f",
-    "hidden_ms": ",.3f",
+    "ms": ("ms", ",.3f"),
+    "share": ("share", ".1%"),
+    "us_per_token": ("µs per token", ".3f"),
+    "kernel_ms": ("kernel ms", ",.3f"),
+    "hidden_ms": ("hidden ms", ",.3f"),
+    "launches": ("launches", ",.0f"),
+    "tflops": ("TFLOP/s", ".4g"),
 }
-COLUMNS |= {"launches": ",.0f", "tflops": ".4g"}
+HEADS = tuple(head for head, _ in COLUMNS.values())
 PARTS = {
     "classes": "kernel class",
     "products": "matrix product, M x N x K",
@@ -49,10 +53,9 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
     Rank 0 writes folder/trace.json.gz. Returns the mean milliseconds of a step by this rank's
     clock: CUDA events on a GPU, the monotonic clock on a CPU. Raises StorageError.
     """
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if processes.device.type == "cuda" else []),
-    ]
+    activities = [ProfilerActivity.CPU]
+    if processes.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     profiler = profile(activities=activities, record_shapes=True) if processes.rank == 0 else None
     clock = StepClock(processes.device)
     processes.barrier()
@@ -84,8 +87,9 @@ def summarize(
 ) -> str:
     """Read the trace in `folder`, write profile.json, table.md and page.html, and return the table.
 
-    `facts`: benchmark, config, precision, layers, world_size, device, torch, steps and
-    tokens_per_step_per_rank. They become part of profile.json. `clock_ms`: a step under the
+    `facts`: benchmark, config, precision, layers, world_size, device, torch, steps,
+    tokens_per_step_per_rank, started (Unix time), command and commit. They become part of
+    profile.json. `clock_ms`: a step under the
     profiler, from `record`. `bench_ms`: a step without the profiler, measured earlier in the same
     process.
     """
@@ -102,7 +106,7 @@ def summarize(
         (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise _cannot_write(folder / TABLE, error) from error
-    report.write(folder, f"profile: {facts['benchmark']} {facts['config']}", sections(table))
+    report.write(folder, title(table), sections(table))
     return text(table)
 
 
@@ -128,64 +132,72 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
             "tflops": row.flops / row.kernel_ns / 1e3 if row.flops and row.kernel_ns else None,
         }
 
-    return (
-        facts
-        | {"window_ms": window_ns / 1e6 / steps}
-        | {name: list(map(entry, part)) for name, part in rows.items()}
-    )
+    entries = {name: [entry(row) for row in part] for name, part in rows.items()}
+    return {**facts, "window_ms": window_ns / 1e6 / steps, **entries}
 
 
 def _heading(profile: dict) -> list[str]:
     """Return lines that describe the profile, with a NOTE if trace and clock disagree."""
-    over_clock, cost = (
-        profile["window_ms"] / profile["clock_ms"] - 1,
-        profile["clock_ms"] / profile["bench_ms"] - 1,
-    )
+    over_clock = profile["window_ms"] / profile["clock_ms"] - 1
+    cost = profile["clock_ms"] / profile["bench_ms"] - 1
     what = (
         "ops of the main thread, each without the ops it calls"
         if profile["device"] == "cpu"
         else "kernels"
     )
     lines = [
-        f"PROFILE {profile['benchmark']} {profile['config']} {profile['precision']}, {profile['layers']} layers, rank 0 of "
-        f"{profile['world_size']} on {profile['device']}, torch {profile['torch']}, {profile['steps']} steps of "
+        f"PROFILE {profile['benchmark']} {profile['config']} {profile['precision']}, "
+        f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}, "
+        f"torch {profile['torch']}, {profile['steps']} steps of "
         f"{profile['tokens_per_step_per_rank']:,} tokens; {what}",
-        f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock ({over_clock:+.2%}), "
-        f"{profile['bench_ms']:.2f} without profiler (which costs {cost:+.1%})",
+        f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock "
+        f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler (which costs {cost:+.1%})",
     ]
-    note = f"NOTE: trace and clock differ by more than {CLOCK_AGREES:.0%}; the table is of the trace's step"
-    return [*lines, note] if abs(over_clock) > CLOCK_AGREES else lines
+    if abs(over_clock) > CLOCK_AGREES:
+        lines.append(
+            f"NOTE: trace and clock differ by more than {CLOCK_AGREES:.0%}; "
+            "the table shows the trace's step"
+        )
+    return lines
 
 
 def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
-    return [
-        (
-            row["name"],
-            *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items()),
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        values = [(row[key], form) for key, (_, form) in COLUMNS.items()]
+        texts = ["" if value is None else format(value, form) for value, form in values]
+        cells.append((row["name"], *texts))
+    return cells
 
 
 def text(profile: dict) -> str:
     """Return the profile as text for a terminal."""
     lines = _heading(profile)
-    for part, title in PARTS.items():
-        rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
-        width = min(60, max([len(title), *(len(row["name"]) for row in rows)]))
-        table = [(title, *COLUMNS), *_cells(rows)] if rows else []
-        lines += [
-            "",
-            *(
-                f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest)
-                for name, *rest in table
-            ),
-        ]
+    for part, name in PARTS.items():
+        rows = profile[part]
+        if part == "others":
+            rows = rows[:OTHERS_PRINTED]
+        lines.append("")
+        if not rows:
+            continue
+        width = min(60, max(len(name), *(len(row["name"]) for row in rows)))
+        for first, *rest in [(name, *HEADS), *_cells(rows)]:
+            lines.append(f"{first[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest))
     return "\n".join(lines)
 
 
+def title(profile: dict) -> str:
+    """Return the title of the page: what was profiled, machine and date."""
+    what = f"profile: {profile['benchmark']} {profile['config']}"
+    return f"{what}, {profile['device']}, {report.date(profile)}"
+
+
 def sections(profile: dict) -> list[Section]:
-    """Return the sections of the page: tables of PARTS that have rows, and bars of the classes."""
+    """Return the sections of the page.
+
+    They are a headline, the facts of the run, the tables of PARTS that have rows, and bars of the
+    classes.
+    """
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
     bars = tuple(
         (row["name"], row[key], kind)
@@ -193,23 +205,44 @@ def sections(profile: dict) -> list[Section]:
         for key, kind in kinds.items()
         if row["kernel_ms"] or row["ms"]
     )
-    drawing = Drawing(
-        Plot("bars", "Where a step's time went", "name", "ms", "kind"),
-        ("", "ms per step"),
-        bars,
-        {},
+    plot = Plot("bars", "Where a step's time went", "name", "ms", "kind")
+    drawing = Drawing(plot, ("", "ms per step"), bars, {})
+    numbers = (False, *[True] * len(COLUMNS))
+    made = [_headline(profile), _run_facts(profile)]
+    for part, name in PARTS.items():
+        rows = tuple(_cells(profile[part]))
+        if not rows:
+            continue
+        section = Section(f"By {name}", "", (name, *HEADS), numbers, rows)
+        if part == "classes":
+            section = replace(section, notes=tuple(_heading(profile)[1:]), drawings=(drawing,))
+        made.append(section)
+    return made
+
+
+def _headline(profile: dict) -> Section:
+    classes = {row["name"]: row for row in profile["classes"]}
+    tiles = (
+        ("Step", f"{profile['window_ms']:,.1f} ms"),
+        ("Step without profiler", f"{profile['bench_ms']:,.1f} ms"),
+        ("Matrix products", f"{classes[GEMM]['share']:.1%}"),
+        ("Exposed communication", f"{classes[COMMUNICATION]['share']:.1%}"),
+        ("Idle", f"{classes[IDLE]['share']:.1%}"),
     )
-    made, numbers = [], (False, *[True] * len(COLUMNS))
-    for part, title in PARTS.items():
-        more: tuple = (tuple(_heading(profile)), (drawing,)) if part == "classes" else ()
-        made.append(
-            Section(
-                f"By {title}",
-                "measured here",
-                (title, *COLUMNS),
-                numbers,
-                tuple(_cells(profile[part])),
-                *more,
-            )
-        )
-    return [section for section in made if section.rows]
+    return Section("Headline", "", ("", ""), (False, False), tiles, tiles=True)
+
+
+def _run_facts(profile: dict) -> Section:
+    ranks = f"rank 0 of {profile['world_size']}"
+    rows = (
+        ("Date", report.date(profile, "%Y-%m-%d %H:%M UTC")),
+        ("Command", profile["command"]),
+        ("Machine", profile["device"]),
+        ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
+        ("Config", f"{profile['config']}, {profile['precision']}"),
+        ("Profiled", f"{profile['steps']} steps of {ranks}"),
+        ("Tokens per step and rank", f"{profile['tokens_per_step_per_rank']:,}"),
+        ("Commit", profile["commit"]),
+        ("torch", profile["torch"]),
+    )
+    return Section("Machine and software", "", ("", ""), (False, False), rows)

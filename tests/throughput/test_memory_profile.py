@@ -181,6 +181,7 @@ FACTS = {
     "world_size": 4,
     "device": "NVIDIA H200",
 }
+FACTS |= {"started": 1.7e9, "command": "./run_and_time.sh x profile --memory", "commit": "abc"}
 FACTS |= {"torch": "2.11", "steps": 2, "plan": 230 * MIB, "moment": "the head's backward"}
 
 
