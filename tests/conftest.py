@@ -11,6 +11,8 @@ import pytest
 import torch
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
+from common import engines
+
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is imported, which happens after this file.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -21,6 +23,14 @@ if not torch.cuda.is_available():
 # A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_engines_chosen():
+    """The choice of engines depends on variables and packages, which tests change."""
+    engines.forget()
+    yield
+    engines.forget()
 
 
 @pytest.fixture(scope="module")

@@ -188,6 +188,7 @@ def test_a_rank(rocm, card, monkeypatch):
     assert {tile.stages for tile in tiles} == {3 if fnuz else 1}
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
+    monkeypatch.setattr(attention, "gpu_architecture", lambda device: arch)
     attention.attention_backends("cuda")
     assert seen == [[SDPBackend.FLASH_ATTENTION]]
     bad = self_test.Result(

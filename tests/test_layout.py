@@ -38,6 +38,7 @@ BASE = {
     "common.benchmarks",
     "common.command_line",
     "common.config",
+    "common.engines",
     "common.errors",
     "common.gpu_kinds",
     "common.gpu_stats",

@@ -32,7 +32,8 @@ from common.benchmarks import config_class, rules_of, trainer_of
 from common.command_line import count
 from common.config import RunConfig
 from common.errors import ConfigError
-from common.kernels.attention import attention_backends
+from common.kernels.attention import attention_backends, attention_engine
+from common.kernels.fp8 import product_engine
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.paths import ROOT
@@ -116,6 +117,7 @@ def measure(
         return
     if processes.rank == 0:
         print(bench_line(config, args, model, processes, meter), flush=True)
+        print(engines_line(args.benchmark, processes.device, DTYPES[config.precision]), flush=True)
     if processes.device.type == "cuda":
         print_saved_bytes(args.benchmark, model, processes, next(source))
     if args.eval_sequences:
@@ -303,6 +305,14 @@ def bench_line(
         f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text('GPU' if processes.device.type == 'cuda' else 'process')}, "
         f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
     )
+
+
+def engines_line(benchmark: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the engines in use, and why faster ones are not used."""
+    attention = attention_engine(device, dtype)
+    products = product_engine(device, dtype)
+    reasons = "".join(f"; {reason}" for reason in (*attention.missing, *products.missing))
+    return f"ENGINES {benchmark}: attention {attention.engine}, products {products.engine}{reasons}"
 
 
 def precision_of(config: RunConfig) -> str:

@@ -31,10 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench_cudagraph
 
 from common import benchmarks, known_issues
+from common.engines import ATTENTION, REPEATED_HEADS, SDPA, VARIABLES
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
-from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
 from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
@@ -128,14 +128,14 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
         (flash, "ck", SDPA),
         (efficient, "", SDPA),
     ]
-    rocm.append((flash, "", "aiter"))
+    rocm += [(flash, "", "aiter"), (flash, "", "transformer_engine")]
     cuda = [
         (flash, "", SDPA),
         (efficient, "", SDPA),
         (cudnn, "", SDPA),
         (flash, "", "flash_attention_4"),
     ]
-    cuda.append((flash, "", REPEATED_HEADS))
+    cuda += [(flash, "", REPEATED_HEADS), (flash, "", "transformer_engine")]
     for backend, library, engine in rocm if torch.version.hip else cuda:
         try:
             if library:
@@ -146,7 +146,7 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                     "attention_backends",
                     lambda *_, backend=backend: sdpa_kernel(backend),
                 ),
-                mock.patch.dict(os.environ, {ATTENTION_ENGINE: engine}),
+                mock.patch.dict(os.environ, {VARIABLES[ATTENTION]: engine}),
             ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
                 found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"

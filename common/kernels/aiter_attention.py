@@ -1,7 +1,7 @@
 """Causal attention with AITER, AMD's kernel library.
 
-AITER is an optional package, chosen by ATTENTION_ENGINE = "aiter" in a config's [env]. Signatures
-and behavior as read in ROCm/aiter v0.1.9.post1. We have never run it on an AMD GPU.
+AITER is an optional package (common/engines.py). Signatures and behavior as read in ROCm/aiter
+v0.1.9.post1 and e4048607. We have never run it on an AMD GPU.
 
 `flash_attn_func` chooses the kernel of the forward. The backward calls its kernel by name, the
 assembly kernel `fmha_v3_bwd`. AITER's own backward silently falls back to another kernel where the
@@ -13,15 +13,21 @@ atomics overflow at 8,192 positions (common/known_issues.toml).
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-GPUS, MODULE, FUNCTIONS = ("gfx942", "gfx950"), "aiter", ("flash_attn_func", "fmha_v3_bwd")
-PACKAGE, INSTALL = "amd-aiter", "install amd-aiter 0.1.9.post1 or newer from github.com/ROCm/aiter"
 # Rounding of fp32 to bf16. gfx950 has no other mode; gfx942 uses this one too.
 NEAREST_EVEN = 0
+
+
+def require() -> None:
+    """Import the package. Raises ImportError, AttributeError if it lacks a function."""
+    aiter = importlib.import_module("aiter")
+    for function in ("flash_attn_func", "fmha_v3_bwd"):
+        getattr(aiter, function)
 
 
 class AiterAttention(torch.autograd.Function):

@@ -66,3 +66,15 @@ def architecture(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def gpu_architecture(device: torch.device) -> str:
+    """Return the architecture of a GPU, "" for a CPU."""
+    return architecture(device) if device.type == "cuda" else ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bf16", "fp8", or torch's name of another dtype."""
+    if dtype == torch.bfloat16:
+        return "bf16"
+    return "fp8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")

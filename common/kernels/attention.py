@@ -3,7 +3,7 @@
 SDPA is scaled_dot_product_attention. On Hopper, cuDNN's kernel is tried first. It is 1.7x faster
 than torch's flash backend at sequence length 8192 and head size 128: 552 against 315 TFLOP/s
 forward, 474 against 279 backward (docs/results.md). docs/gpus/README.md describes the libraries
-behind the flash backend on ROCm. attention_engines.py has other engines.
+behind the flash backend on ROCm. common/engines.py lists the engines that replace SDPA.
 
 Never pass a mask: it disables the causal fast path and runs into a NaN bug of cuDNN
 (pytorch#196678).
@@ -19,23 +19,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common import engines
 from common.errors import ConfigError
-from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
+from common.kernels.architecture import dtype_name, gpu_architecture
 
 # Environment variable of torch.
 PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"
 
 
-def attention_engine(device_type: str, dtype: torch.dtype) -> str:
-    """Return the name of the attention engine.
+def attention_engine(device: torch.device, dtype: torch.dtype) -> engines.Choice:
+    """Return the engine that `causal_attention` uses for tensors of this device and dtype.
 
-    ATTENTION_ENGINE decides if it is set. The default is repeated heads in bf16 on AMD, and SDPA
-    otherwise.
+    Raises ConfigError if ATTENTION_ENGINE names an engine that this machine cannot run.
     """
-    on_amd = device_type == "cuda" and torch.version.hip is not None
-    return os.environ.get(
-        ATTENTION_ENGINE, REPEATED_HEADS if on_amd and dtype == torch.bfloat16 else SDPA
-    )
+    return engines.in_use(engines.ATTENTION, gpu_architecture(device), dtype_name(dtype))
 
 
 def attention_backends(
@@ -46,11 +43,7 @@ def attention_backends(
     In 16 bits on a GPU, the math backend is excluded: SDPA raises instead of falling back to it.
     Raises ConfigError if ATTENTION_ENGINE names an engine that this machine cannot run.
     """
-    if ATTENTION_ENGINE in os.environ:
-        # Imports optional packages, so only where an engine is chosen.
-        from common.kernels.attention_engines import require_engine
-
-        require_engine(torch.device(device_type), dtype)
+    attention_engine(torch.device(device_type), dtype)
     if device_type == "cuda" and torch.version.hip:
         require_preferred_library()
     order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [
@@ -81,11 +74,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim].
     """
-    engine = attention_engine(q.device.type, q.dtype)
-    if engine != SDPA:
-        from common.kernels.attention_engines import engine_module  # only where one is chosen
-
-        return engine_module(engine).causal_attention(q, k, v)
+    engine = attention_engine(q.device, q.dtype).engine
+    if engine.module:
+        return engines.module_of(engine).causal_attention(q, k, v)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )

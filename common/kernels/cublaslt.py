@@ -1,12 +1,11 @@
 """Matrix products by the fastest algorithm that cuBLASLt offers for each shape.
 
-A config selects this engine with MATMUL_ENGINE = "cublaslt" in its [env] table.
-
 torch uses the algorithm that cuBLASLt names first. On an H200 at its power limit, others of the
 first eight are up to 7 % faster. All products of a layer take 3 % less time, with bit-identical
 results (docs/log.md). The first product of each shape runs in the self-test or the warm-up. There,
 all algorithms that reproduce the bits of the first one are timed on its operands, about one second
-per shape. The fastest one computes all later products of that shape.
+per shape. The fastest one computes all later products of that shape. It is kept in a file for later
+starts, which compare bits again but time nothing.
 
 cuBLAS is column-major: a row-major [R, C] matrix is a [C, R] matrix to it. Therefore out = a b is
 requested as out^T = b^T a^T, with b as the first factor of cuBLAS and a as the second.
@@ -17,6 +16,7 @@ The numbers of attributes and types are from cublasLt.h and library_types.h of C
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import re
@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
-from common.kernels.engines import MATMUL_ENGINE
+from common.paths import cache_folder
 
 OFFERED = 8  # number of algorithms requested from cuBLASLt
 KEPT = 5  # number of the fastest ones that are timed at length
@@ -71,27 +70,17 @@ class Offer(ctypes.Structure):
     )
 
 
+def require() -> None:
+    """Raise OSError if this torch has not loaded cuBLASLt, as on AMD GPUs."""
+    library()
+
+
 @cache
 def library() -> ctypes.CDLL:
-    """Return the cuBLASLt library that torch has loaded.
-
-    Raises ConfigError if MATMUL_ENGINE names an unknown engine, or if torch has no cuBLASLt here.
-    """
-    name = os.environ[MATMUL_ENGINE]
-    otherwise = f"remove {MATMUL_ENGINE} from [env] to use torch's products"
-    if name != "cublaslt":
-        raise ConfigError(
-            f"unknown engine {name!r} in {MATMUL_ENGINE}",
-            'the only known engine is "cublaslt"',
-            f'set it to "cublaslt", or {otherwise}',
-        )
+    """Return the cuBLASLt that torch has loaded. Raises OSError if there is none."""
     loaded = re.search(r"/\S*/libcublasLt\.so\S*", Path("/proc/self/maps").read_text())
-    if loaded is None or not torch.cuda.is_available():
-        raise ConfigError(
-            f'{MATMUL_ENGINE} = "cublaslt" cannot be used here',
-            "it requires an NVIDIA GPU and a torch build for CUDA",
-            otherwise,
-        )
+    if loaded is None:
+        raise OSError("this torch has not loaded libcublasLt")
     return ctypes.CDLL(loaded[0])
 
 
@@ -133,6 +122,10 @@ def layout(x: Tensor) -> c_void_p:
     )
 
 
+def describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} strides {list(x.stride())}"
+
+
 class Product:
     """A product out = a b of one shape, layout and dtype: descriptors and chosen algorithm."""
 
@@ -145,6 +138,8 @@ class Product:
         self.set(TRANSPOSE_SECOND, c_int(a.stride(1) != 1))
         self.set(FAST_SUMS, c_int8(a.dtype.itemsize == 1))
         self.chosen: Offer | None = None
+        # Name of this product in the file of choices.
+        self.name = f"{describe(a)} x {describe(b)}"
 
     def set(self, attribute: int, value: ctypes._SimpleCData) -> None:
         call(
@@ -206,30 +201,37 @@ class Product:
         return [offer for offer in offers[: count.value] if offer.status == 0]
 
     def choose(self, a: Tensor, b: Tensor, out: Tensor) -> Offer:
-        """Return the fastest algorithm whose result for these factors equals the first one's.
+        """Return the fastest of those that compute the bits of the first, on these factors.
 
-        Equal means bit for bit. The first algorithm's product is left in `out`. Raises RuntimeError
-        if cuBLASLt offers no algorithm.
+        Leaves the product in `out`, and needs no memory of its size. Raises RuntimeError if
+        cuBLASLt offers no algorithm.
         """
         offers = self.offers()
         if not offers:
-            raise RuntimeError(
-                f"cuBLASLt offers no algorithm for {list(a.shape)} x {list(b.shape)} in {a.dtype}"
-            )
+            raise RuntimeError(f"cuBLASLt offers no algorithm for {self.name}")
         first, *others = offers
         self.launch(first, a, b, out)
-        bits = out.view(torch.int16)
-        other = torch.empty_like(out)
+        right = sums_of_bits(out)
+        known = kept_choices().get(self.name)
+        if known is not None and known in map(fingerprint, offers):
+            others = [offer for offer in others if fingerprint(offer) == known]
         equal = [first]
         for offer in others:
-            # An element that the algorithm does not write stays NaN and differs.
-            other.fill_(math.nan)
-            # cuBLASLt refuses some of the algorithms that it offers.
-            with suppress(RuntimeError):
-                self.launch(offer, a, b, other)
-                if torch.equal(other.view(torch.int16), bits):
+            out.fill_(math.nan)  # what is not written shows
+            with suppress(RuntimeError):  # refused, though it was offered
+                self.launch(offer, a, b, out)
+                if all(map(torch.equal, sums_of_bits(out), right)):
                     equal.append(offer)
-        launches = [partial(self.launch, offer, a, b, other) for offer in equal]
+        remembered = [offer for offer in equal if fingerprint(offer) == known]
+        best = remembered[0] if remembered else self.fastest(equal, a, b, out)
+        if remembered:
+            CHOICES.append(f"{self.name}: as in an earlier start")
+        self.launch(best, a, b, out)
+        return best
+
+    def fastest(self, equal: list[Offer], a: Tensor, b: Tensor, out: Tensor) -> Offer:
+        """Time algorithms, of which the first is cuBLASLt's, and keep the choice in the file."""
+        launches = [partial(self.launch, offer, a, b, out) for offer in equal]
         once = [milliseconds(launch, 3) for launch in launches]
         kept = sorted({0, *sorted(range(len(once)), key=once.__getitem__)[:KEPT]})
         rounds = [
@@ -241,10 +243,50 @@ class Product:
         if medians[best] >= (1 - LEAST_GAIN) * medians[0]:
             best = 0
         CHOICES.append(
-            f"{list(a.shape)} x {list(b.shape)}: "
-            f"{1e3 * medians[best]:.1f} us, the first {1e3 * medians[0]:.1f}"
+            f"{self.name}: {1e3 * medians[best]:.1f} us, the first {1e3 * medians[0]:.1f}"
         )
+        keep_choice(self.name, equal[best])
         return equal[best]
+
+
+def sums_of_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of each row and each column of a bf16 matrix, read as integers.
+
+    They differ if a bit differs, unless differences cancel in a row and in a column.
+    """
+    bits = x.view(torch.int16)
+    return bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
+
+
+def fingerprint(offer: Offer) -> str:
+    return bytes(offer.algorithm).hex()
+
+
+def choices_path() -> Path:
+    """Return the file of choices, one for each version of cuBLASLt and GPU."""
+    library().cublasLtGetVersion.restype = c_size_t
+    version = library().cublasLtGetVersion()
+    gpu = re.sub(r"\W+", "_", torch.cuda.get_device_name())
+    return cache_folder("cublaslt") / f"{version}_{gpu}.json"
+
+
+def kept_choices() -> dict[str, str]:
+    """Return name of a product -> fingerprint of its algorithm, from earlier starts."""
+    with suppress(OSError, ValueError):
+        found = json.loads(choices_path().read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def keep_choice(name: str, offer: Offer) -> None:
+    """Add a choice to the file. Ranks may overwrite each other's: the next start measures again."""
+    path = choices_path()
+    with suppress(OSError):  # without the file, the next start measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(kept_choices() | {name: fingerprint(offer)}, indent=1))
+        part.replace(path)
 
 
 def milliseconds(launch: Callable[[], None], count: int) -> float:
@@ -268,8 +310,7 @@ def product(
         contiguous rows and `b` with contiguous columns.
     `scale_a`, `scale_b`: of FP8 factors, fp32 [1]. value = stored number * scale.
 
-    Raises RuntimeError for a product that cuBLASLt cannot compute, and ConfigError if torch has no
-    cuBLASLt here.
+    Raises RuntimeError for a product that cuBLASLt cannot compute.
     """
     out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
     key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)

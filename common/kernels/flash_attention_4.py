@@ -1,7 +1,6 @@
 """Causal attention with FlashAttention-4.
 
-An optional package, chosen by ATTENTION_ENGINE = "flash_attention_4" in a config's [env]. Behavior
-as read in flash-attn-4 4.0.0b36:
+An optional package (common/engines.py). Behavior as read in flash-attn-4 4.0.0b36:
 
 - The public function brings its own backward. It reads and keeps views of a packed projection
   without copying them, if their strides are multiples of 16 bytes.
@@ -9,26 +8,29 @@ as read in flash-attn-4 4.0.0b36:
   the usual mask.
 - On sm_90 the head size is 8 to 256, a multiple of 8. The package raises an error for other sizes.
 - Backward sums dQ with atomics into fp32 buffers, and with grouped heads also dK and dV. So runs
-  differ in bits. The buffer of dQ is 134 MB per sequence of the 8B and 268 MB of the 70B. `plan`
-  does not count the buffers.
+  differ in bits. The buffer of dQ is 134 MB per sequence of the 8B and 268 MB of the 70B.
 - Kernels are compiled at their first call: in the self-test and the warm-up, before the clock
-  starts.
+  starts. The package keeps them in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if
+  FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1. Both are read when it is imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+
 from torch import Tensor
 
-# The package has kernels for other GPUs, which we have not run.
-GPUS, MODULE, FUNCTIONS = (
-    ("sm_90",),
-    "flash_attn.cute",
-    ("flash_attn_func",),
-)
-PACKAGE, INSTALL = (
-    "flash-attn-4",
-    'pip install "flash-attn-4[cu13]==4.0.0b36" (without [cu13] for CUDA 12)',
-)
+from common.paths import cache_folder
+
+
+def require() -> None:
+    """Import the package, with its cache of compiled kernels. Raises ImportError, AttributeError."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attention_4"))
+    )
+    importlib.import_module("flash_attn.cute").flash_attn_func  # noqa: B018
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

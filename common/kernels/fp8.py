@@ -25,7 +25,6 @@ Formats: Micikevicius et al., arXiv:2209.05433. e4m3 for weights and activations
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -33,8 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.kernels.architecture import architecture
-from common.kernels.engines import MATMUL_ENGINE
+from common import engines
+from common.kernels.architecture import architecture, dtype_name, gpu_architecture
 
 HISTORY = 4  # optimizer steps; as in NVIDIA's MLPerf v5.1 configs
 HEADROOM = 1.25  # of delayed scaling: amax may grow by this factor before anything saturates; costs a quarter of a bit
@@ -151,6 +150,14 @@ def quantize_weight(
     return quantizer.cached
 
 
+def product_engine(device: torch.device, dtype: torch.dtype) -> engines.Choice:
+    """Return the engine that `product` uses for tensors of this device and dtype.
+
+    Raises ConfigError if MATMUL_ENGINE names an engine that this machine cannot run.
+    """
+    return engines.in_use(engines.PRODUCTS, gpu_architecture(device), dtype_name(dtype))
+
+
 def product(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None
 ) -> Tensor:
@@ -159,10 +166,9 @@ def product(
     In FP8 all sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`): a step is 3 % faster, and eight seeds of
     500 steps show no loss by it (docs/number_formats.md). Other GPUs and the CPU sum in fp32 either way.
     """
-    if MATMUL_ENGINE in os.environ:
-        from common.kernels import cublaslt  # loads CUDA's library: only where it is chosen
-
-        return cublaslt.product(a, b, scale_a, scale_b)
+    engine = product_engine(a.device, a.dtype).engine
+    if engine.module:
+        return engines.module_of(engine).product(a, b, scale_a, scale_b)
     if scale_a is None or scale_b is None:
         return a @ b
     return torch._scaled_mm(

@@ -1,7 +1,7 @@
 """Causal attention with torch's flash kernels, with key and value heads repeated for the backward.
 
-The default on AMD, unless ATTENTION_ENGINE says otherwise ("sdpa": grouped heads in both passes).
-We have never run it on an AMD GPU.
+The engine on AMD GPUs without AITER and Transformer Engine (common/engines.py). We have never run
+it on an AMD GPU. ATTENTION_ENGINE=sdpa computes grouped heads in both passes.
 
 AOTriton, the library of torch's flash backend on ROCm, has assembly kernels (AITER's) for the
 backward. It refuses them where query heads share a key head: `RETURN_IF(args.num_head_q !=
@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# sm_90 is listed to compare the engine with SDPA on an H200.
-GPUS = ("gfx942", "gfx950", "sm_90")
-MODULE = "torch"
-FUNCTIONS = ()
-PACKAGE = "torch"
-INSTALL = "install another torch"
-
 aten = torch.ops.aten
+
+
+def require() -> None:
+    """Do nothing: torch has all functions."""
 
 
 class RepeatedHeadsAttention(torch.autograd.Function):

@@ -7,11 +7,14 @@ common/training/build.py; nothing here depends on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from common.kernels import cross_entropy, rms_norm
+from common.kernels.fp8 import product
 from common.kernels.rope import rope_tables
 from common.model.shapes import ModelShape
 
@@ -27,6 +30,28 @@ class RMSNorm(nn.Module):
         return self.rms_norm(x_BSD, self.weight, self.eps)
 
 
+class Output(torch.autograd.Function):
+    """Output projection by the engine of matrix products: x W^T.
+
+    x: [tokens, D], W: [vocab, D] -> [tokens, vocab].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        d_out = d_out.contiguous()
+        d_x = product(d_out, weight) if needs_x else None
+        d_weight = product(d_out.t(), x) if needs_weight else None
+        return d_x, d_weight
+
+
 class Head(nn.Module):
     """Final norm, output projection and loss."""
 
@@ -37,7 +62,9 @@ class Head(nn.Module):
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        logits = self.output(self.norm(x_BSD))
+        normed = self.norm(x_BSD)
+        logits = Output.apply(normed.flatten(0, 1), self.output.weight)
+        logits = logits.view(*normed.shape[:2], -1)
         return logits if labels_BS is None else self.cross_entropy(logits, labels_BS)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,18 +28,24 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import known_issues
+from common import engines, known_issues
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
-from common.kernels.engines import MATMUL_ENGINE, REPEATED_HEADS, SDPA
-from common.kernels.fp8 import QuantizedTensor, Quantizer, dgrad, matmul, takes_every_layout, wgrad
+from common.kernels.fp8 import (
+    QuantizedTensor,
+    Quantizer,
+    dgrad,
+    matmul,
+    product_engine,
+    takes_every_layout,
+    wgrad,
+)
 from common.model.block_ops import ENGINES
 from common.model.linear_layers import DelayedScaling
-from common.packages import version_of
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 from common.training.reports import Reports
@@ -81,6 +86,8 @@ class Finding:
 @dataclass
 class Result:
     attention: str = ""  # attention backend
+    products: str = ""  # engine of matrix products
+    missing: list[str] = field(default_factory=list)  # why faster engines are not used
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
 
@@ -105,44 +112,92 @@ def self_test(
 ) -> Result:
     """Run every check. An op that raises becomes a finding. Leaves no memory allocated.
 
+    An engine of attention or products whose checks fail is excluded in this process, and the next
+    one is tested. A pinned engine, or torch's own, stays, and its findings are bad.
+
     `on_op`: called before each op.
     """
     began, result = time.monotonic(), Result()
     draw = Draw(device)
+    choices = {
+        attention_checks: partial(attention_engine, device, sizes.dtype),
+        product_checks: partial(product_engine, device, sizes.dtype),
+    }
     for checks in (attention_checks, product_checks, kernel_checks):
-        try:
-            for op, shape, least, measure in checks(sizes, draw, result):
-                on_op(f"self-test: {op} {shape}")
-                finding = Finding(op, shape, least=least)
-                result.findings.append(finding)
-                try:
-                    finding.db = measure()
-                except (RuntimeError, NotImplementedError, AssertionError) as error:
-                    finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
-        finally:
-            if device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(device)
+        findings = run_checks(checks(sizes, draw, result), device, on_op)
+        while bad := [finding for finding in findings if not finding.good]:
+            operation = engines.ATTENTION if checks is attention_checks else engines.PRODUCTS
+            if checks is kernel_checks or not engines.reject(
+                operation, choices[checks](), f"its self-test failed: {bad[0]}"
+            ):
+                break
+            findings = run_checks(checks(sizes, draw, result), device, on_op)
+        result.findings += findings
+    result.products = str(choices[product_checks]().engine)
+    for choice in choices.values():
+        result.missing += choice().missing
     result.seconds = time.monotonic() - began
     return result
+
+
+def run_checks(
+    checks: Iterator[Check], device: torch.device, on_op: Callable[[str], object]
+) -> list[Finding]:
+    findings: list[Finding] = []
+    try:
+        for op, shape, least, measure in checks:
+            on_op(f"self-test: {op} {shape}")
+            finding = Finding(op, shape, least=least)
+            findings.append(finding)
+            try:
+                finding.db = measure()
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+    return findings
 
 
 def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
     """Run the self-test before any weight exists, and write the event `self_test`.
 
-    Raises PreflightError if an op computes wrongly.
+    Raises PreflightError if an op computes wrongly, or if the ranks chose different engines.
     """
     sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
-    used = {"attention": result.attention, "products": products_in_use()}
+    require_equal_engines(result, processes)
     reports.events.write(
         "self_test",
-        **used,
+        attention=result.attention,
+        products=result.products,
+        missing=result.missing,
+        choices=products_in_use(result),
         seconds=result.seconds,
         ops=len(result.findings),
         worst=str(result.worst),
+    )
+
+
+def require_equal_engines(result: Result, processes: Processes) -> None:
+    """Raise PreflightError if a rank uses other engines than rank 0."""
+    if processes.world_size == 1:
+        return
+    names: list[tuple[str, str]] = [("", "")] * processes.world_size
+    torch.distributed.all_gather_object(names, (result.attention, result.products))
+    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if other is None:
+        return
+    reasons = "; ".join(result.missing) or "see the event self_test of each rank"
+    variables = " and ".join(engines.VARIABLES.values())
+    raise PreflightError(
+        f"ranks chose different engines: rank 0 {' and '.join(names[0])}, rank {other} "
+        f"{' and '.join(names[other])}",
+        f"the packages or GPUs of the nodes differ: {reasons}",
+        f"install the same packages on all nodes, or pin engines by {variables} in [env]",
     )
 
 
@@ -231,11 +286,9 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     The name is "cudnn", "flash" or "math", on ROCm with the preferred library, or that of an
     engine. Raises RuntimeError if no allowed backend supports the tensors.
     """
-    engine = attention_engine(q.device.type, q.dtype)
-    if engine not in (SDPA, REPEATED_HEADS):
-        from common.kernels.attention_engines import engine_module  # imported only if one is chosen
-
-        return f"{engine} {version_of(engine_module(engine).PACKAGE)}".rstrip()
+    engine = attention_engine(q.device, q.dtype).engine
+    if engine.module and engine.name != engines.REPEATED_HEADS:
+        return str(engine)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
@@ -245,8 +298,8 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     names = [chosen.name.lower().removesuffix("_attention")]
     if torch.version.hip:
         names.append(str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2])
-    if engine == REPEATED_HEADS:
-        names = [REPEATED_HEADS, *names]
+    if engine.name == engines.REPEATED_HEADS:
+        names = [engine.name, *names]
     return ", ".join(names)
 
 
@@ -317,12 +370,10 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
         )
 
 
-def products_in_use() -> str | list[str]:
-    """Return the matrix engine for the log: "torch", or with MATMUL_ENGINE the times of the
-    algorithms chosen so far.
-    """
-    if MATMUL_ENGINE not in os.environ:
-        return "torch"
+def products_in_use(result: Result) -> list[str]:
+    """Return the times of the algorithms that cuBLASLt's engine has chosen so far, for the log."""
+    if result.products != "cublaslt":
+        return []
     from common.kernels.cublaslt import CHOICES  # imported only if it is chosen
 
     return CHOICES
@@ -351,7 +402,8 @@ def _product(
     )
     # All three products are then this one, of rowwise operands.
     transposed = fp8 and not takes_every_layout(draw.device)
-    if transposed or (product == "fprop" and (fp8 or MATMUL_ENGINE in os.environ)):
+    is_torch = not product_engine(draw.device, a.rowwise.dtype).engine.module
+    if transposed or (product == "fprop" and (fp8 or not is_torch)):
         found = matmul(a, b)
     elif product == "fprop":
         # prefilled with NaN, so that a missing store shows

@@ -1,4 +1,4 @@
-"""Engines of attention against fp32 and against SDPA, on what a block gives them: FlashAttention-4, and repeated heads. One GPU."""
+"""Engines of attention against fp32 and against SDPA, on what a block gives them. One GPU."""
 
 from contextlib import nullcontext
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common import engines
+from common.engines import REPEATED_HEADS, SDPA
+from common.errors import ConfigError
 from common.kernels.attention import attention_backends
-from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
-from common.kernels.flash_attention_4 import PACKAGE
 from common.model.fused_block import attend
-from common.packages import version_of
 from common.training.kernel_cases import Draw
 from common.training.self_test import _attention_truth, backend_in_use, decibels
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+VARIABLE = engines.VARIABLES[engines.ATTENTION]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -31,7 +31,7 @@ def test_repeated_heads_are_as_exact_as_sdpas_grouped_ones(rules, monkeypatch):
     """By the same kernels, torch's flash ones: no result may be 1 dB further from fp32."""
     found = {}
     for name in (SDPA, REPEATED_HEADS):
-        monkeypatch.setenv(ATTENTION_ENGINE, name)
+        monkeypatch.setenv(VARIABLE, name)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             found[name] = decibels_of(
                 "", rules.shape, rules.sequence_length, Draw(torch.device("cuda")), nullcontext()
@@ -42,27 +42,25 @@ def test_repeated_heads_are_as_exact_as_sdpas_grouped_ones(rules, monkeypatch):
     ), found
 
 
-@pytest.mark.skipif(
-    not (ON_HOPPER and version_of(PACKAGE)), reason="needs a Hopper GPU and flash-attn-4"
-)
+@pytest.mark.parametrize("name", ["flash_attention_4", "transformer_engine", "aiter"])
 @both_shapes
-def test_flash_attention_4_is_as_exact_as_cudnn(rules, monkeypatch):
-    """out, dQ, dK and dV of the last key head with its query heads may not be 1 dB further from fp32 than cuDNN's. An evaluation's forward, another
-    kernel since it keeps no log-sum-exp, gives the same output.
+def test_a_package_is_as_exact_as_sdpa(name, rules, monkeypatch):
+    """out, dQ, dK and dV of the last key head may not be 1 dB further from fp32 than SDPA's.
+
+    An evaluation's forward, which may be another kernel, gives the same output.
     """
     found = {}
-    for name in ("cudnn", "flash_attention_4"):
-        if name != "cudnn":
-            monkeypatch.setenv(ATTENTION_ENGINE, name)
+    for engine in (SDPA, name):
+        monkeypatch.setenv(VARIABLE, engine)
+        try:
+            backends = attention_backends("cuda")
+        except ConfigError as error:
+            pytest.skip(f"{error.what}: {error.why}")
         draw = Draw(torch.device("cuda"))
-        found[name] = decibels_of(
-            name, rules.shape, rules.sequence_length, draw, attention_backends("cuda")
-        )
+        first = "" if engine == SDPA else engine
+        found[engine] = decibels_of(first, rules.shape, rules.sequence_length, draw, backends)
     print(found)
-    assert all(
-        ours > cudnn - 1
-        for ours, cudnn in zip(found["flash_attention_4"], found["cudnn"], strict=True)
-    ), found
+    assert all(ours > sdpa - 1 for ours, sdpa in zip(found[name], found[SDPA], strict=True)), found
 
 
 def decibels_of(name, shape, length, draw, backends):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from child_path import python_path
 from ranks import start_ranks
 from toy import wait_until
 
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 def test_memory_of_the_miniature(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         "-m",

@@ -15,12 +15,13 @@ from unittest import mock
 
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import torch
+from child_path import python_path
 
 from common.paths import ROOT
 from common.sharding.processes import start_processes
 
-PYTHONPATH = os.pathsep.join(
-    map(str, [ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())])
+PYTHONPATH = python_path(
+    ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())
 )
 
 

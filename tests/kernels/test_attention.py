@@ -18,6 +18,7 @@ def test_math_is_no_choice_for_bf16_on_a_gpu(monkeypatch, hip, first):
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(attention, "gpu_architecture", lambda device: "gfx942" if hip else "sm_100")
     for device, dtype in (
         ("cuda", torch.bfloat16),
         ("cuda", torch.float32),

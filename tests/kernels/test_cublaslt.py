@@ -1,13 +1,15 @@
 """The engine of products by cuBLASLt, with a library in its place that computes what its descriptors say and notes what it was asked."""
 
 import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from signal_to_noise import sqnr_db
+from stand_in_engines import let_run_on_a_cpu
 
-from common.errors import ConfigError
+from common import engines
 from common.kernels import cublaslt, fp8
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
@@ -118,10 +120,11 @@ class StandIn:
 
 
 @pytest.fixture
-def use(monkeypatch):
+def use(monkeypatch, tmp_path):
     def use(library):
-        monkeypatch.setenv("MATMUL_ENGINE", "cublaslt")
+        let_run_on_a_cpu(monkeypatch, engines.PRODUCTS, "cublaslt")
         monkeypatch.setattr(cublaslt, "library", lambda: library)
+        monkeypatch.setattr(cublaslt, "choices_path", lambda: tmp_path / "cache" / "choices.json")
         monkeypatch.setattr(cublaslt, "handle", lambda: None)
         monkeypatch.setattr(cublaslt, "PRODUCTS", {})
         monkeypatch.setattr(cublaslt, "CHOICES", [])
@@ -249,15 +252,35 @@ def test_what_it_cannot_compute_is_an_error(use):
         cublaslt.product(a.bfloat16(), a.bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("cublaslt", "cannot be used here"), ("cutlass", "unknown engine")]
-)
-def test_refused_without_a_gpu_and_by_another_name(monkeypatch, name, what):
-    monkeypatch.setenv("MATMUL_ENGINE", name)
-    cublaslt.library.cache_clear()
-    with pytest.raises(ConfigError, match=what) as caught:
-        fp8.product(torch.ones(16, 16), torch.ones(16, 16))
-    assert "MATMUL_ENGINE" in caught.value.do
+def test_a_later_start_takes_the_same_algorithm_and_times_nothing(use, monkeypatch):
+    a = torch.randn(16, 32).bfloat16()
+    use(StandIn((3.0, 1.0, 2.0)))
+    expected = cublaslt.product(a, a.t())
+    library = use(StandIn((1.0, 3.0, 2.0)))  # another order now would choose another
+    monkeypatch.setattr(cublaslt, "milliseconds", None)
+    for _ in range(2):
+        assert torch.equal(cublaslt.product(a, a.t()), expected)
+    assert library.launched[-1] == 1 and "earlier start" in cublaslt.CHOICES[0]
+
+
+@pytest.mark.parametrize("damage", ["", "[1]", '{"x": 1}', None])
+def test_a_damaged_file_or_other_bits_are_no_choice(use, damage):
+    a = torch.randn(16, 32).bfloat16()
+    use(StandIn((3.0, 1.0, 2.0)))
+    cublaslt.product(a, a.t())
+    if damage is not None:
+        cublaslt.choices_path().write_text(damage)
+    library = use(StandIn((3.0, 1.0, 2.0), inexact=() if damage is not None else (1,)))
+    for _ in range(2):
+        cublaslt.product(a, a.t())
+    assert library.launched[-1] == (1 if damage is not None else 0)
+
+
+def test_an_unwritable_cache_is_no_obstacle(use, monkeypatch):
+    use(StandIn())
+    monkeypatch.setattr(cublaslt, "choices_path", lambda: Path("/proc/nowhere/choices.json"))
+    a = torch.randn(16, 32).bfloat16()
+    assert torch.equal(cublaslt.product(a, a.t()), cublaslt.product(a, a.t()))
 
 
 def test_without_the_variable_it_is_not_asked(use, monkeypatch):

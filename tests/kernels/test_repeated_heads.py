@@ -3,14 +3,15 @@
 import pytest
 import torch
 from kernel_checks import error
+from stand_in_engines import let_run_on_a_cpu
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common import engines
 from common.errors import ConfigError
-from common.kernels import attention, attention_engines
+from common.kernels import attention
 from common.kernels import repeated_heads_attention as repeated
-from common.kernels.attention import attention_backends, attention_engine, causal_attention
-from common.kernels.engines import ATTENTION_ENGINE
+from common.kernels.attention import attention_backends, causal_attention
 from common.training import self_test
 from common.training.kernel_cases import Draw, Sizes
 from llama31_8b.rules import MINIATURE
@@ -89,30 +90,8 @@ def test_a_group_is_summed_in_fp32():
     assert repeated.sum_of_groups(parts.view(1, 4, 1, 1), 4).item() == 260.0  # 259 has 9 bits
 
 
-@pytest.mark.parametrize(
-    ("hip", "device", "dtype", "variable", "engine"),
-    [
-        ("7.2", "cuda", torch.bfloat16, None, "repeated_heads"),
-        ("7.2", "cuda", torch.bfloat16, "sdpa", "sdpa"),
-        ("7.2", "cuda", torch.bfloat16, "aiter", "aiter"),
-        ("7.2", "cuda", torch.float32, None, "sdpa"),
-        ("7.2", "cpu", torch.bfloat16, None, "sdpa"),
-        (None, "cuda", torch.bfloat16, None, "sdpa"),
-        (None, "cuda", torch.bfloat16, "repeated_heads", "repeated_heads"),
-    ],
-)
-def test_it_is_what_amd_takes_unless_another_is_named(
-    monkeypatch, hip, device, dtype, variable, engine
-):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    if variable:
-        monkeypatch.setenv(ATTENTION_ENGINE, variable)
-    assert attention_engine(device, dtype) == engine
-
-
 def test_the_self_test_runs_it_and_names_it(monkeypatch):
-    monkeypatch.setattr(repeated, "GPUS", ("no GPU",))
-    monkeypatch.setenv(ATTENTION_ENGINE, "repeated_heads")
+    let_run_on_a_cpu(monkeypatch, engines.ATTENTION, "repeated_heads")
     called = []
     monkeypatch.setattr(
         repeated,
@@ -129,18 +108,8 @@ def test_the_self_test_runs_it_and_names_it(monkeypatch):
     assert result.attention == "repeated_heads, flash"
 
 
-def test_it_can_be_named_on_amd_and_on_an_h200(monkeypatch):
-    monkeypatch.setenv(ATTENTION_ENGINE, "repeated_heads")
-    for arch in ("gfx942", "gfx950", "sm_90"):
-        monkeypatch.setattr(attention_engines, "architecture", lambda device, arch=arch: arch)
-        attention_backends("cuda")
-    monkeypatch.setattr(attention_engines, "architecture", lambda device: "sm_100")
-    with pytest.raises(ConfigError, match="repeated_heads"):
-        attention_backends("cuda")
-
-
 def test_sdpa_can_be_named_everywhere(monkeypatch):
-    monkeypatch.setenv(ATTENTION_ENGINE, "sdpa")
+    monkeypatch.setenv("ATTENTION_ENGINE", "sdpa")
     leaves = packed_leaves(SHAPES[0], torch.float32)
     with attention_backends("cpu", torch.float32):
         assert torch.equal(
@@ -159,6 +128,7 @@ def test_sdpa_can_be_named_everywhere(monkeypatch):
 )
 def test_ck_is_refused_where_this_torch_lacks_it(monkeypatch, asked, library, refused):
     monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(attention, "gpu_architecture", lambda device: "gfx942")
     monkeypatch.setattr(
         torch.backends.cuda,
         "preferred_rocm_fa_library",

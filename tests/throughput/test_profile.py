@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from child_path import python_path
 from page import Page, read_page
 
 from common.errors import CheckFailed
@@ -567,7 +568,10 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
 
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results")}
+    environment = os.environ | {
+        "PYTHONPATH": python_path(ROOT),
+        "LOGDIR": str(tmp_path / "results"),
+    }
     command = [
         sys.executable,
         "-m",

@@ -177,7 +177,7 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     phases = []
     heartbeat = SimpleNamespace(write=lambda step, phase: phases.append(phase))
     reports = SimpleNamespace(heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
-    before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
+    before_a_run(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (
         event["event"] == "self_test"
@@ -190,5 +190,5 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
         module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1])
     )
     with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
-        before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
+        before_a_run(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

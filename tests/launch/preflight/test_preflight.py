@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from child_path import python_path
 
 from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import HEALTH, DriverError, amd_throttle_counters, read_gpus, with_throttling
@@ -778,7 +779,7 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
 def test_a_rank_that_hangs_ends_by_itself(tmp_path):
     code = "import time; from pathlib import Path; from launch.preflight import measure as m, measured; measured.START_S = 0.5; "
     code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT), "RANK": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -809,7 +810,7 @@ def run_verb(tmp_path, *arguments):
         if key not in ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
     }
     environment |= {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
         "LOGDIR": str(tmp_path / "results"),
         "TMPDIR": str(tmp_path),
     }

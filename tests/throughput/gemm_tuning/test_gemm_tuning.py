@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from tiny import run_config
 
 from common.errors import ConfigError, PreflightError, StorageError
@@ -470,7 +471,7 @@ def test_the_verb_without_a_gpu_is_refused(tmp_path):
         "cpu",
     ]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
     }
@@ -503,7 +504,7 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     )
 
     def launch(*words, good=True):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path)}
+        environment = os.environ | {"PYTHONPATH": python_path(ROOT), "LOGDIR": str(tmp_path)}
         command = [
             sys.executable,
             "-m",

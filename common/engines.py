@@ -1,0 +1,234 @@
+"""Engines of attention and of matrix products, and the choice among them on a GPU.
+
+The fastest engine is used that this package knows for the GPU, whose package is installed and new
+enough, and that passes the self-test. The environment variables ATTENTION_ENGINE and MATMUL_ENGINE,
+usually set in a config's [env], pin one: if it cannot be used, that is an error. On a CPU and for
+other dtypes than bf16 and FP8, torch computes both.
+
+An engine's module is imported only where it is chosen. Standard library only: the launcher reads
+the versions of installed packages before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from common.errors import ConfigError
+from common.packages import version_of
+
+ATTENTION = "attention"
+PRODUCTS = "products"
+VARIABLES = {ATTENTION: "ATTENTION_ENGINE", PRODUCTS: "MATMUL_ENGINE"}
+SDPA = "sdpa"  # torch's scaled_dot_product_attention
+TORCH = "torch"  # torch's products
+REPEATED_HEADS = "repeated_heads"
+
+NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+INSTINCT = ("gfx942", "gfx950")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An implementation of attention or of products, in `module` of common.kernels."""
+
+    name: str
+    gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: everywhere
+    chosen_on: tuple[str, ...] = ()  # architectures on which it is used without being pinned
+    module: str = ""  # "" for torch's own
+    package: str = ""  # "" if it needs nothing but torch
+    oldest: str = ""  # oldest version of the package that is accepted
+    because: str = ""  # reason for `oldest`
+    install: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {version_of(self.package)}".rstrip() if self.package else self.name
+
+
+TRANSFORMER_ENGINE = Engine(
+    "transformer_engine",
+    gpus=(*NVIDIA, *INSTINCT),
+    module="transformer_engine",
+    package="transformer-engine",
+    oldest="2.10",
+    because="general_gemm takes a workspace before it",
+    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"; on AMD GPUs'
+    " use an image with ROCm's fork",
+)
+
+# Fastest first. Measured on an H200 alone (docs/results.md); the order on other GPUs is that of
+# published numbers. The last engine of each list is torch's own.
+ENGINES: dict[str, tuple[Engine, ...]] = {
+    ATTENTION: (
+        Engine(
+            "flash_attention_4",
+            gpus=("sm_90",),
+            chosen_on=("sm_90",),
+            module="flash_attention_4",
+            package="flash-attn-4",
+            oldest="4.0.0b10",
+            because="older ones can corrupt dQ and dK (flash-attention#2481)",
+            install="python3 -m pip install --require-hashes --no-deps -r requirements-hopper.lock",
+        ),
+        Engine(
+            "aiter",
+            gpus=INSTINCT,
+            chosen_on=INSTINCT,
+            module="aiter_attention",
+            package="amd-aiter",
+            oldest="0.1.14.post1",
+            because="older ones lack fixes of bf16 attention (aiter#4337)",
+            install="python3 -m pip install git+https://github.com/ROCm/aiter@v0.1.14.post1",
+        ),
+        replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT),
+        # sm_90 is listed to compare the engine with SDPA on an H200.
+        Engine(
+            REPEATED_HEADS,
+            gpus=(*INSTINCT, "sm_90"),
+            chosen_on=INSTINCT,
+            module="repeated_heads_attention",
+        ),
+        Engine(SDPA, gpus=()),
+    ),
+    PRODUCTS: (
+        Engine("cublaslt", gpus=NVIDIA, chosen_on=NVIDIA, module="cublaslt"),
+        TRANSFORMER_ENGINE,
+        Engine(TORCH, gpus=()),
+    ),
+}
+
+# (operation, engine) -> why this process cannot use it: its import or its self-test failed.
+_rejected: dict[tuple[str, str], str] = {}
+_chosen: dict[tuple[str, str, str], Choice] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine to use, and for each faster one why it is not used and what installs it."""
+
+    engine: Engine
+    pinned: bool
+    missing: tuple[str, ...] = ()
+
+
+def choose(
+    operation: str, gpu: str, environment: Mapping[str, str] | None = None, dtype: str = "bf16"
+) -> Choice:
+    """Return the engine of `operation` on a GPU of architecture `gpu`, "" for a CPU.
+
+    `dtype`: "bf16", "fp8", or another one, for which torch is used.
+
+    Raises ConfigError if an engine is pinned that is unknown, not for this GPU and dtype, not
+    installed, too old, or rejected by this process.
+    """
+    environment = os.environ if environment is None else environment
+    pin = environment.get(VARIABLES[operation])
+    if pin is not None:
+        return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
+    missing: list[str] = []
+    for engine in ENGINES[operation]:
+        is_torch = not engine.module
+        if not is_torch and (gpu not in engine.chosen_on or dtype not in ("bf16", "fp8")):
+            continue
+        obstacle = _obstacle(operation, engine)
+        if not obstacle:
+            return Choice(engine, pinned=False, missing=tuple(missing))
+        missing.append(f"{operation} by {engine.name} would be faster: {obstacle}")
+    raise AssertionError("torch's own engine has no obstacle")
+
+
+def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
+    variable = VARIABLES[operation]
+    engines = {engine.name: engine for engine in ENGINES[operation]}
+    unset = f"unset {variable}: the fastest engine that is installed is used then"
+    if name not in engines:
+        raise ConfigError(
+            f"unknown engine {variable}={name}", f"known are {', '.join(engines)}", unset
+        )
+    engine = engines[name]
+    what = f"{variable}={name} cannot be used here"
+    if engine.module and (gpu not in engine.gpus or dtype not in ("bf16", "fp8")):
+        where = ", ".join(engine.gpus)
+        why = f"it is for bf16 on {where}; this is {dtype} on {gpu or 'no GPU'}"
+        raise ConfigError(what, why, unset)
+    if obstacle := _obstacle(operation, engine):
+        raise ConfigError(what, obstacle, unset)
+    return engine
+
+
+def _obstacle(operation: str, engine: Engine) -> str:
+    """Return why the engine cannot be used, with the line that installs it; "" if it can."""
+    if engine.package:
+        version = version_of(engine.package)
+        if not version:
+            return f"{engine.package} is not installed: {engine.install}"
+        if engine.oldest and version_key(version) < version_key(engine.oldest):
+            old = f"{engine.package} {version} is older than {engine.oldest}"
+            return f"{old}, and {engine.because}: {engine.install}"
+    return _rejected.get((operation, engine.name), "")
+
+
+def version_key(text: str) -> tuple:
+    """Return a key that orders versions: "4.0.0b9" < "4.0.0b10" < "4.0.0" < "4.0.0.post1"."""
+    parts = re.match(r"(\d+(?:\.\d+)*)(?:(a|b|rc)(\d+))?(?:\.post(\d+))?", text)
+    if parts is None:
+        return ()
+    release = tuple(map(int, parts[1].split(".")))
+    stage = (parts[2], int(parts[3])) if parts[2] else ("release", 0)
+    return release, stage, int(parts[4] or 0)
+
+
+def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
+    """Return the choice of this process, made once, with an engine whose module can be imported.
+
+    Raises ConfigError as `choose` does, also if a pinned engine cannot be imported.
+    """
+    pin = os.environ.get(VARIABLES[operation])
+    key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "")
+    while key not in _chosen:
+        choice = choose(operation, gpu, dtype=dtype)
+        try:
+            if choice.engine.module:
+                module_of(choice.engine).require()
+            _chosen[key] = choice
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            _rejected[operation, choice.engine.name] = f"it cannot be imported ({why})"
+    return _chosen[key]
+
+
+def module_of(engine: Engine) -> ModuleType:
+    """Import an engine's module, which has `require` and `causal_attention` or `product`."""
+    return importlib.import_module(f"common.kernels.{engine.module}")
+
+
+def reject(operation: str, choice: Choice, why: str) -> bool:
+    """Exclude the chosen engine in this process, so that the next one is used.
+
+    Returns False, and excludes nothing, if the engine is pinned or is torch's own.
+    """
+    if choice.pinned or not choice.engine.module:
+        return False
+    _rejected[operation, choice.engine.name] = why
+    _chosen.clear()
+    return True
+
+
+def forget() -> None:
+    """Forget the choices of this process and what was rejected."""
+    _rejected.clear()
+    _chosen.clear()
+
+
+def described(gpu: str, environment: Mapping[str, str], dtype: str) -> tuple[dict[str, str], list]:
+    """Return operation -> engine with its version, and why faster ones are not used.
+
+    Raises ConfigError as `choose` does.
+    """
+    choices = {name: choose(name, gpu, environment, dtype) for name in ENGINES}
+    names = {name: str(choice.engine) for name, choice in choices.items()}
+    return names, [line for choice in choices.values() for line in choice.missing]

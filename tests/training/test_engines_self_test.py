@@ -1,0 +1,82 @@
+"""Engines and the self-test: a wrong engine gives way, a pinned one stops the run, ranks agree."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stand_in_engines import let_run_on_a_cpu
+from torch.nn import functional as F
+
+from common import engines
+from common.errors import PreflightError
+from common.kernels import fp8
+from common.training import self_test
+from common.training.kernel_cases import Sizes
+from llama31_8b.rules import MINIATURE
+
+CPU = torch.device("cpu")
+SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
+
+
+def wrong_attention(q, k, v):
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*parts, is_causal=False, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def wrong_product(a, b, scale_a=None, scale_b=None):
+    raise RuntimeError("status 15")
+
+
+WRONG = {
+    engines.ATTENTION: ("flash_attention_4", {"causal_attention": wrong_attention}),
+    engines.PRODUCTS: ("cublaslt", {"product": wrong_product}),
+}
+
+
+@pytest.fixture(params=[engines.ATTENTION, engines.PRODUCTS])
+def wrong(request, monkeypatch):
+    """An engine that computes wrongly, pinned. Yields the operation and its name."""
+    name, functions = WRONG[request.param]
+    let_run_on_a_cpu(monkeypatch, request.param, name, "9.9")
+    module = SimpleNamespace(require=lambda: None, **functions)
+    monkeypatch.setattr(engines, "module_of", lambda engine: module)
+    return request.param, name
+
+
+def test_a_pinned_engine_that_computes_wrongly_stops_the_run(wrong):
+    result = self_test.self_test(SIZES, CPU)
+    with pytest.raises(PreflightError):
+        self_test.require_sound(result, CPU)
+
+
+def test_an_engine_that_computes_wrongly_gives_way(wrong, monkeypatch):
+    operation, name = wrong
+    monkeypatch.delenv(engines.VARIABLES[operation])
+    chosen = [
+        engines.replace(engine, chosen_on=("",)) if engine.name == name else engine
+        for engine in engines.ENGINES[operation]
+    ]
+    monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
+    result = self_test.self_test(SIZES, CPU)
+    assert not result.bad
+    assert result.attention == "flash" and result.products == "torch"
+    assert any(name in line and "self-test" in line for line in result.missing)
+    assert fp8.product_engine(CPU, torch.bfloat16).engine.name == "torch"
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_ranks_must_agree(monkeypatch, equal):
+    result = self_test.Result(attention="flash", products="torch")
+
+    def gather(names, own):
+        names[:] = [own, own if equal else ("cudnn", "torch")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    processes = SimpleNamespace(world_size=2)
+    if equal:
+        self_test.require_equal_engines(result, processes)
+        return
+    with pytest.raises(PreflightError) as caught:
+        self_test.require_equal_engines(result, processes)
+    assert "rank 1" in caught.value.what and "ATTENTION_ENGINE" in caught.value.do
