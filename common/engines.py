@@ -115,6 +115,13 @@ class Choice:
     missing: tuple[str, ...] = ()
 
 
+def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
+    """Return the name of the pinned engine, None if none is pinned."""
+    if operation == ATTENTION:
+        return environment.get("ATTENTION_ENGINE")
+    return environment.get("MATMUL_ENGINE")
+
+
 def choose(
     operation: str, gpu: str, environment: Mapping[str, str] | None = None, dtype: str = "bf16"
 ) -> Choice:
@@ -126,7 +133,7 @@ def choose(
     installed, too old, or rejected by this process.
     """
     environment = os.environ if environment is None else environment
-    pin = environment.get(VARIABLES[operation])
+    pin = pin_of(operation, environment)
     if pin is not None:
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
     missing: list[str] = []
@@ -187,7 +194,7 @@ def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
 
     Raises ConfigError as `choose` does, also if a pinned engine cannot be imported.
     """
-    pin = os.environ.get(VARIABLES[operation])
+    pin = pin_of(operation, os.environ)
     key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "")
     while key not in _chosen:
         choice = choose(operation, gpu, dtype=dtype)

@@ -30,9 +30,9 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
     )
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr[-2000:]
-    bench, evaluation = (
-        stdout.splitlines()
-    )  # and no interpreter was torn down, which gloo's threads may end with std::terminate
+    # No interpreter was torn down, which gloo's threads may end with std::terminate.
+    bench, used, evaluation = stdout.splitlines()
+    assert used == f"ENGINES {benchmark}: attention sdpa, products torch"
     length = {"llama31_8b": 128, "llama2_70b_lora": 256}[benchmark]
     assert (
         bench.startswith(
