@@ -5,7 +5,8 @@ Its `rules.py` defines four names:
 
     Config              subclass of RunConfig: the keys of a TOML in configs/<benchmark>/
     Rules               subclass of Rules: the rules of its divisions, and where its files are
-    DIVISIONS           tuple of Rules, one for each division that a log can name
+    DIVISIONS           tuple of Rules, one for each division that a log can name; empty if each
+                        run's config sets its rules
     rules_of(config)    the Rules of a run with this Config; it may take anything from the config
 
 Standard library only: the launcher and the log checks import it without torch.
@@ -28,6 +29,7 @@ from common.hardware import config_names, config_path
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 
+OPEN = "open"  # the division of rules that a config sets
 LogValue = int | float | str
 ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 
@@ -36,19 +38,22 @@ ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
-    division: str  # as logged: "closed", or "miniature" for the toy model that nobody can submit
+    # As logged: "closed", "open", or "miniature" for the toy model that nobody can submit.
+    division: str
     shape: ModelShape
     sequence_length: int  # tokens
     eval_samples: int  # validation sequences of each evaluation, always the same ones
     # Training sequences between evaluations, before rounding up to the global batch.
     eval_interval_samples: int
-    # Natural-log cross entropy per token. A run ends at the first evaluation at or below it.
+    # Natural-log cross entropy per token. A run ends at the first evaluation at or below it. 0: no
+    # target, and a run succeeds after max_samples.
     target_loss: float
     adam_beta_1: float
     adam_beta_2: float
     adam_epsilon: float
     weight_decay: float  # decoupled
     gradient_clip_norm: float
+    log_name: str = ""  # the benchmark as logged (default: its folder)
     opt_name: str = "adamw"
     init_limit_s: float = 1800.0  # from init_start to init_stop
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
@@ -132,6 +137,33 @@ def rules_of(name: str, config: RunConfig) -> Rules:
 def divisions(name: str) -> dict[str, Rules]:
     """Return division -> rules, for every division of benchmark `name` that a log can name."""
     return {rules.division: rules for rules in _module(name).DIVISIONS}
+
+
+def closed() -> tuple[str, ...]:
+    """Return the names of the benchmarks that have a closed division, sorted."""
+    return tuple(name for name in names() if "closed" in divisions(name))
+
+
+def open_benchmark() -> str:
+    """Return the name of the benchmark whose configs set the rules; "" if there is none."""
+    return next((name for name in names() if not divisions(name)), "")
+
+
+def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
+    """Return the rules of a log that names this benchmark and division, or None if there are none.
+
+    `folder`: of the log. The rules of the open division are those of its config.toml.
+    """
+    if division != OPEN:
+        return divisions(name).get(division) if name in names() else None
+    own = open_benchmark()
+    path = folder / "config.toml" if folder else None
+    if not own or not path or not path.is_file():
+        return None
+    try:
+        return rules_of(own, configs.load(path, config_class(own)))
+    except ConfigError:  # the config of another benchmark
+        return None
 
 
 def trainer_of(name: str) -> ModuleType:

@@ -27,6 +27,8 @@ LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes per sample
 }
+# `gpu` of a config that fits itself to the machine (launch/plan/derive_config.py)
+ANY_GPU = "any"
 # for LoRA; see common/sharding/frozen_base.py
 FROZEN_BASE_STORAGE = (
     "sharded",

@@ -89,7 +89,8 @@ def select_config(
         config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
     else:
         layers = getattr(options, "layers", None) or 0
-        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers)
+        count = requested_gpus(environment) or len(gpus.devices)
+        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
     require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
@@ -102,7 +103,7 @@ def select_config(
     # The contents must be equal, since the log has only the file name.
     shipped = root / "configs" / benchmark / path.name
     modified = bool(options.set)
-    if derived:
+    if derived and not path.is_file():
         notes.append("the config is derived, not a file in configs/: not for submission")
     if options.set:
         notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")

@@ -5,8 +5,6 @@ tokenizer.json.
 from __future__ import annotations
 
 import gzip
-import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -17,11 +15,11 @@ from common.data import corpus
 from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Bar, locked, say
+from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from llama31_8b.encoder_process import EncoderProcess
 from llama31_8b.rules import CLOSED
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads accepts them, UTF-8 does not
 BATCH_DOCUMENTS = 512  # documents encoded in one call, on all cores
 
 
@@ -113,7 +111,7 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
 def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[str]]:
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
-        return _json_documents
+        return json_documents
     if name.endswith(".txt"):
         return _text_documents
     raise ConfigError(
@@ -139,31 +137,6 @@ def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
                     "fetch it again",
                 ) from error
         done += path.stat().st_size
-
-
-def _json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)[key]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why, do = (
-                f"each line must be a JSON object with the key {key}",
-                "repair the line, or name the right key with --jsonl-key",
-            )
-            raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
-        if not isinstance(text, str):
-            what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
-            raise DataError(what, "a document must be a string", "repair the line")
-        if LONE_SURROGATE.search(text):
-            what = f"{path}: line {number}: {key} holds half of a surrogate pair"
-            raise DataError(
-                what,
-                "no tokenizer takes it: it is no character",
-                "repair the line, or leave it out",
-            )
-        yield text
 
 
 def _text_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:

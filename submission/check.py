@@ -24,6 +24,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from common import benchmarks
+from common.benchmarks import OPEN
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
@@ -153,11 +155,15 @@ def examine(
         )
     division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
     ours = own_log.is_ours(log) if ours is None else ours
-    if ruleset is None and division == "miniature" and rules_of(log) is not None:
-        title, verdict = (
-            "a miniature, no benchmark result",
-            official_tools.miniature_verdict(path, str(benchmark), log),
-        )
+    rules = rules_of(log) if ruleset is None else None
+    unofficial = division == "miniature" or (
+        division == OPEN and benchmark == benchmarks.open_benchmark()
+    )
+    if rules is not None and unofficial:
+        title = "a miniature, no benchmark result"
+        if division == OPEN:
+            title = "open division, held to its config.toml; no benchmark of MLPerf"
+        verdict = official_tools.own_verdict(path, str(benchmark), rules, log)
     else:
         held_to = ruleset or round_of(log, ours)
         title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"

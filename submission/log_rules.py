@@ -99,9 +99,8 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
     They follow from the log's submission_benchmark and from `division` (default: the log's).
     """
     name = str(log.value("submission_benchmark"))
-    if name not in benchmarks.names():
-        return None
-    return benchmarks.divisions(name).get(division or str(log.value("submission_division")))
+    named = division or str(log.value("submission_division"))
+    return benchmarks.rules_of_log(name, named, log.folder)
 
 
 # Evaluations.
@@ -224,9 +223,12 @@ def unfit(
 
 
 def wrong_status(log: Log, rules: Rules) -> Found:
-    """Find a run_stop whose status contradicts the evaluations, or is not success or aborted."""
+    """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
+
+    Without a target the evaluations say nothing about the status.
+    """
     stop = log.first("run_stop")
-    if stop is None:
+    if stop is None or not rules.target_loss:
         return
     reached = any(reaches(event, rules) for event in log.all("eval_accuracy"))
     status = stop.metadata.get("status")

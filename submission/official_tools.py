@@ -8,7 +8,7 @@ its output says so and contains nothing that contradicts it. The programs leave 
 working directory, so each runs in a temporary one.
 
 A miniature is checked with a rule file of this project, because the official files fix the sequence
-length and the target. That file has the closed rules with the numbers of the benchmark's miniature
+length and the target. So is a run in the open division of no benchmark of MLPerf. That file has the closed rules with the numbers of the benchmark's miniature
 division.
 """
 
@@ -31,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common import benchmarks
+from common.benchmarks import OPEN, Rules
 from common.errors import PreflightError
 from common.packages import version_of
 from common.paths import ROOT
@@ -40,6 +41,7 @@ from submission.log_rules import ERROR, WARNING, Finding
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both benchmarks
 RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
+NO_TARGET = 1e9  # a loss that every evaluation reaches
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
 LARGE_LOG_BYTES = 16 * 2**20  # from here on the checker gets the records one by one
 # Start of the reason that mlperf_log gives for a line that the official parser skips.
@@ -54,7 +56,7 @@ BAD_LINE = re.compile(
 class Verdict:
     """The verdict of the compliance checker on one log."""
 
-    rules: str  # a ruleset such as 6.1.0, or miniature
+    rules: str  # a ruleset such as 6.1.0, or miniature or open for a rule file of this project
     passed: bool
     # Their rule is missing, repeated, value, target, line_format or broke_off.
     complaints: tuple[Finding, ...] = ()
@@ -74,29 +76,41 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 
-def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
-    """Return the compliance checker's verdict by this project's rules for a benchmark's miniature.
+def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> Verdict:
+    """Return the compliance checker's verdict by this project's rule file for a division.
 
-    Raises PreflightError without a checker.
+    `rules`: of the miniature, or of a run whose config sets its rules. Raises PreflightError without
+    a checker.
     """
     with tempfile.TemporaryDirectory() as folder:
-        rule_file = Path(folder, f"miniature_{benchmark}.yaml")
-        rule_file.write_text(miniature_rules(benchmark))
-        return _verdict(path, "miniature", str(rule_file), log)
+        path_of_rules = Path(folder, f"{rules.division}_{benchmark}.yaml")
+        path_of_rules.write_text(rule_file(benchmark, rules))
+        return _verdict(path, rules.division, str(path_of_rules), log)
 
 
-def miniature_template(benchmark: str) -> string.Template:
-    """Return the rule file common to all miniatures, followed by that of `benchmark`."""
-    files = (Path(__file__).with_name("miniature_common.yaml"), ROOT / benchmark / "miniature.yaml")
+def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
+    """Return `own_verdict` by the rules of a benchmark's miniature."""
+    return own_verdict(path, benchmark, benchmarks.divisions(benchmark)["miniature"], log)
+
+
+def rule_template(benchmark: str, division: str) -> string.Template:
+    """Return the rule file common to all miniatures, followed by the division's of `benchmark`."""
+    common = Path(__file__).with_name("miniature_common.yaml")
+    files = (common, ROOT / benchmark / f"{division}.yaml")
     return string.Template("\n".join(file.read_text() for file in files))
 
 
-def miniature_rules(benchmark: str) -> str:
-    """Return the miniature's rule file, with the fields of its Rules substituted by name."""
-    rules = benchmarks.divisions(benchmark)["miniature"]
-    return miniature_template(benchmark).substitute(
-        vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
+def rule_file(benchmark: str, rules: Rules) -> str:
+    """Return the division's rule file, with the fields of `rules` substituted by name."""
+    fields = vars(rules) | {"target_loss": rules.target_loss or NO_TARGET}
+    return rule_template(benchmark, rules.division).substitute(
+        fields, benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
     )
+
+
+def miniature_rules(benchmark: str) -> str:
+    """Return the rule file of a benchmark's miniature."""
+    return rule_file(benchmark, benchmarks.divisions(benchmark)["miniature"])
 
 
 def checker_version() -> str:
@@ -290,8 +304,8 @@ def _shown(event: Event) -> str:
 @cache
 def _source(rules: str, benchmark: str, key: str) -> str:
     """Return the name of the last rule file that names `key`. It overrides the earlier ones."""
-    if rules == "miniature":
-        return f"submission/miniature_common.yaml, {benchmark}/miniature.yaml"
+    if rules in ("miniature", OPEN):
+        return f"submission/miniature_common.yaml, {benchmark}/{rules}.yaml"
     from mlperf_logging import compliance_checker
 
     folder = Path(compliance_checker.__file__).parent / f"training_{rules}"

@@ -2,8 +2,8 @@
 
 They exclude lines that RunLog cannot write, and lines that our own submissions must not contain.
 They apply to our own logs only, where a break is an error: the writer is broken, or the log was
-changed. A log is ours if its division is miniature, or if its config_filename is named like the
-files in configs/. Standard library only.
+changed. A log is ours if its division is miniature, if it is open and a config of ours lies beside
+it, or if its config_filename is named like the files in configs/. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from common.benchmarks import Rules
+from common import benchmarks
+from common.benchmarks import OPEN, Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
@@ -66,20 +67,32 @@ TRANSITIONS = {
 
 
 def is_ours(log: Log) -> bool:
-    """Return whether this project wrote `log`, judging by its division and config_filename."""
-    name = log.value("config_filename")
-    return log.value("submission_division") == "miniature" or (
+    """Return whether this project wrote `log`, judging by its division, config and
+    config_filename.
+    """
+    name, division = log.value("config_filename"), log.value("submission_division")
+    if division == OPEN:
+        return benchmarks.rules_of_log("", OPEN, log.folder) is not None
+    return division == "miniature" or (
         isinstance(name, str) and CONFIG_NAME.fullmatch(name) is not None
     )
 
 
+def init_keys_of(log: Log) -> tuple[str, ...]:
+    """Return the keys that `log`, which is ours, has exactly once, during initialization."""
+    if log.value("submission_division") == OPEN:
+        return init_keys(benchmarks.open_benchmark(), OPEN)
+    return init_keys(str(log.value("submission_benchmark")))
+
+
 @cache
-def init_keys(benchmark: str) -> tuple[str, ...]:
+def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
     """Return the keys that a log of ours has exactly once, during initialization.
 
-    They are the keys in the miniature's rule file, and two that no checker demands.
+    They are the keys in the division's rule file, and two that no checker demands.
     """
-    demanded = re.findall(r"NAME: (\w+)", official_tools.miniature_template(benchmark).template)
+    template = official_tools.rule_template(benchmark, division).template
+    demanded = re.findall(r"NAME: (\w+)", template)
     return (
         *(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")),
         "seed",
@@ -89,7 +102,7 @@ def init_keys(benchmark: str) -> tuple[str, ...]:
 
 def not_once(log: Log, rules: Rules) -> Found:
     """Find keys of the clock and of initialization that are missing or repeated."""
-    for key in (*CLOCK_KEYS, *init_keys(str(log.value("submission_benchmark")))):
+    for key in (*CLOCK_KEYS, *init_keys_of(log)):
         found = log.all(key)
         if not found:
             yield 0, f"{key} is missing"
@@ -120,7 +133,7 @@ def out_of_order(log: Log, rules: Rules) -> Found:
     Initialization, clock, blocks and evaluations come in order and are closed. run_stop is last.
     """
     state = "nothing"
-    early = {"target_accuracy", *init_keys(str(log.value("submission_benchmark")))}
+    early = {"target_accuracy", *init_keys_of(log)}
     for event in log.every():
         if state == "stopped":
             yield event.line, f"{event.key} after run_stop"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from common import benchmarks
-from common.benchmarks import Rules
+from common.benchmarks import OPEN, Rules
 from common.errors import ConfigError
 from common.records import json_lines, mlperf_log
 from common.records.json_lines import is_number
@@ -67,7 +68,8 @@ class Run:
     batch: int | None = None
     status: str = ""  # as claimed by the log: success, aborted, or "" without a run_stop
     minutes: float | None = None
-    reached: bool = False  # whether an evaluation was at the target or below
+    # whether an evaluation was at the target or below, or without a target, whether there was one
+    reached: bool = False
     samples: int | None = None  # as logged at the last evaluation; counted by the RCP test
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
@@ -96,6 +98,8 @@ class Run:
     @property
     def rules(self) -> Rules | None:
         """The rules of the run's benchmark and division, or None if this project has none."""
+        if self.division == OPEN:
+            return benchmarks.rules_of_log(str(self.benchmark), OPEN, self.folder)
         if self.benchmark not in benchmarks.names():
             return None
         return benchmarks.divisions(self.benchmark).get(
@@ -114,6 +118,7 @@ class Run:
         """
         known = (
             not self.is_miniature
+            and self.division != OPEN
             and self.benchmark in benchmarks.names()
             and self.batch is not None
         )
@@ -121,12 +126,13 @@ class Run:
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
-        """Reasons why the official compliance checker refuses the log. Empty for a miniature."""
-        return (
-            ()
-            if self.is_miniature
-            else official_tools.closed_verdict(self.path, self.ruleset).messages
-        )
+        """Reasons why the official compliance checker refuses the log. Empty for a log that no
+        official rules are for: of a miniature, or of no benchmark of MLPerf.
+        """
+        unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
+        if self.is_miniature or unofficial:
+            return ()
+        return official_tools.closed_verdict(self.path, self.ruleset).messages
 
     @cached_property
     def state(self) -> str:
@@ -294,7 +300,7 @@ def _read_result(run: Run) -> None:
     """Set the status, minutes and samples of `run`, and whether it reached the target."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
     run.reached = any(
-        is_number(e.value) and run.target is not None and 0 < e.value <= run.target
+        is_number(e.value) and run.target is not None and 0 < e.value <= (run.target or math.inf)
         for e in evaluated
     )
     stops = run.log.all("run_stop")

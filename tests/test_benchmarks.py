@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from common import benchmarks
-from common.benchmarks import config_class, divisions, names, rules_of
+from common.benchmarks import closed, config_class, divisions, rules_of
 from common.config import RunConfig, load
 from common.paths import ROOT
 from common.records.rcp import mean_samples
@@ -13,7 +13,7 @@ from common.training.log_keys import hyperparameters
 
 pytestmark = pytest.mark.quick
 
-each_benchmark = pytest.mark.parametrize("name", names())
+each_benchmark = pytest.mark.parametrize("name", closed())
 
 
 def config_of(name: str, file: str) -> RunConfig:

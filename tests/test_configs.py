@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common import config as configs
-from common.benchmarks import config_class, names, rules_of
+from common.benchmarks import closed, config_class, rules_of
 from common.config import load
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
@@ -29,7 +29,7 @@ EXPECTED = {
 }
 EXPECTED |= {"H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"}
 FILES = sorted(
-    path for benchmark in names() for path in (ROOT / "configs" / benchmark).glob("*.toml")
+    path for benchmark in closed() for path in (ROOT / "configs" / benchmark).glob("*.toml")
 )
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
 EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes what is learned
@@ -47,7 +47,7 @@ EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes wh
 each_file = pytest.mark.parametrize(
     "path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}"
 )
-each_benchmark = pytest.mark.parametrize("benchmark", names())
+each_benchmark = pytest.mark.parametrize("benchmark", closed())
 GOOD = {
     "gpu": "H200",
     "nodes": 1,

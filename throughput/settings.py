@@ -67,7 +67,7 @@ LOOPS = ("RMS norm backward", "adapter")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--benchmark", choices=benchmarks.names(), default=benchmarks.measured_in("full")
+        "--benchmark", choices=benchmarks.closed(), default=benchmarks.measured_in("full")
     )
     parser.add_argument(
         "--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters"

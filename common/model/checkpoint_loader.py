@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,26 @@ def load_base(
     )
     if frozen is not None:
         size += _fill(frozen, checkpoint, model.shape)
+    return LoadReport(checkpoint.layout, time.monotonic() - start, size)
+
+
+def load_weights(
+    model: Llama, folder: Path, set_weight: Callable[[torch.nn.Parameter, Tensor], None]
+) -> LoadReport:
+    """Hand each weight of the safetensors checkpoint in `folder` to `set_weight(parameter, full)`.
+
+    `full`: the whole weight in fp32, on the parameter's device, one at a time. Everything is
+    checked before the first weight is read. Every rank calls this and reads all weights.
+
+    Raises WeightsError where the checkpoint does not fit the model, StorageError where reading fails.
+    """
+    start = time.monotonic()
+    checkpoint = open_checkpoint(Path(folder), model.shape)
+    size = 0
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        size += _execute(list(_reads(name, 0, full, checkpoint, model.shape)))
+        set_weight(parameter, full)
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
 
 

@@ -67,6 +67,7 @@ class Log:
     events: list[Event] = field(default_factory=list)  # those that are held in memory
     bad: list[BadLine] = field(default_factory=list)
     path: Path | None = None  # of the file that has further records; None if `events` has all
+    folder: Path | None = None  # of the file; None if the records come from none
     by_key: dict[str, list[Event]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +122,7 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
             keep = count == 1 or record.key in repeated
         if keep:
             kept.append(record)
-    return Log(kept, bad, None if complete else path)
+    return Log(kept, bad, None if complete else path, path.parent)
 
 
 def events(path: Path) -> Iterator[Event | BadLine]:

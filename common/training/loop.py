@@ -127,11 +127,17 @@ class Goal:
 
     eval_interval: int
     first_evaluation: int
-    target_loss: float  # stop at a loss <= this
-    max_samples: int  # stop without success after this many
+    target_loss: float  # stop at a loss <= this; 0: no target
+    max_samples: int  # stop after this many, without success if there is a target
 
     def evaluates_at(self, samples: int) -> bool:
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
+
+    def reached(self, samples: int, loss: float) -> bool:
+        """Return whether the run succeeded with the evaluation `loss` after `samples`."""
+        if not self.target_loss:
+            return samples >= self.max_samples
+        return loss <= self.target_loss
 
 
 def train(
@@ -189,7 +195,7 @@ def train(
             assembly, eval_batches, processes, reports, meter, step, samples
         )
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
-        if loss <= goal.target_loss:
+        if goal.reached(samples, loss):
             for name, seconds in phases.items():
                 meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
             return Outcome(samples, loss)

@@ -54,7 +54,7 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
     config = run.config
     platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
-        benchmark=run.benchmark,
+        benchmark=rules.log_name or run.benchmark,
         org=os.environ.get("MLPERF_SUBMISSION_ORG", "unnamed"),
         platform=os.environ.get("MLPERF_SUBMISSION_PLATFORM", platform),
         division=rules.division,

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class
-from common.config import FROZEN_BASE_STORAGE, RunConfig
+from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
@@ -30,6 +31,16 @@ NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
 # 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
 SAVING_LAYERS = ("recompute_layers", "offload_layers")  # keys whose value is a number of layers
+# Most tokens of a micro-batch of a fitted config, on a GPU and on a CPU. More make no step faster:
+# matrix products are large enough.
+MICRO_BATCH_TOKENS = (32_768, 4_096)
+# Environment of a fitted config, as in configs/: the reasons are in their comments.
+CPU_ENV = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+}
+NVIDIA_ENV = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
 # Share of a GPU's memory that a derived config may use, since no run has tried it. torch reserves
 # up to 5 % more than it allocates if memory is available.
 HEADROOM = 0.96
@@ -42,18 +53,23 @@ def load_or_derive(
     machine: GpuKind | None = None,
     overrides: dict[str, str] | None = None,
     layers: int = 0,
+    gpus: int = 1,
 ) -> tuple[RunConfig, str]:
     """Return the config in `path` and "", or a derived config and its source.
 
-    A config is derived if `path` is a missing file in configs/. `machine`: this machine's GPU,
-    which KINDS may lack. `layers`: number of the model's layers, 0 for all.
+    A config is derived if `path` is a missing file in configs/, or if its `gpu` is ANY_GPU.
+    `machine`: this machine's GPU, which KINDS may lack, or None for a CPU. `layers`: number of the
+    model's layers, 0 for all. `gpus`: number of GPUs for ANY_GPU.
 
     Raise ConfigError if no config can be derived for the name, or if the GPUs cannot share the
     global batch. Raise OutOfMemory if the benchmark fits with no option.
     """
     overrides = overrides or {}
     if path.parent != root / "configs" / benchmark or path.is_file():
-        return configs.load(path, config_class(benchmark), overrides), ""
+        config = configs.load(path, config_class(benchmark), overrides)
+        if config.gpu == ANY_GPU:
+            return fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
+        return config, ""
     named = NAME.fullmatch(path.stem)
     kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None
     if named is None or kind is None:
@@ -66,6 +82,57 @@ def load_or_derive(
     config = _derive(benchmark, file, kind, gpus, overrides, layers)
     changed = _changes(configs.load(file, config_class(benchmark)), config, overrides)
     return config, f"derived for {gpus} x {kind.name} from {file.name}: {changed}"
+
+
+def fit_to_machine(
+    benchmark: str,
+    config: RunConfig,
+    kind: GpuKind | None,
+    gpus: int,
+    overrides: dict[str, str],
+    layers: int = 0,
+) -> tuple[RunConfig, str]:
+    """Return a config of ANY_GPU on this machine, and a description of what was chosen.
+
+    `kind`: None for a CPU. The micro-batches are the largest that fit, up to MICRO_BATCH_TOKENS;
+    layers recompute or offload if micro-batches of one sequence do not fit. Raise ConfigError if
+    the GPUs cannot share the global batch, OutOfMemory if no option fits.
+    """
+    ranks = config.nodes * (gpus if kind else config.gpus_per_node)
+    if config.global_batch_size % ranks:
+        raise _cannot_be_shared(config.global_batch_size, ranks)
+    work = workload(benchmark, config)
+    work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
+    most = max(1, MICRO_BATCH_TOKENS[kind is None] // work.sequence_length)
+    share = config.global_batch_size // ranks
+    divisors = (size for size in range(min(most, share), 0, -1) if share % size == 0)
+    sizes: dict[str, Any] = {"micro_batch_size": next(divisors)}
+    evaluated = -(-work.eval_samples // ranks)
+    sizes["eval_micro_batch_size"] = min(most, evaluated)
+    sizes = {key: size for key, size in sizes.items() if key not in overrides}
+    if kind is None:
+        sizes["env"] = CPU_ENV | config.env
+        fitted = replace(config, gpu="CPU", linear="bf16", **sizes)
+        return fitted, f"fitted to a CPU: {_changes(config, fitted, overrides)}"
+    linear = config.linear if kind.arch.startswith(WITH_FP8) else "bf16"
+    if kind.vendor == "nvidia":
+        sizes["env"] = NVIDIA_ENV | config.env
+    limit = replace(config, gpu=kind.name, gpus_per_node=gpus, linear=linear, **sizes)
+    kept = dict(overrides)
+    if work.lora_rank:
+        kept["recompute_layers"] = "0"
+        limit = replace(limit, frozen_base="replicated")  # type: ignore[call-arg]
+    else:
+        kept |= {"offload_layers": "0", "frozen_base": ""}
+    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
+    start = limit if "micro_batch_size" in overrides else replace(limit, micro_batch_size=1)
+    fitted_to_gpu = fitting(start, limit, work, roomy, kept) or fitting(
+        start, limit, work, kind, kept
+    )
+    if fitted_to_gpu is None:
+        raise _does_not_fit(benchmark, start, work, kind)
+    changes = _changes(config, fitted_to_gpu, overrides)
+    return fitted_to_gpu, f"fitted to {gpus} x {kind.name}: {changes}"
 
 
 def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
@@ -204,7 +271,8 @@ def fitting(
 
 def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
     """Describe the micro-batch and the differences from the file."""
-    told = [f.name for f in fields(config) if f.name not in ("gpu", "gpus_per_node", *overrides)]
+    untold = ("gpu", "gpus_per_node", "env", *overrides)
+    told = [f.name for f in fields(config) if f.name not in untold]
     values = {
         name: getattr(config, name)
         for name in told

@@ -100,7 +100,9 @@ def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(
 
 @EACH
 def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
-    names = set(official_tools.miniature_template(benchmark.rules.BENCHMARK).get_identifiers())
+    names = set(
+        official_tools.rule_template(benchmark.rules.BENCHMARK, "miniature").get_identifiers()
+    )
     own = {"max_steps"} if benchmark is PRETRAINING else {"lora_rank", "lora_alpha", "lora_dropout"}
     assert {"sequence_length", "eval_samples", "target_loss", "init_limit_ms", *own} <= names
     assert (

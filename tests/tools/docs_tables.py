@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 
-from common.benchmarks import divisions, load_all, measured_in, names
+from common.benchmarks import closed, divisions, load_all, measured_in
 from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
@@ -23,7 +23,7 @@ from tests.tools import settings_tables
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BENCHMARKS = sorted(
-    names(), key=lambda name: divisions(name)["closed"].lora_rank
+    closed(), key=lambda name: divisions(name)["closed"].lora_rank
 )  # pre-training first
 LORA = measured_in("lora")
 

@@ -1,0 +1,127 @@
+"""Batches of Megatron's token files: sequences cut from one stream, or one document per sequence.
+
+A stream is read in Megatron's order (common/data/gpt_dataset.py). One document per sequence: epoch
+e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A document
+longer than a sequence is cut off, and a shorter one is padded. Padding has labels that do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from common.data.gpt_dataset import TrainData, check_ids, train_batches, validation_tokens
+from common.data.indexed_dataset import Index, Tokens, index_path
+from common.errors import DataError
+from common.kernels.cross_entropy import IGNORE_INDEX
+from common.training.loop import next_token_pairs
+from open_llama.rules import Config, Rules
+
+
+def training_batches(
+    config: Config, rules: Rules, data_dir: Path, seed: int, rank: int, step: int
+) -> Iterator[np.ndarray]:
+    """Return this rank's micro-batches from `step` on: int32 [micro_batch_size, 2, sequence_length].
+
+    Call it after run_start. Raises DataError if the files are damaged or too short.
+    """
+    prefix = data_dir / rules.train_data
+    vocab_size = rules.shape.vocab_size
+    if config.one_document_per_sequence:
+        return document_batches(Documents(prefix, rules), config, seed, rank, step)
+    samples = config.steps * config.global_batch_size
+    data = TrainData(prefix, rules.sequence_length, samples, seed, vocab_size)
+    windows = train_batches(
+        data, config.global_batch_size, config.micro_batch_size, rank, config.world_size, step
+    )
+    return map(next_token_pairs, windows)
+
+
+def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray:
+    """Return the sequences of an evaluation, int32 [eval_samples, 2, sequence_length].
+
+    Call it after run_start. Raises DataError if the file has fewer.
+    """
+    prefix = data_dir / rules.validation_data
+    if not config.one_document_per_sequence:
+        return next_token_pairs(
+            validation_tokens(
+                prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
+            )
+        )
+    documents = Documents(prefix, rules)
+    if len(documents) < rules.eval_samples:
+        raise DataError(
+            f"{index_path(prefix)}: expected at least {rules.eval_samples} documents, got {len(documents)}",
+            "every evaluation sees one sequence for each",
+            "lower eval_samples, or raise --validation-fraction of prepare text",
+        )
+    return np.stack([documents[number] for number in range(rules.eval_samples)])
+
+
+class Documents:
+    """The documents of a file with at least two tokens, each as int32 [2, sequence_length]: tokens
+    and labels.
+    """
+
+    def __init__(self, prefix: Path, rules: Rules):
+        """Open the token file. Raises DataError."""
+        index = Index.read(prefix)
+        self.rules = rules
+        self.tokens: Tokens = index.open_tokens()
+        self.lengths = index.sequence_lengths
+        self.numbers = np.flatnonzero(self.lengths >= 2)
+        if not len(self.numbers):
+            what = f"{index_path(prefix)}: no document has two tokens"
+            raise DataError(what, "a label needs a token before it", "check the data")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        document = int(self.numbers[number])
+        length = min(int(self.lengths[document]), self.rules.sequence_length + 1)
+        ids = self.tokens.read_sequence(document, 0, length).astype(np.int32)
+        check_ids(ids, self.rules.shape.vocab_size, self.tokens.path, f"document {document}")
+        pair = np.zeros((2, self.rules.sequence_length), np.int32)
+        pair[1] = IGNORE_INDEX
+        pair[0, : length - 1] = ids[:-1]
+        pair[1, : length - 1] = ids[1:]
+        return pair
+
+
+def document_batches(
+    documents: Documents, config: Config, seed: int, rank: int, step: int
+) -> Iterator[np.ndarray]:
+    """Yield this rank's micro-batches without end, from `step` on.
+
+    A step holds the same documents for any number of processes.
+    """
+    batch = config.global_batch_size
+    share = batch // config.world_size
+    order = itertools.islice(document_order(len(documents), seed), step * batch, None)
+    while True:
+        mine = list(itertools.islice(order, batch))[rank * share : (rank + 1) * share]
+        for start in range(0, share, config.micro_batch_size):
+            chosen = mine[start : start + config.micro_batch_size]
+            yield np.stack([documents[number] for number in chosen])
+
+
+def document_order(count: int, seed: int) -> Iterator[int]:
+    """Yield document numbers without end: one permutation of all after another."""
+    random = np.random.RandomState(seed)
+    while True:
+        yield from random.permutation(count).tolist()
+
+
+def sequences_in(config: Config, rules: Rules, data_dir: Path) -> int:
+    """Return the training sequences of one epoch. Reads only the `.idx`, so it may run before
+    run_start.
+    """
+    index = Index.read(data_dir / rules.train_data)
+    if config.one_document_per_sequence:
+        return int((index.sequence_lengths >= 2).sum())
+    return max(index.num_tokens - 1, 0) // rules.sequence_length

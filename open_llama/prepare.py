@@ -1,0 +1,91 @@
+"""Prepare text for `open_llama`: JSON lines, Parquet, plain text or a data set of Hugging Face on
+disk becomes Megatron's token files, split into training and validation.
+
+    ./run_and_time.sh open_llama prepare text --input FILES_OR_FOLDERS... --data-dir D
+        (--tokenizer FILE | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
+
+The tokenizer is a tokenizer.json or a SentencePiece model, and is copied to D. Each document ends
+with the tokenizer's end-of-text. A preparation that was stopped goes on where it was. Messages go
+to stderr. The exit code is that of the kind of failure (common/errors.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from common.command_line import Parser, count, program
+
+
+def fraction(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return number
+
+
+def text(args: argparse.Namespace) -> None:
+    # imports numpy, which parsing the command line does not need
+    from open_llama.text import Settings, prepare_text
+
+    tokenizer = str(args.tokenizer.absolute()) if args.tokenizer else ""
+    settings = Settings(tokenizer, args.eos, args.key, args.validation_fraction)
+    folder = args.data_dir.absolute()
+    prepare_text(args.input, folder, settings, args.processes, args.train_tokenizer)
+
+
+def parser(benchmark: str = "open_llama") -> Parser:
+    """Return the parser. `work(args)` of the parsed arguments executes the command."""
+    example = "open_llama prepare text --input docs/ --train-tokenizer 4096 --data-dir data/docs"
+    parser = Parser(f"{benchmark} prepare", __doc__, [example])
+    verbs = parser.add_subparsers(dest="command", required=True)
+    about = "tokenize text"
+    texts = verbs.add_parser("text", help=about, description=about)
+    texts.set_defaults(work=text)
+    texts.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files or folders of .jsonl, .json, .parquet, .arrow, or plain text (also .gz)",
+    )
+    texts.add_argument("--data-dir", type=Path, required=True, help="where the token files will be")
+    which = texts.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer file")
+    which.add_argument(
+        "--train-tokenizer",
+        type=count,
+        default=0,
+        metavar="N",
+        help="train a SentencePiece tokenizer of N pieces on the text",
+    )
+    texts.add_argument(
+        "--eos", default="", metavar="TOKEN", help="token of end-of-text (default: the tokenizer's)"
+    )
+    texts.add_argument(
+        "--key", default="text", help="JSON key or column of the text (default: text)"
+    )
+    texts.add_argument(
+        "--validation-fraction",
+        type=fraction,
+        default=0.01,
+        metavar="X",
+        help="share of the documents held out for validation (default: 0.01)",
+    )
+    texts.add_argument(
+        "--processes",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="worker processes (default: one for each CPU)",
+    )
+    return parser
+
+
+main = program(parser, lambda args: args.work(args))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Config and rules of `open_llama`: any Llama-like model, any tokens, by rules from one TOML file.
+
+The file says what is trained and how (open_llama/examples). It can leave out the machine: with
+`gpu = "any"`, the default, the launcher fits the config to the machine it runs on. Relative paths
+start at the root of the repository. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import benchmarks
+from common.benchmarks import LogValue
+from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
+from common.model.families import FAMILIES, Family, family_of
+from common.paths import ROOT
+
+BENCHMARK = "open_llama"
+SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    # The machine. With gpu = "any" these keys are fitted to the machine.
+    gpu: str = ANY_GPU
+    nodes: int = 1
+    gpus_per_node: int = 1
+    micro_batch_size: int = 1
+    eval_micro_batch_size: int = 1
+
+    model: str  # name (common/model/families.py), config.json, or the folder that holds it
+    weights: str = ""  # folder with safetensors files of Hugging Face; "": random weights
+    init_std: float = 0.02  # of random weights
+
+    # Token files under DATADIR, without .bin and .idx: those of `prepare text`.
+    train_data: str = "train"
+    validation_data: str = "validation"
+    # False: documents follow each other in one stream, which is cut into sequences. True: each
+    # document is a sequence, cut off or padded.
+    one_document_per_sequence: bool = False
+    sequence_length: int  # tokens
+
+    eval_samples: int  # validation sequences of each evaluation: the first ones of the file
+    eval_interval_samples: int  # training sequences between evaluations
+    target_loss: float = 0.0  # a run ends at this loss; 0: it ends after max_samples
+
+    schedule: str  # of the learning rate: "cosine", "linear" or "constant"
+    opt_learning_rate_warmup_steps: int
+    end_learning_rate_ratio: float = 0.1  # last learning rate / opt_base_learning_rate
+    adam_beta_1: float = 0.9
+    adam_beta_2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float  # of matrices; vectors have none
+    gradient_clip_norm: float
+
+    lora_rank: int = 0  # rank of adapters on a frozen base; 0: all weights train
+    lora_alpha: int = 32  # the adapters' output is multiplied by alpha / rank
+    lora_dropout: float = 0.0
+    frozen_base: str = "sharded"  # LoRA: storage of the base (common/sharding/frozen_base.py)
+    offload_layers: int = 0  # LoRA: layers whose SwiGLU input waits in host memory
+    recompute_layers: int = 0  # the first n layers recompute their activations in backward
+    moment_precision: str = "fp32"  # dtype of AdamW's two moments; "bf16" saves 4 bytes per weight
+
+    # The benchmark that the log names, for an entry in the open division of MLPerf.
+    submission_benchmark: str = BENCHMARK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("sequence_length", "eval_samples", "eval_interval_samples"):
+            self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a number")
+        self.require_choice("schedule", SCHEDULES)
+        self.require_choice("moment_precision", ("fp32", "bf16"))
+        self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
+        self.require(
+            self.opt_learning_rate_warmup_steps < self.steps,
+            "opt_learning_rate_warmup_steps",
+            f"the run has {self.steps:,} steps",
+            "give fewer",
+        )
+        for key in ("adam_beta_1", "adam_beta_2", "lora_dropout"):
+            self.require(getattr(self, key) < 1, key, "it must be below 1", "give a smaller number")
+        for key in ("adam_epsilon", "gradient_clip_norm", "init_std"):
+            self.require(getattr(self, key) > 0, key, "it must be positive", "give a number")
+        self.require(
+            not self.lora_rank or bool(self.weights),
+            "lora_rank",
+            "adapters on random weights learn nothing useful",
+            "name the folder of the base with weights = ...",
+        )
+        why = "blocks with a frozen base do not recompute"
+        self.require(
+            not (self.lora_rank and self.recompute_layers), "recompute_layers", why, "set it to 0"
+        )
+        why = "only LoRA with an FP8 base offloads"
+        offloads = bool(self.lora_rank) and self.linear_format.stores_fp8
+        self.require(offloads or not self.offload_layers, "offload_layers", why, "set it to 0")
+        interval = -(-self.eval_interval_samples // self.global_batch_size) * self.global_batch_size
+        self.require(
+            bool(self.target_loss) or self.max_samples % interval == 0,
+            "max_samples",
+            f"without a target the run ends with an evaluation, and there is one every {interval:,} sequences",
+            "give a multiple of it",
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps up to max_samples, the length of the learning rate's schedule."""
+        return -(-self.max_samples // self.global_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(benchmarks.Rules):
+    train_data: str
+    validation_data: str
+
+    @property
+    def data_files(self) -> tuple[str, ...]:
+        prefixes = (self.train_data, self.validation_data)
+        return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
+
+    def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
+        assert isinstance(config, Config)
+        base = config.opt_base_learning_rate
+        warmup_steps = config.opt_learning_rate_warmup_steps
+        pairs: list[tuple[str, LogValue]] = [
+            ("opt_end_learning_rate", base * config.end_learning_rate_ratio),
+            ("opt_learning_rate_warmup_steps", warmup_steps),
+            ("opt_learning_rate_decay_steps", config.steps - warmup_steps),
+            ("opt_learning_rate_decay_schedule", f"{config.schedule} with linear warmup"),
+            ("max_steps", config.steps),
+        ]
+        if config.lora_rank:
+            pairs += [
+                ("lora_rank", config.lora_rank),
+                ("lora_alpha", config.lora_alpha),
+                ("lora_dropout", config.lora_dropout),
+            ]
+        return pairs
+
+
+# A log names the division "open", whose rules are those of config.toml beside the log.
+DIVISIONS: tuple[Rules, ...] = ()
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """Return the rules that the config's file sets. Raises ConfigError for an unusable model."""
+    assert isinstance(config, Config)
+    family = model_family(config.model)
+    window = family.sliding_window
+    config.require(
+        window is None or config.sequence_length <= window,
+        "sequence_length",
+        f"{family.name} has a sliding window of {window} tokens, and attention here sees all",
+        "give at most that",
+    )
+    return Rules(
+        division="open",
+        log_name=config.submission_benchmark,
+        shape=family.shape,
+        sequence_length=config.sequence_length,
+        train_data=config.train_data,
+        validation_data=config.validation_data,
+        eval_samples=config.eval_samples,
+        eval_interval_samples=config.eval_interval_samples,
+        target_loss=config.target_loss,
+        adam_beta_1=config.adam_beta_1,
+        adam_beta_2=config.adam_beta_2,
+        adam_epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        gradient_clip_norm=config.gradient_clip_norm,
+        lora_rank=config.lora_rank,
+    )
+
+
+def model_family(name: str) -> Family:
+    """Return the model that the key `model` names. Raises ConfigError."""
+    return family_of(name if name.lower() in FAMILIES else str(in_repository(name)))
+
+
+def in_repository(path: str) -> Path:
+    """Return `path`, from the root of the repository if it is relative."""
+    return ROOT / path

@@ -1,0 +1,466 @@
+"""`prepare text`: text of any kind to Megatron's token files, in parallel and resumable.
+
+The inputs are cut into parts of PART_BYTES. Worker processes tokenize parts and write each as a
+file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so the
+result does not depend on the number of processes. A preparation that was stopped goes on with the
+parts that are missing.
+
+A document is for validation if the SHA-256 of its text, as a fraction of its range, is below the
+validation fraction. So equal documents are always in the same split.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data import corpus
+from common.data.indexed_dataset import Index, index_path
+from common.data.indexed_dataset_writer import Writer, token_dtype
+from common.data.manifest import sha256_of
+from common.data.preparation import Bar, locked, say
+from common.data.text_documents import json_documents
+from common.errors import ConfigError, DataError, StorageError, write_whole
+from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer
+
+PART_BYTES = 16 << 20
+BATCH_DOCUMENTS = 256  # encoded in one call
+# A longer plain text file becomes several documents, cut at line ends.
+LONGEST_TEXT = 1 << 20
+VOCABULARY_CHARACTERS = 5_000_000  # a tokenizer is trained on at most that
+SPLITS = ("train", "validation")
+PARTS, RECORD = ".parts", "text.json"
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes [begin, end) of one file, or in a table its row groups from `begin` to `end`."""
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the tokens, but the inputs."""
+
+    tokenizer: str  # path of the tokenizer file
+    eos: str
+    key: str  # JSON key or column that holds the text
+    validation_fraction: float
+
+
+def prepare_text(
+    inputs: list[Path],
+    data_dir: Path,
+    settings: Settings,
+    processes: int,
+    vocab_size: int = 0,
+) -> None:
+    """Tokenize `inputs` into train and validation files in `data_dir`.
+
+    `vocab_size`: if not 0, train a SentencePiece tokenizer of so many pieces on the inputs first;
+    `settings` then names none.
+
+    Raises ConfigError, DataError, StorageError.
+    """
+    files = input_files(inputs)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with locked(data_dir / f".{RECORD}.lock"):
+        tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
+        settings = Settings(**asdict(settings) | {"tokenizer": str(tokenizer)})
+        record = identity(files, settings)
+        if (data_dir / RECORD).is_file():
+            _require_equal(data_dir, record)
+            say(f"{data_dir}: complete")
+            return
+        parts = parts_folder(data_dir, record)
+        tokenize(cut(files), parts, settings, processes)
+        indices = join(parts, data_dir, load_tokenizer(tokenizer, settings.eos).vocab_size)
+        write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
+        shutil.rmtree(parts)
+    for split, index in indices.items():
+        say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
+
+
+# --- inputs
+
+
+def input_files(inputs: list[Path]) -> list[Path]:
+    """Return the files to read: the given ones, and those of known kinds in given folders.
+
+    Raises ConfigError.
+    """
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            each = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
+            inside = sorted(file for file in each if file.name not in _ABOUT_DATASETS)
+            if not inside:
+                why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
+                raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
+            found += inside
+        elif not path.is_file():
+            raise ConfigError(f"{path}: no such file", "it is an --input", "check the name")
+        elif not kind_of(path):
+            why = f"its name does not end in {', '.join(KNOWN)} (or .gz)"
+            raise ConfigError(f"{path}: unknown kind of input", why, "rename or convert it")
+        else:
+            found.append(path)
+    return [path.absolute() for path in found]
+
+
+# Files that describe a data set of Hugging Face on disk.
+_ABOUT_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
+
+
+def kind_of(path: Path) -> str:
+    """Return "json", "text" or "table"; "" if the name has none of their suffixes."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    if suffix in JSON_SUFFIXES:
+        return "json"
+    if suffix in TABLE_SUFFIXES:
+        return "table" if not path.name.endswith(".gz") else ""
+    return "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def cut(files: list[Path]) -> list[list[Source]]:
+    """Divide the files into parts of about PART_BYTES: pieces of large files, groups of small
+    ones.
+    """
+    parts: list[list[Source]] = [[]]
+    size = 0
+    for path in files:
+        for source in _pieces(path):
+            length = _bytes_of(source)
+            if parts[-1] and size + length > PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(source)
+            size += length
+    return parts
+
+
+def _pieces(path: Path) -> Iterator[Source]:
+    size = path.stat().st_size
+    if path.suffix == ".parquet":
+        yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
+    elif kind_of(path) == "json" and path.suffix != ".gz":
+        for begin in range(0, size, PART_BYTES):
+            yield Source(str(path), begin, min(begin + PART_BYTES, size))
+    else:
+        yield Source(str(path), 0, size)
+
+
+def _bytes_of(source: Source) -> int:
+    path = Path(source.path)
+    if path.suffix == ".parquet":
+        return path.stat().st_size // max(1, _row_groups(path))
+    return source.end - source.begin
+
+
+def _row_groups(path: Path) -> int:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.read_metadata(path).num_row_groups
+    except (ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def documents(source: Source, key: str) -> Iterator[str]:
+    """Yield the documents of a source. Raises DataError."""
+    path = Path(source.path)
+    kind = kind_of(path)
+    if kind == "table":
+        yield from _table_documents(path, source, key)
+        return
+    try:
+        with path.open("rb") as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            if kind == "json":
+                lines = file if path.suffix == ".gz" else _lines_within(file, source)
+                yield from json_documents(lines, path, key)
+            else:
+                yield from _text_documents(file.read(), path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
+    """Yield the lines that begin within the source's bytes."""
+    if source.begin:
+        file.seek(source.begin - 1)
+        file.readline()  # the rest of a line that began before
+    while file.tell() < source.end:
+        line = file.readline()
+        if not line:
+            return
+        yield line
+
+
+def _text_documents(content: bytes, path: Path) -> Iterator[str]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"
+        ) from error
+    while len(text) > LONGEST_TEXT:
+        end = text.rfind("\n", 0, LONGEST_TEXT) + 1 or LONGEST_TEXT
+        yield text[:end]
+        text = text[end:]
+    yield text
+
+
+def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
+    """Yield the column `key` of a Parquet row group, or of a whole Arrow file, as Hugging Face's
+    data sets write them.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        if path.suffix == ".parquet":
+            with parquet.ParquetFile(path) as file:
+                tables = [file.read_row_group(source.begin)]
+        else:
+            tables = [_arrow_table(path)]
+        for table in tables:
+            column = table.column(key)
+            for chunk in column.chunks:
+                for value in chunk.to_pylist():
+                    if not isinstance(value, str):
+                        what = f"{path}: {key} is {type(value).__name__}, not text"
+                        raise DataError(what, "a document is a string", "name a column of text")
+                    yield value
+    except KeyError:
+        raise DataError(
+            f"{path}: no column {key}",
+            f"it has {', '.join(table.column_names)}",
+            "name the column that holds the text with --key",
+        ) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _arrow_table(path: Path) -> Any:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            return pyarrow.ipc.open_stream(file).read_all()
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            return pyarrow.ipc.open_file(file).read_all()
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    first_line = str(error).partition("\n")[0]
+    return DataError(
+        f"{path}: cannot be read: {first_line}", "the file is damaged or cut off", "fetch it again"
+    )
+
+
+# --- the tokenizer
+
+
+def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab_size: int) -> Path:
+    """Copy the tokenizer to `data_dir`, or train one there. Return its file.
+
+    Raises StorageError if another tokenizer is there.
+    """
+    if vocab_size:
+        target = data_dir / "tokenizer.model"
+        if not target.exists():
+            train_tokenizer(files, settings.key, vocab_size, target)
+        return target
+    source = Path(settings.tokenizer)
+    load_tokenizer(source, settings.eos)  # before anything is copied
+    target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
+    if target.exists() and sha256_of(target) != sha256_of(source):
+        why = "the token files there were made with it"
+        raise StorageError(f"{target} is another tokenizer", why, "name another --data-dir")
+    if not target.exists():
+        shutil.copyfile(source, target)
+        for name in COMPANIONS[target.name]:
+            if source.with_name(name).is_file():
+                shutil.copyfile(source.with_name(name), data_dir / name)
+    return target
+
+
+def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) -> None:
+    """Train a SentencePiece tokenizer on documents spread over the inputs."""
+    say(f"training a tokenizer of {vocab_size:,} pieces")
+    parts = cut(files)
+    share = max(1, VOCABULARY_CHARACTERS // len(parts))
+    texts: list[str] = []
+    for part in parts:
+        taken = 0
+        for text in (text for source in part for text in documents(source, key)):
+            texts.append(text)
+            taken += len(text)
+            if taken >= share:
+                break
+    try:
+        corpus.train_sentencepiece(texts, vocab_size, target)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no tokenizer of {vocab_size} pieces: {error}",
+            "the text has too few different words for it",
+            "give a smaller --train-tokenizer, or more text",
+        ) from error
+
+
+# --- parts
+
+
+def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
+    """Return what identifies a preparation: inputs by name, size and time, tokenizer and options."""
+    states = [(str(path), path.stat()) for path in files]
+    inputs = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+    tokenizer = sha256_of(Path(settings.tokenizer))
+    return {"inputs": inputs} | asdict(settings) | {"tokenizer": tokenizer}
+
+
+def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
+    if json.loads((data_dir / RECORD).read_text()) != record:
+        what = f"{data_dir} holds token files of other inputs or options"
+        raise StorageError(what, "nothing is overwritten", "name another --data-dir")
+
+
+def parts_folder(data_dir: Path, record: dict[str, Any]) -> Path:
+    """Return the folder of the parts, empty unless it holds those of the same preparation.
+
+    Raises StorageError if there are token files that no preparation known here made.
+    """
+    folder = data_dir / PARTS
+    known = folder / RECORD
+    if known.is_file() and json.loads(known.read_text()) == record:
+        return folder  # token files beside it are of a join that was stopped
+    for split in SPLITS:
+        if index_path(data_dir / split).exists():
+            what = f"{index_path(data_dir / split)} exists"
+            do = "remove it, or name another --data-dir"
+            raise StorageError(what, "nothing is overwritten", do)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_whole(known, json.dumps(record).encode())
+    return folder
+
+
+def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, processes: int) -> None:
+    """Write the missing parts to `folder`, in `processes` worker processes."""
+    sizes = [sum(map(_bytes_of, part)) for part in parts]
+    missing = [number for number in range(len(parts)) if not _part(folder, number).is_file()]
+    done = sum(sizes) - sum(sizes[number] for number in missing)
+    if done:
+        say(f"going on: {len(parts) - len(missing)} of {len(parts)} parts are complete")
+    bar = Bar("tokenizing", sum(sizes), "bytes")
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (settings,))
+    try:
+        with pool:
+            futures: dict[Future[None], int] = {
+                pool.submit(write_part, parts[number], _part(folder, number), settings): number
+                for number in missing
+            }
+            for future in as_completed(futures):
+                if error := future.exception():
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise error
+                done += sizes[futures[future]]
+                bar.at(done)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenizes ended",
+            "it crashed, or the system ended it for want of memory",
+            "start again with fewer --processes: complete parts are kept",
+        ) from error
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.npz"
+
+
+_tokenizer: Tokenizer | None = None  # of a worker process
+
+
+def _start_worker(settings: Settings) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one core
+    _tokenizer = load_tokenizer(Path(settings.tokenizer), settings.eos)
+
+
+def write_part(part: list[Source], path: Path, settings: Settings) -> None:
+    """Tokenize the documents of `part` into `path`: for each split their tokens, one after another,
+    and the length of each.
+    """
+    assert _tokenizer is not None
+    dtype = token_dtype(_tokenizer.vocab_size)
+    tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    texts = (text for source in part for text in documents(source, settings.key))
+    filled = filter(str.strip, texts)
+    while batch := list(islice(filled, BATCH_DOCUMENTS)):
+        for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
+            split = split_of(text, settings.validation_fraction)
+            tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
+    arrays = {}
+    for split, rows in tokens.items():
+        arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
+        arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    partial.replace(path)
+
+
+def split_of(text: str, validation_fraction: float) -> str:
+    """Return the split of a document, which depends only on its text."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return SPLITS[int.from_bytes(digest[:8]) < validation_fraction * 2**64]
+
+
+def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
+    """Write the token files of both splits from the parts. Raises DataError if a split is empty."""
+    paths = sorted(folder.glob("*.npz"))
+    indices = {}
+    for split in SPLITS:
+        writer = Writer(data_dir / split, vocab_size)
+        for document in _documents_of(paths, split):
+            writer.add(document)
+        if not writer.lengths:
+            raise DataError(
+                f"no document for {split}",
+                "there are too few for the validation fraction",
+                "change --validation-fraction, or give more documents",
+            )
+        indices[split] = writer.finish()
+    return indices
+
+
+def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:
+    for path in paths:
+        with np.load(path) as arrays:
+            tokens, lengths = arrays[f"{split}_tokens"], arrays[f"{split}_lengths"]
+        ends = np.cumsum(lengths)
+        for start, end in zip(ends - lengths, ends, strict=True):
+            yield tokens[start:end]

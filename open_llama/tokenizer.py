@@ -1,0 +1,128 @@
+"""Tokenizers of any model: a Hugging Face tokenizer.json, or a SentencePiece model.
+
+A document becomes beginning-of-text (if the tokenizer has one), its tokens, end-of-text. The file
+lies in DATADIR under a fixed name, so that training can put it beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.data import corpus
+from common.errors import ConfigError, DataError
+
+# File name in DATADIR and beside a model -> files of Hugging Face that belong to it.
+COMPANIONS = {
+    "tokenizer.json": ("tokenizer_config.json", "special_tokens_map.json"),
+    "tokenizer.model": ("tokenizer_config.json",),
+}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`encode`: texts to lists of ids, with beginning-of-text and without end-of-text. `decode`: ids
+    to text.
+    """
+
+    encode: Callable[[list[str]], list[list[int]]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    eos: int
+
+
+def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
+    """Read the tokenizer file `path`, or the one in the folder `path`.
+
+    `eos`: the token of end-of-text (default: the one that the files name). Raises DataError for a
+    file that is no tokenizer, ConfigError if end-of-text is unknown.
+    """
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.suffix == ".json":
+        return _tokenizer_json(path, eos)
+    return _sentencepiece(path, eos)
+
+
+def _in_folder(folder: Path) -> Path:
+    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    if not found:
+        raise DataError(
+            f"{folder}: no tokenizer",
+            f"it holds neither {' nor '.join(COMPANIONS)}",
+            "copy the model's tokenizer there",
+        )
+    return found[0]
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer in the folder `source`, if there is one, to the folder `target`."""
+    for name, companions in COMPANIONS.items():
+        if (source / name).is_file():
+            for each in (name, *companions):
+                if (source / each).is_file():
+                    shutil.copyfile(source / each, target / each)
+            return
+
+
+def _sentencepiece(path: Path, eos: str) -> Tokenizer:
+    model = corpus.load_sentencepiece(path)
+    end = model.piece_to_id(eos) if eos else model.eos_id()
+    if end < 0 or (eos and end == model.unk_id()):
+        raise _no_end(path, eos)
+    start = [model.bos_id()] if model.bos_id() >= 0 else []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [start + ids for ids in model.encode(texts)]
+
+    return Tokenizer(encode, model.decode, model.vocab_size(), end)
+
+
+def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer as TokenizerJson
+    except ImportError as error:
+        why = "the package tokenizers, which reads it, cannot be imported"
+        raise ConfigError(f"{path}: {error}", why, "pip install tokenizers") from error
+    try:
+        tokenizer = TokenizerJson.from_file(str(path))
+    except Exception as error:  # the package raises no narrower class
+        raise DataError(
+            f"{path}: expected a tokenizer.json: {error}",
+            "it is missing, damaged, or another file of that name",
+            "fetch the model's tokenizer.json again",
+        ) from error
+    tokenizer.no_truncation()  # truncation and padding may be stored in the file
+    tokenizer.no_padding()
+    end = tokenizer.token_to_id(eos or _named_end(path))
+    if end is None:
+        raise _no_end(path, eos)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+        return [each[:-1] if each[-1:] == [end] else each for each in ids]
+
+    return Tokenizer(encode, tokenizer.decode, tokenizer.get_vocab_size(), end)
+
+
+def _named_end(path: Path) -> str:
+    """Return the token of end-of-text that tokenizer_config.json beside `path` names, or ""."""
+    try:
+        config: Any = json.loads(path.with_name("tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    named = config.get("eos_token") if isinstance(config, dict) else None
+    content = named.get("content") if isinstance(named, dict) else named
+    return content if isinstance(content, str) else ""
+
+
+def _no_end(path: Path, eos: str) -> ConfigError:
+    what = f"{path}: no token {eos!r}" if eos else f"{path}: the token of end-of-text is not known"
+    why = "each document ends with it"
+    if not eos:
+        why += ", and no tokenizer_config.json beside the file names it"
+    return ConfigError(what, why, "name it with --eos, e.g. --eos '</s>'")

@@ -1,0 +1,161 @@
+"""Run of `open_llama`: build the objects and pass them to the loop. One process per GPU, started by
+torchrun.
+
+    python -m open_llama.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
+        --device cuda|cpu
+
+The process reads DIR/config.toml, which the launcher wrote. At the end it writes DIR/model, a
+checkpoint of Hugging Face, or with LoRA DIR/adapter in peft's format.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.data.prefetch import Prefetcher
+from common.kernels.attention import attention_backends
+from common.model import saved_model
+from common.model.checkpoint_loader import load_base, load_weights
+from common.model.initialization import init_weights
+from common.model.llama import Llama
+from common.model.lora import AdapterSettings
+from common.sharding.frozen_base import FrozenBase
+from common.sharding.processes import Processes
+from common.sharding.zero import ZeroOptimizer
+from common.training import full_training, timed_run
+from common.training.assembly import Assembly
+from common.training.build import DTYPES
+from common.training.full_training import assemble_full
+from common.training.loop import pad_for_ranks
+from common.training.lora_training import (
+    assemble_lora,
+    base_fingerprints,
+    load_random,
+    save_adapter,
+)
+from common.training.reports import Reports
+from common.training.run import Run
+from common.training.schedules import warmup_cosine
+from open_llama.data import sequences_in, training_batches, validation_pairs
+from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
+from open_llama.tokenizer import copy_tokenizer
+
+
+def high_priority_compute(config: Config) -> bool:
+    return not config.lora_rank and full_training.high_priority_compute(config)
+
+
+def adapter_settings(config: Config) -> AdapterSettings:
+    return AdapterSettings(config.lora_rank, config.lora_alpha, config.lora_dropout)
+
+
+def assemble(
+    config: Config, rules: Rules, processes: Processes, seed: int
+) -> tuple[Assembly, FrozenBase | None]:
+    """Assemble model and optimizer, with the frozen base of LoRA."""
+    if not config.lora_rank:
+        return assemble_full(config, rules, processes, partial(fill, config, rules, seed)), None
+    folder = in_repository(config.weights)
+
+    def load(model: Llama, base: FrozenBase) -> None:
+        load_base(model, folder, frozen=base)
+
+    return assemble_lora(config, rules, adapter_settings(config), processes, seed, load)
+
+
+def fill(config: Config, rules: Rules, seed: int, model: Llama, optimizer: ZeroOptimizer) -> None:
+    """Set all masters: from the checkpoint that the config names, or random."""
+    if config.weights:
+        load_weights(model, in_repository(config.weights), optimizer.set_weight)
+    else:
+        layers = rules.shape.num_layers
+        init_weights(model, layers, seed, config.init_std, optimizer.set_weight)
+
+
+def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
+    """Assemble with random weights, for speed measurements."""
+    if config.lora_rank:
+        settings = adapter_settings(config)
+        return assemble_lora(config, rules, settings, processes, seed, load_random)[0]
+
+    def random(model: Llama, optimizer: ZeroOptimizer) -> None:
+        init_weights(model, rules.shape.num_layers, seed, config.init_std, optimizer.set_weight)
+
+    return assemble_full(config, rules, processes, random)
+
+
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """Return lr_at(step), with steps counted from 0: linear warm-up, then the config's schedule."""
+    base, warmup, steps = (
+        config.opt_base_learning_rate,
+        config.opt_learning_rate_warmup_steps,
+        config.steps,
+    )
+    end = base * config.end_learning_rate_ratio
+    if config.schedule == "cosine":
+        return warmup_cosine(base, end, warmup, steps)
+    fall = base - end if config.schedule == "linear" else 0.0
+
+    def lr_at(step: int) -> float:
+        if step < warmup:
+            return base * (step + 1) / (warmup + 1)
+        return base - fall * min(1.0, (step - warmup) / (steps - warmup))
+
+    return lr_at
+
+
+def run(run: Run, reports: Reports) -> None:
+    """Do a run on one rank, from the first line of the log to the last."""
+    config = run.config
+    assert isinstance(config, Config)
+    rules = rules_of(config)
+    saved_model.require_absent(run.run_dir)
+    processes = timed_run.start(run, reports, high_priority_compute(config))
+    timed_run.log_submission(run, reports.log, rules, sequences_in(config, rules, run.data_dir))
+    # For dropout and stochastic rounding, which must differ between the ranks.
+    torch.manual_seed(run.seed + processes.rank)
+    # as large as the loop, and not needed after this call
+    from common.training.self_test import before_a_run
+
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
+        before_a_run(config, rules, processes, reports)
+        assembly, base = assemble(config, rules, processes, run.seed)
+        before = base_fingerprints(assembly.model, base) if base else []
+        reports.phase_done("init")
+
+        def save() -> None:
+            if base:
+                settings = adapter_settings(config)
+                save_adapter(run, reports, assembly.model, settings, base, before)
+            elif run.rank == 0:
+                on_tensor = partial(reports.heartbeat.write, reports.step, "save")
+                folder = saved_model.save_model(assembly.model, run.run_dir, on_tensor)
+                copy_tokenizer(run.data_dir, folder)
+
+        data = partial(open_data, run, rules, processes)
+        lr_at = learning_rate(config)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, data, save)
+
+
+def open_data(
+    run: Run, rules: Rules, processes: Processes, step: int
+) -> tuple[Prefetcher, list[Tensor]]:
+    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
+    device. Call it after the clock has started.
+    """
+    config, data_dir = run.config, run.data_dir
+    assert isinstance(config, Config)
+    batches = training_batches(config, rules, data_dir, run.seed, processes.rank, step)
+    validation = validation_pairs(config, rules, data_dir)
+    return Prefetcher(batches, processes.device), pad_for_ranks(
+        validation, processes, config.eval_micro_batch_size
+    )
+
+
+if __name__ == "__main__":
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)
