@@ -14,7 +14,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -406,7 +405,6 @@ _tokenizer: Tokenizer | None = None  # of a worker process
 
 def _start_worker(settings: Settings) -> None:
     global _tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one core
     _tokenizer = load_tokenizer(Path(settings.tokenizer), settings.eos)
 
 

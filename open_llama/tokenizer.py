@@ -103,7 +103,8 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
         raise _no_end(path, eos)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+        # One by one: a batch would start threads, and each worker of `prepare text` has one core.
+        ids = [tokenizer.encode(text).ids for text in texts]
         return [each[:-1] if each[-1:] == [end] else each for each in ids]
 
     return Tokenizer(encode, tokenizer.decode, tokenizer.get_vocab_size(), end)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import rcp_formula as rcp
 
-from common.benchmarks import closed, divisions, 
+from common.benchmarks import closed, divisions
 from common.errors import PreflightError
 from common.records.rcp import mean_samples
 from submission import rcp as called
