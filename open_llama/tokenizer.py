@@ -113,10 +113,10 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
 def _named_end(path: Path) -> str:
     """Return the token of end-of-text that tokenizer_config.json beside `path` names, or ""."""
     try:
-        config: Any = json.loads(path.with_name("tokenizer_config.json").read_text())
+        about: Any = json.loads(path.with_name("tokenizer_config.json").read_text())
     except (OSError, ValueError):
         return ""
-    named = config.get("eos_token") if isinstance(config, dict) else None
+    named = about.get("eos_token") if isinstance(about, dict) else None
     content = named.get("content") if isinstance(named, dict) else named
     return content if isinstance(content, str) else ""
 
