@@ -74,6 +74,7 @@ VERBS = {
         "settings of the operating system: check, apply, revert", "system_tuning", NEVER, ""
     ),
     "check": Verb("official checker and our lint on logs", "submission.check", NEVER, LOGS),
+    "runs": Verb("all runs of LOGDIR and how they ended", "submission.run_list", NEVER, LOGS),
     "report": Verb("the HTML page of a run, or of a series", "submission.report"),
     "score": Verb(
         "RCP verdict and score of a series, and how much of it was luck",

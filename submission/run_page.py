@@ -291,8 +291,8 @@ def _banner(run: Run, clean: bool) -> Block:
 
     The log decides, as in score and package. failure.json only explains.
     """
-    why = run.reason or run.failure.get("kind", "")
-    lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
+    outcome = run.outcome[:1].upper() + run.outcome[1:]
+    lines = [outcome if run.state == GOOD or not run.reason else f"{outcome}: {run.reason}"]
     if last := evaluations(run)[-1:]:
         lines.append(
             f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples"

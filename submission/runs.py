@@ -28,6 +28,7 @@ from common.errors import ConfigError
 from common.records import json_lines, mlperf_log
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
+from common.records.run_states import words
 from submission import intervals, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval
@@ -156,6 +157,22 @@ class Run:
         return GOOD if claims and not self.refused else FAILED
 
     @property
+    def outcome(self) -> str:
+        """How the run ended, in the words of common/records/run_states.py.
+
+        `state` says how it counts for a score: an interrupted run counts as one that did not
+        converge.
+        """
+        kind = self.end.get("kind") or self.failure.get("kind")
+        if self.state == GOOD:
+            return words("success")
+        if self.state == LOST or kind in (None, "success"):
+            return self.state
+        if self.state == NOT_STARTED:
+            return f"{self.state} ({words(str(kind))})"
+        return words(str(kind))
+
+    @property
     def converged(self) -> bool:
         return self.state == GOOD
 
@@ -197,7 +214,7 @@ class Run:
             if self.state == GOOD
             else self.reason
         )
-        return f"attempt {self.number:>2}  {self.state}{', ' if result else ''}{result}"
+        return f"attempt {self.number:>2}  {self.outcome}{', ' if result else ''}{result}"
 
     @property
     def reason(self) -> str:

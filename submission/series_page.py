@@ -70,7 +70,7 @@ def series_page(series: Series, folder: Path) -> str:
                 [
                     _losses(
                         [
-                            (label if run.state == GOOD else f"{label}, {run.state}", run)
+                            (label if run.state == GOOD else f"{label}, {run.outcome}", run)
                             for label, run in runs
                         ]
                     )
@@ -143,7 +143,7 @@ def _rows(
             str(run.end.get("exit_code", "-")),
         )
         reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
-        state = f"{run.state}: {reason}" if reason else run.state
+        state = f"{run.outcome}: {reason}" if reason else run.outcome
         rows.append([label, link, state, code, seed, *(shown(of_this, name) for name in names)])
     unit = run_page.unit_of([run for _, run in runs])
     return [

@@ -146,6 +146,26 @@ def lock(descriptor: int, wait: bool) -> bool:
     return True
 
 
+def launcher_is_alive(folder: Path, series: str) -> bool:
+    """Return whether the launcher of `series` holds its lock file in LOGDIR/<benchmark> `folder`.
+
+    A killed launcher leaves the file behind, but not the lock. On a file system without locks the
+    file alone decides.
+    """
+    try:
+        descriptor = os.open(folder / f"series_{series}.lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # A shared lock: two readers do not take each other for the launcher.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def read(path: Path) -> list[Record]:
     """Return all series, oldest first. Truncated lines, and lines that do not belong to a ledger,
     are skipped.

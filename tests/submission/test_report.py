@@ -162,7 +162,7 @@ def test_a_run_that_gave_up_says_so(run_dir):
     log[-1]["metadata"]["status"] = "aborted"
     log[-3]["value"] = 3.9
     write_records(run_dir / "result.txt", log)
-    assert "<strong>did not converge</strong>" in page(run_dir)
+    assert "<strong>Did not converge</strong>" in page(run_dir)
 
 
 def test_a_success_that_is_none_is_not_believed(run_dir):

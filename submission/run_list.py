@@ -1,0 +1,194 @@
+"""`./run_and_time.sh runs [LOGDIR] [--json]`: list all runs of LOGDIR, the newest last.
+
+The ledger decides how a run ended; its log, events and config say the rest. Nothing is written, so
+the command can be used while runs are going on.
+
+Exit code: 0 listed, also if there are no runs; 2 for a wrong command line or a missing directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import text_tables
+from common.command_line import Parser, program
+from common.errors import ConfigError
+from common.paths import ROOT
+from common.records import ledger
+from common.records.json_lines import is_number
+from common.records.run_states import GOOD, LOST, RUNNING, words
+from submission.runs import Run, read_attempt
+from submission.terminal import number
+
+COMMIT = 9  # characters of a commit's ID in the table
+HEADS = ("run", "state", "loss", "target", "minutes", "tokens/s", "GPUs", "config", "commit")
+ALIGNMENT = "<<>>>>>" + "<<"
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run of LOGDIR."""
+
+    benchmark: str  # name of the folder of the ledger
+    run: str  # name of the run's directory
+    path: str  # the run's directory
+    series: str  # ID of its series in the ledger
+    runs_in_series: int  # good runs that the series was started for
+    started: str  # UTC, as in the ledger
+    seed: int
+    state: str  # a key of common.records.run_states.WORDS
+    state_words: str
+    reason: str  # why it is not good, or what failed after the clock
+    loss: float | None  # at the last evaluation
+    target: float | None  # a run has reached it if `loss` is at most this
+    samples: int | None  # training sequences at the last evaluation
+    minutes: float | None  # from run_start to run_stop
+    tokens_per_s: float | None  # of all GPUs, evaluations excluded
+    gpu: str | None
+    gpus: int | None
+    config: str
+    commit: str
+    report: str  # path of report.html, "" if there is none
+
+
+def rows_of(log_dir: Path) -> list[RunRow]:
+    """Return the runs that the ledgers of LOGDIR, or of LOGDIR/<benchmark>, list, oldest first.
+
+    Raises ConfigError if there is no such directory.
+    """
+    if not log_dir.is_dir():
+        raise ConfigError(
+            f"{log_dir}: no such directory",
+            "runs are listed from the LOGDIR that they were started with",
+            "name that directory, or set LOGDIR",
+        )
+    ledgers = sorted(log_dir.glob(f"*/{ledger.NAME}"))
+    if (log_dir / ledger.NAME).is_file():
+        ledgers = [log_dir / ledger.NAME]
+    rows = []
+    for path in ledgers:
+        for record in ledger.read(path):
+            alive = ledger.launcher_is_alive(path.parent, record.id)
+            for attempt in sorted(record.starts):
+                rows.append(_row(path.parent, record, attempt, alive))
+    return sorted(rows, key=lambda row: (row.started, row.run))
+
+
+def _row(folder: Path, record: ledger.Record, attempt: int, alive: bool) -> RunRow:
+    start = record.starts[attempt]
+    end = record.ends.get(attempt)
+    run_dir = folder / start["run"]
+    run = read_attempt(run_dir / "result.txt", attempt, start, end)
+    if end is not None:
+        state = str(end["kind"])
+    else:
+        state = RUNNING if alive else LOST
+    minutes = run.minutes if end is None else end.get("minutes")
+    report = run_dir / "report.html"
+    return RunRow(
+        benchmark=folder.resolve().name,
+        run=str(start["run"]),
+        path=str(run_dir),
+        series=record.id,
+        runs_in_series=record.goal,
+        started=str(start.get("started", "")),
+        seed=start["seed"],
+        state=state,
+        state_words=words(state),
+        reason=str(end["reason"]) if end else "",
+        loss=_last_loss(run),
+        target=run.target,
+        samples=run.samples,
+        minutes=minutes if is_number(minutes) else None,
+        tokens_per_s=_tokens_per_s(run),
+        gpu=run.gpu,
+        gpus=run.gpus,
+        config=str(start.get("config", record.facts.get("config", ""))),
+        commit=str(start.get("commit") or record.facts.get("commit") or ""),
+        report=str(report) if report.is_file() else "",
+    )
+
+
+def _last_loss(run: Run) -> float | None:
+    value = run.log.last("eval_accuracy")
+    return float(value) if is_number(value) else None
+
+
+def _tokens_per_s(run: Run) -> float | None:
+    if run.samples_per_s is None or run.rules is None:
+        return None
+    return run.samples_per_s * run.rules.sequence_length
+
+
+def lines(rows: list[RunRow]) -> list[str]:
+    """Return a table of `rows`, and below it the counts of each benchmark."""
+    cells = [HEADS]
+    for row in rows:
+        machine = f"{row.gpus} x {row.gpu}" if row.gpu and row.gpus else "-"
+        cells.append(
+            (
+                f"{row.benchmark}/{row.run}",
+                row.state_words,
+                number(row.loss, ".4f"),
+                number(row.target, "g"),
+                number(row.minutes, ",.2f"),
+                number(row.tokens_per_s, ",.0f"),
+                machine,
+                row.config.removesuffix(".toml"),
+                row.commit[:COMMIT] or "-",
+            )
+        )
+    text = text_tables.terminal(cells, ALIGNMENT)
+    for benchmark in sorted({row.benchmark for row in rows}):
+        text += ["", _counts(benchmark, [row for row in rows if row.benchmark == benchmark])]
+    return text
+
+
+def _counts(benchmark: str, rows: list[RunRow]) -> str:
+    """Return how many runs ended in each state, such as "3 runs: 1 target reached, 2 hung"."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.state] = counts.get(row.state, 0) + 1
+    order = sorted(counts, key=lambda state: (state != GOOD, state))
+    parts = ", ".join(f"{counts[state]} {words(state)}" for state in order)
+    return f"{benchmark}: {len(rows)} run{'' if len(rows) == 1 else 's'}: {parts}"
+
+
+def parser(benchmark: str = "") -> Parser:
+    """Return the argument parser of `runs`."""
+    parser = Parser(
+        "runs",
+        "List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.",
+        ["runs", "runs results/llama31_8b", "runs --json"],
+    )
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _print_runs(options: argparse.Namespace) -> None:
+    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
+    rows = rows_of(folder)
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    elif rows:
+        print("\n".join(lines(rows)))
+    else:
+        print(f"no runs in {folder}")
+
+
+main = program(parser, _print_runs)
+
+if __name__ == "__main__":
+    sys.exit(main())

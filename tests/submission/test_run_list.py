@@ -1,0 +1,86 @@
+"""The list of runs: three single runs of which one is good, a running one, and a lost one."""
+
+import fcntl
+import json
+
+import pytest
+
+from common.records import ledger
+from common.records.run_states import WORDS, words
+from submission import run_list
+
+COMMIT = "0123456789abcdef"
+
+
+def add_run(folder, series, kind=None, minutes=None):
+    """A single run as series.py enters it: `kind` None if it has no end."""
+    path = folder / ledger.NAME
+    run = f"run_{series}"
+    (folder / run).mkdir(parents=True)
+    facts = {"config": "CPU_1x1.toml", "commit": COMMIT}
+    ledger.append(path, {"event": "series", "series": series, "goal": 1, "facts": facts})
+    start = {
+        "series": series,
+        "attempt": 1,
+        "run": run,
+        "seed": 7,
+        "started": f"2026-11-23T10:00:{len(list(folder.iterdir())):02d}Z",
+        "config": "CPU_1x1.toml",
+        "commit": COMMIT,
+    }
+    ledger.append(path, {"event": "start"} | start)
+    if kind is not None:
+        code = 0 if kind == "success" else 10
+        end = {"exit_code": code, "kind": kind, "reason": "" if code == 0 else "why"}
+        ledger.append(path, {"event": "end"} | start | end | {"minutes": minutes, "samples": 32})
+
+
+@pytest.fixture
+def log_dir(tmp_path):
+    folder = tmp_path / "toy"
+    add_run(folder, "a", "interrupted")
+    add_run(folder, "b", "success", 2.5)
+    add_run(folder, "c", "target_missed", 4.0)
+    add_run(folder, "d")
+    return tmp_path
+
+
+def test_each_run_has_its_own_state(log_dir):
+    rows = run_list.rows_of(log_dir)
+    assert [row.state for row in rows] == ["interrupted", "success", "target_missed", "lost"]
+    assert [row.minutes for row in rows] == [None, 2.5, 4.0, None]
+    assert {row.commit for row in rows} == {COMMIT}
+    assert rows == run_list.rows_of(log_dir / "toy")
+
+
+def test_a_run_whose_launcher_lives_is_running(log_dir):
+    with (log_dir / "toy/series_d.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert run_list.rows_of(log_dir)[-1].state == "running"
+    assert run_list.rows_of(log_dir)[-1].state == "lost"
+
+
+def test_the_table_counts_states_in_words(log_dir, capsys):
+    assert run_list.main([str(log_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "4 runs: 1 target reached" in out and "1 interrupted" in out
+    assert "run_b" in out and COMMIT[:9] in out
+
+
+def test_json(log_dir, capsys):
+    assert run_list.main([str(log_dir), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[1]["state_words"] == words("success") and rows[1]["minutes"] == 2.5
+
+
+def test_no_runs_and_no_directory(tmp_path, capsys):
+    assert run_list.main([str(tmp_path)]) == 0
+    assert "no runs" in capsys.readouterr().out
+    assert run_list.main([str(tmp_path / "absent")]) == 2
+
+
+def test_every_kind_of_failure_has_words():
+    from common import errors
+
+    kinds = {error.kind for error in errors.RunError.__subclasses__()} | {"internal"}
+    assert kinds <= WORDS.keys()
