@@ -62,8 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "common.model": {"common.data", "common.kernels", "common.sharding"},
     "common.training": {"common"},
     **{name: {"common"} for name in BENCHMARKS},
-    "launch": {  # a lock, and what a checkpoint says, without torch
+    "launch": {  # the page of `plan --scaling`, a lock, and what a checkpoint says, without torch
         "common.data.preparation",
+        "common.html",
         "common.records",
         "common.training.continuation",
         "system_tuning",

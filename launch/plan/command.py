@@ -5,6 +5,7 @@
     plan                    the config that fits this machine; without a GPU, all configs
     plan --config FILE      one config
     plan --all              a table of all configs of the benchmark
+    plan --scaling GPU      minutes to the target on 1 to 512 of these GPUs
     plan ... --set K=V      with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The
@@ -30,7 +31,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
 from common.paths import ROOT
 from common.records import published, rcp
-from launch.plan import any_model
+from launch.plan import any_model, scaling
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
@@ -45,6 +46,8 @@ on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
+    if options.scaling is not None:
+        return scaling.main(root, benchmark, options)
     overrides = dict(text.partition("=")[::2] for text in options.set)
     path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
     if path is None:
@@ -79,11 +82,31 @@ def parser(benchmark: str = "") -> Parser:
     parser = Parser(
         f"{benchmark} plan",
         __doc__,
-        [f"{benchmark} plan --all", f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml"],
+        [
+            f"{benchmark} plan --all",
+            f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml",
+            f"{benchmark} plan --scaling MI355X --network 50",
+        ],
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", metavar="FILE", help="this TOML")
     which.add_argument("--all", action="store_true", help="all configs of the benchmark")
+    which.add_argument(
+        "--scaling",
+        choices=scaling.KINDS,
+        metavar="GPU",
+        help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch",
+    )
+    parser.add_argument(
+        "--network",
+        type=float,
+        default=scaling.NETWORK_GB_S,
+        metavar="GB/S",
+        help="with --scaling: network bandwidth of one GPU between nodes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
     )

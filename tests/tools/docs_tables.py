@@ -16,6 +16,7 @@ from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
 from common.records.published import RESULTS, Published
 from common.text_tables import markdown
+from launch.plan import scaling
 from launch.plan.command import all_table, kinds_table, target_line
 from launch.profilers import TOOLS
 from tests.tools import settings_tables
@@ -312,6 +313,57 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
     return markdown(rows[0], [[row[0], row[1], known.get(row[0], row[2])] for row in rows[2:]])
 
 
+# Measured by us on H200 (docs/results.md): benchmark, GPUs, tok/s/GPU, commit.
+OWN_RATES = (
+    ("llama31_8b", 1, 13_540, "552ce4e"),
+    ("llama31_8b", 2, 16_148, "run V"),
+    ("llama31_8b", 4, 16_301, "b9ebdd9"),
+    ("llama2_70b_lora", 1, 3_109, "8b35ef1"),
+    ("llama2_70b_lora", 2, 3_079, "8b35ef1"),
+    ("llama2_70b_lora", 4, 3_084, "b9ebdd9"),
+)
+
+
+def scaling_check_table() -> str:
+    """Speeds that `plan --scaling` calculates beside measured and published ones."""
+    head = ["source", "benchmark", "GPUs", "batch", "tok/s/GPU", "calculated", "difference"]
+    sources = [
+        (f"ours, {commit}", benchmark, "H200", gpus, 16 if benchmark != LORA else 8, float(rate))
+        for benchmark, gpus, rate, commit in OWN_RATES
+    ]
+    for result in RESULTS:
+        kind = KINDS.get(result.gpu or "")
+        if kind is None or not (result.gpus and result.batch and result.samples_per_s):
+            continue
+        several_nodes = result.gpus > scaling.gpus_per_node(kind, result.gpus)
+        if several_nodes and result.batch % result.gpus == 0:
+            rate = result.samples_per_s * 8192 / result.gpus
+            source = f"v{result.round} {result.submitter}"
+            sources.append((source, result.benchmark, kind.name, result.gpus, result.batch, rate))
+    rows = []
+    for source, benchmark, gpu, gpus, batch, rate in sources:
+        point = scaling.point(ROOT, benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S)
+        calculated = point.tokens_per_s_per_gpu
+        rows.append(
+            [
+                source,
+                benchmark,
+                f"{gpus} x {gpu}",
+                str(batch),
+                f"{rate:,.0f}",
+                f"{calculated:,.0f}",
+                f"{calculated / rate - 1:+.0%}",
+            ]
+        )
+    return markdown(head, rows)
+
+
+def scaling_table(benchmark: str, gpu: str) -> str:
+    rules = divisions(benchmark)["closed"]
+    best = scaling.best_points(ROOT, benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
+    return markdown(scaling.HEAD, [scaling.row(gpus, found) for gpus, found in best.items()])
+
+
 def profilers_table() -> str:
     rows = [
         [
@@ -338,6 +390,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "one_log": one_log_table,
     "plan": plan_table,
     "plan_page": plan_page,
+    "scaling": scaling_table,
+    "scaling_check": scaling_check_table,
     "config_keys": settings_tables.keys_table,
     "environment_variables": settings_tables.variables_table,
 }

@@ -1,0 +1,317 @@
+"""Minutes to the target against the number of GPUs, calculated: `plan --scaling`.
+
+Each row is one number of GPUs with the global batch that reaches the target first. Three effects
+decide. A GPU needs a whole sequence, so the batch grows with the GPUs. A larger batch needs more
+sequences to the target (the reference's runs, RCPs). Gradients cross the links between GPUs, and
+what does not fit behind the backward is added to the step.
+
+The step's arithmetic is that of launch/plan/estimate.py. The traffic is that of
+common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
+nodes, per step an all-gather within the node. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from common.benchmarks import Rules, divisions, rules_of
+from common.config import RunConfig
+from common.errors import ConfigError, OutOfMemory
+from common.gpu_kinds import KINDS, GpuKind
+from common.html import page as html
+from common.html.page import Curve
+from common.records.rcp import mean_samples
+from launch.plan import estimate as plan
+from launch.plan.benchmark import workload
+from launch.plan.derive_config import load_or_derive
+from launch.plan.estimate import BYTES, Workload
+from launch.plan.tables import table
+
+LARGEST = 512  # GPUs
+# GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
+ON_TRAYS = ("GB200", "GB300")
+RACK = 72  # GPUs that NVLink connects across trays
+# GB/s in one direction that all links of a GPU in the node offer, from data sheets.
+LINK_PEAKS = {
+    "NVLink 4": 450.0,
+    "NVLink 5": 900.0,
+    "AMD Infinity Fabric (XGMI)": 448.0,  # MI300X: 7 links of 64; later kinds have faster ones
+}
+# Share of it that collectives reach: 316.4 GB/s, all-reduce on 2 H200 (docs/results.md). Assumed
+# for every kind and for the network.
+LINK_SHARE = 316.4 / 450.0
+NETWORK_GB_S = 50.0  # per GPU between nodes: one network card of 400 Gbit/s for each GPU, assumed
+# Watts of a card at its limit, from data sheets, without host and network.
+BOARD_WATTS = {
+    "MI300X": 750,
+    "MI325X": 1000,
+    "MI350X": 1000,
+    "MI355X": 1400,
+    "H100": 700,
+    "H200": 700,
+    "B200": 1000,
+    "GB200": 1200,
+}
+BACKWARD_SHARE = 2 / 3  # of a training pass
+# Twice the GPUs should save at least this share of the time. Below it, scaling has stopped paying.
+PAYING_SAVING = 0.25
+
+HEAD = [
+    "GPUs",
+    "global batch",
+    "learning rate",
+    "sequences to target",
+    "tok/s/GPU",
+    "step ms",
+    "links ms",
+    "minutes",
+    "GPU-hours",
+    "kWh",
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Time to the target with one number of GPUs, at one global batch."""
+
+    config: RunConfig
+    samples: float  # training sequences to the target
+    measured: bool  # the reference was run at this batch; otherwise `samples` is interpolated
+    learning_rate: float
+    step_s: float
+    tokens_per_s_per_gpu: float
+    exposed_s: float  # part of the step in which only links work
+    minutes: float
+
+    @property
+    def gpus(self) -> int:
+        return self.config.world_size
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.minutes / 60 * self.gpus
+
+
+def interpolated(values: Mapping[int, float], batch: int) -> tuple[float, bool]:
+    """Return the value at `batch`, and whether it is one of `values`.
+
+    Between two batches the value is interpolated linearly, as the RCP checker does. Beyond the
+    largest one it continues the last line. Raises ValueError below the smallest.
+    """
+    if batch in values:
+        return values[batch], True
+    known = sorted(values)
+    if batch < known[0]:
+        raise ValueError(f"batch {batch} is below the smallest of the reference, {known[0]}")
+    above = next((each for each in known if each > batch), known[-1])
+    below = known[known.index(above) - 1]
+    slope = (values[above] - values[below]) / (above - below)
+    return values[below] + slope * (batch - below), False
+
+
+@cache
+def reference_samples(rules: Rules) -> dict[int, float]:
+    """Return batch -> mean training sequences to the target, of the reference's runs."""
+    means = {batch: mean_samples(rules, batch) for batch in rules.reference_runs}
+    return {batch: mean for batch, mean in means.items() if mean is not None}
+
+
+def exposed_seconds(
+    config: RunConfig, work: Workload, kind: GpuKind, compute_s: float, network_gb_s: float
+) -> float:
+    """Return the part of a step in which a GPU waits for links.
+
+    `compute_s`: seconds of the step's arithmetic. `network_gb_s`: per GPU between nodes.
+
+    Collectives run behind the arithmetic. Exposed are the module that is reduced last and gathered
+    first, and the time by which the traffic of a step exceeds its arithmetic.
+    """
+    gpus = config.gpus_per_node
+    nodes = config.nodes
+    shape = work.shape
+    modules = shape.num_layers + 2  # and embedding and head
+    in_node = LINK_PEAKS[kind.description[5]] * LINK_SHARE * 1e9
+    in_rack = kind.name in ON_TRAYS and config.world_size <= RACK
+    between = in_node if in_rack else network_gb_s * LINK_SHARE * 1e9
+    if work.lora_rank:
+        # Every rank holds all adapters. Their fp32 gradients are summed once per step.
+        values = 4 * shape.lora_parameters(work.lora_rank)
+        reduce_s = 2 * (1 - 1 / gpus) * values / in_node
+        reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
+        return reduce_s
+    values = BYTES[config.precision] * shape.num_parameters
+    reduce_s = (1 - 1 / gpus) * values / in_node
+    reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
+    gather_s = (1 - 1 / gpus) * values / in_node
+    passes = config.gradient_accumulation_steps
+    pass_s = compute_s / passes
+    # The first reduction starts with the first backward, and the first gather is needed at once.
+    behind_reductions_s = compute_s - pass_s * (1 - BACKWARD_SHARE)
+    late_reduction_s = max(0.0, passes * reduce_s - behind_reductions_s)
+    late_gather_s = max(0.0, gather_s - pass_s * (1 - BACKWARD_SHARE))
+    return late_reduction_s + late_gather_s + (reduce_s + gather_s) / modules
+
+
+def point(
+    root: Path, benchmark: str, kind: GpuKind, gpus: int, batch: int, network_gb_s: float
+) -> Point:
+    """Return the time to the target on `gpus` GPUs at global batch `batch`.
+
+    Raises ConfigError if the GPUs cannot share the batch, OutOfMemory if nothing fits, ValueError
+    below the reference's smallest batch.
+    """
+    per_node = gpus_per_node(kind, gpus)
+    nodes = gpus // per_node
+    path = root / "configs" / benchmark / f"{kind.name}_1x{per_node}.toml"
+    share = batch // nodes
+    overrides = {"global_batch_size": str(share)}
+    if path.is_file() and share % per_node == 0:
+        file = load_or_derive(root, benchmark, path, kind)[0]
+        sequences = share // per_node  # of one GPU and step
+        overrides["micro_batch_size"] = str(math.gcd(sequences, file.micro_batch_size))
+        if nodes > 1 and file.has_key("reduce_scatter"):
+            overrides["reduce_scatter"] = "nccl"  # copy engines reach the GPUs of one node only
+    config, _ = load_or_derive(root, benchmark, path, kind, overrides)
+    rules = rules_of(benchmark, config)
+    samples, measured = interpolated(reference_samples(rules), batch)
+    learning_rate, _ = interpolated(rules.reference_learning_rates, batch)
+    config = replace(
+        config, nodes=nodes, global_batch_size=batch, opt_base_learning_rate=learning_rate
+    )
+    work = workload(benchmark, config)
+    arithmetic = plan.estimate(config, work, kind, None)
+    exposed_s = exposed_seconds(config, work, kind, arithmetic.step_s, network_gb_s)
+    step_s = arithmetic.step_s + exposed_s
+    minutes = plan.minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
+    rate = batch * work.sequence_length / gpus / step_s
+    return Point(config, samples, measured, learning_rate, step_s, rate, exposed_s, minutes)
+
+
+def gpus_per_node(kind: GpuKind, gpus: int) -> int:
+    return min(gpus, 4 if kind.name in ON_TRAYS else 8)
+
+
+def counts() -> list[int]:
+    """Return 1, 2, 4, ... LARGEST."""
+    return [2**power for power in range(LARGEST.bit_length())]
+
+
+def batches(rules: Rules, gpus: int) -> Iterator[int]:
+    """Yield the global batches that `gpus` GPUs could use.
+
+    They are the reference's batches, and one sequence for each GPU.
+    """
+    known = sorted(rules.reference_runs)
+    candidates = {*known, gpus}
+    for batch in sorted(candidates):
+        if batch >= known[0] and batch % gpus == 0:
+            yield batch
+
+
+def best_points(
+    root: Path, benchmark: str, kind: GpuKind, rules: Rules, network_gb_s: float
+) -> dict[int, Point | None]:
+    """Return number of GPUs -> the point that reaches the target first, None if nothing fits."""
+    best: dict[int, Point | None] = {}
+    for gpus in counts():
+        points = []
+        for batch in batches(rules, gpus):
+            try:
+                points.append(point(root, benchmark, kind, gpus, batch, network_gb_s))
+            except (ConfigError, OutOfMemory):
+                continue
+        best[gpus] = min(points, key=lambda each: each.minutes, default=None)
+    return best
+
+
+def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
+    """Print the table of `plan --scaling`, and write its page. Return the exit code.
+
+    Raises ConfigError if the network's bandwidth is not positive.
+    """
+    if not options.network > 0:
+        raise ConfigError(
+            f"--network {options.network:g}", "a bandwidth is positive", "give GB/s per GPU"
+        )
+    kind = KINDS[options.scaling]
+    rules = divisions(benchmark)["closed"]
+    best = best_points(root, benchmark, kind, rules, options.network)
+    rows = [row(gpus, found) for gpus, found in best.items()]
+    if options.json:
+        print(json.dumps([dict(zip(HEAD, each, strict=True)) for each in rows], indent=1))
+    else:
+        print(f"{benchmark} on {kind.name}, {options.network:g} GB/s per GPU between nodes\n")
+        print(table(HEAD, rows))
+        print("", *remarks(best), sep="\n")
+    if options.page:
+        options.page.write_text(page(benchmark, kind, best))
+    return 0
+
+
+def remarks(best: Mapping[int, Point | None]) -> list[str]:
+    """Return the lines below the table: its marks, its assumptions, and where scaling ends."""
+    lines = [
+        "* interpolated between the reference's batches, or continued beyond the largest",
+        "Calculated, not measured. The costs of a step that do not shrink with its sequences, such "
+        "as the optimizer's, are not counted.",
+    ]
+    last = last_paying(best)
+    if last is not None:
+        lines.append(
+            f"Up to {last} GPUs, twice the GPUs save at least {PAYING_SAVING:.0%} of the time."
+        )
+    return lines
+
+
+def page(benchmark: str, kind: GpuKind, best: Mapping[int, Point | None]) -> str:
+    """Return the HTML page: table, and minutes and GPU-hours over the number of GPUs."""
+    points = [found for found in best.values() if found]
+    minutes = Curve("minutes", [(each.gpus, each.minutes) for each in points], dots=True)
+    hours = Curve("GPU-hours", [(each.gpus, each.gpu_hours) for each in points], 1, dots=True)
+    rows = [row(gpus, found) for gpus, found in best.items()]
+    blocks = [
+        {"notes": remarks(best)},
+        html.table(HEAD, rows, words=()),
+        html.chart("minutes to the target", "GPUs", [minutes]),
+        html.chart("GPU-hours to the target", "GPUs", [hours]),
+    ]
+    return html.render(f"{benchmark} on 1 to {LARGEST} {kind.name}", [("Scaling", blocks)])
+
+
+def row(gpus: int, found: Point | None) -> list[str]:
+    """Return the cells of HEAD."""
+    if found is None:
+        return [str(gpus), *["-"] * 6, "does not fit", "-", "-"]
+    watts = BOARD_WATTS.get(found.config.gpu)
+    star = "" if found.measured else "*"
+    return [
+        str(gpus),
+        f"{found.config.global_batch_size}",
+        f"{found.learning_rate:.2g}{star}",
+        f"{found.samples:,.0f}{star}",
+        f"{found.tokens_per_s_per_gpu:,.0f}",
+        f"{found.step_s * 1e3:,.0f}",
+        f"{found.exposed_s * 1e3:,.1f}",
+        f"{found.minutes:,.1f}",
+        f"{found.gpu_hours:,.1f}",
+        "-" if watts is None else f"{found.gpu_hours * watts / 1e3:,.1f}",
+    ]
+
+
+def last_paying(best: Mapping[int, Point | None]) -> int | None:
+    """Return the largest number of GPUs that saves PAYING_SAVING against half of it."""
+    last = None
+    for gpus, found in best.items():
+        before = best.get(gpus // 2)
+        if found is None or before is None or gpus == 1:
+            continue
+        if found.minutes > (1 - PAYING_SAVING) * before.minutes:
+            break
+        last = gpus
+    return last
