@@ -182,18 +182,8 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
     """Return the values of `fields` (separated by commas), one row per GPU of the machine. Raises
     DriverError.
     """
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            env=dict(environment),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DriverError(str(error)) from None
+    query = [f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    answer = _nvidia_smi(query, environment)
     lines = answer.stdout.strip().splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     # lines that are messages, not rows
@@ -204,6 +194,49 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
         said = strange + lines + answer.stderr.strip().splitlines()
         raise DriverError(said[0] if said else f"no output, exit code {answer.returncode}")
     return rows
+
+
+def _nvidia_smi(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run nvidia-smi. Raises DriverError if it is missing or hangs."""
+    try:
+        return subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=dict(environment),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DriverError(str(error)) from None
+
+
+def read_vboost(addresses: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Return the position of the boost slider `vboost` and its largest one, for each NVIDIA GPU of
+    `addresses` (Device.address).
+
+    The slider moves power from memory to the cores. Above 0 someone has set it. An entry is None if
+    the GPU has no such slider. Raises DriverError.
+    """
+    answer = _nvidia_smi(["boost-slider", "--list"], os.environ)
+    # lines like `|   0     vboost           4              0       |`
+    rows = re.findall(r"^\|\s*(\d+)\s+vboost\s+(\d+)\s+(\d+)\s*\|", answer.stdout, re.MULTILINE)
+    by_index = {index: (int(current), int(largest)) for index, largest, current in rows}
+    index_of = {uuid: index for index, uuid in ask_nvidia_smi("index,uuid", os.environ)}
+    return [by_index.get(index_of.get(address, "")) for address in addresses]
+
+
+def read_power_profiles() -> str:
+    """Return what the driver says of the workload power profiles in force, on one line.
+
+    "" if it has none: GPUs before Blackwell, and drivers before 570. Raises DriverError.
+    """
+    answer = _nvidia_smi(["power-profiles", "-ge"], os.environ)
+    lines = [line.strip(" |+-=\t") for line in answer.stdout.splitlines()]
+    said = "; ".join(dict.fromkeys(filter(None, lines)))
+    return "" if answer.returncode or "not supported" in said.lower() else said
 
 
 def _amd_value(card: Path, name: str) -> float | None:

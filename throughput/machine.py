@@ -14,7 +14,7 @@ import torch
 from common import inventory
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import DriverError, read_gpus
+from common.gpu_stats import DriverError, read_gpus, read_power_profiles, read_vboost
 from common.hardware import Probe, identify
 from common.paths import ROOT
 from launch import run_directory
@@ -32,7 +32,7 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
     """Return the facts of the GPU, the CPU and the operating system.
 
     GPU: name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind,
-    count, memory and power limit.
+    count, memory, power limit, boost slider and power profiles.
     """
     of_linux = inventory.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {
@@ -51,7 +51,7 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
             "peak_tflops_16_bits": kind.peak_bf16_tflops,
             "peak_tflops_fp8": kind.peak_fp8_tflops,
         }
-    return gpu | power_limit(found) | known
+    return gpu | power_limit(found) | power_settings(found) | known
 
 
 def kind_of(found: Probe) -> str:
@@ -74,6 +74,20 @@ def power_limit(found: Probe) -> dict[str, float]:
         return {}
     limits = [value["power_limit_w"] for value in values if value.get("power_limit_w")]
     return {"power_limit_w": min(limits)} if limits else {}
+
+
+def power_settings(found: Probe) -> dict[str, str]:
+    """Return the positions of the boost slider of NVIDIA GPUs, and their power profiles."""
+    if found.vendor != "nvidia":
+        return {}
+    try:
+        sliders = read_vboost([device.address for device in found.devices])
+        profiles = read_power_profiles()
+    except DriverError:
+        return {}
+    positions = dict.fromkeys(f"{slider[0]} of {slider[1]}" for slider in sliders if slider)
+    known = {"vboost": ", ".join(positions), "power_profiles": profiles}
+    return {name: text for name, text in known.items() if text}
 
 
 def versions(found: Probe) -> dict[str, Any]:

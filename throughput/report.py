@@ -33,6 +33,8 @@ FACTS = {
     "peak_tflops_16_bits": "Dense peak, BF16 and FP16, TFLOP/s",
     "peak_tflops_fp8": "Dense peak, FP8, TFLOP/s",
     "power_limit_w": "Power limit, W",
+    "vboost": "Boost slider (vboost)",
+    "power_profiles": "Power profiles",
     "cpu": "CPU",
     "cpu_sockets": "CPU sockets",
     "cpu_cores_per_socket": "CPU cores per socket",

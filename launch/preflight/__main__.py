@@ -30,7 +30,14 @@ from common.command_line import Parser, exit_code_of, meant, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.gpu_kinds import GpuKind
-from common.gpu_stats import HEALTH, DriverError, read_gpus, with_throttling
+from common.gpu_stats import (
+    HEALTH,
+    DriverError,
+    read_gpus,
+    read_power_profiles,
+    read_vboost,
+    with_throttling,
+)
 from common.hardware import Probe, identify, probe
 from common.known_issues import installed
 from launch.job import directories
@@ -156,9 +163,20 @@ def check(
         if found.driver
         else [host.judge_software()]
     )
+    if found.vendor == "nvidia":
+        rows.append(power_settings(found))
     if kind:
         rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
     return rows + measured_rows, ranks
+
+
+def power_settings(found: Probe) -> CheckRow:
+    """Return the row of boost sliders and power profiles. They are read and never set."""
+    try:
+        vboost = read_vboost([device.address for device in found.devices])
+        return gpus.judge_power_settings(vboost, read_power_profiles())
+    except DriverError as error:
+        return skipped("power settings", str(error))
 
 
 def requested_run(

@@ -160,6 +160,23 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
     )
 
 
+def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str) -> CheckRow:
+    """Name the boost slider and the power profiles in force, and warn if the GPUs differ.
+
+    `vboost`: position and largest position of each GPU's slider. `profiles`: as the driver prints
+    them, "" if there are none. A run does not change them.
+    """
+    check, expected = "power settings", "the same on all GPUs"
+    known = [slider for slider in vboost if slider is not None]
+    if not known and not profiles:
+        return skipped(check, "the driver names no boost slider and no power profile", expected)
+    positions = dict.fromkeys(slider or (0, 0) for slider in vboost)
+    texts = [f"vboost {position} of {largest}" for position, largest in positions if largest]
+    texts.append(f"power profiles: {profiles or 'none'}")
+    do = "set one vboost on all GPUs: nvidia-smi boost-slider --vboost 0 (needs root)"
+    return graded(check, "; ".join(texts), expected, do, warn=len(positions) > 1)
+
+
 # --- correct and fast -----------------------------------------------------------------------------
 
 # Warn and refuse. Healthy GPUs of one host differ by less than 1 %: sd of 0.04 to 0.71 % in

@@ -97,3 +97,18 @@ def test_versions_name_the_commit_and_torch(monkeypatch):
         lambda root, found: known | {"commit": None, "dirty": None},
     )
     assert machine.versions(Probe("none"))["commit"] == "unknown"
+
+
+def test_boost_slider_and_power_profiles_are_facts(driver, monkeypatch):
+    monkeypatch.setattr(machine, "read_vboost", lambda addresses: [(1, 4) for _ in addresses])
+    monkeypatch.setattr(machine, "read_power_profiles", lambda: "Max-P")
+    facts = machine.facts(Probe("nvidia", (H200, H200)), "cuda")
+    assert facts["vboost"] == "1 of 4"
+    assert facts["power_profiles"] == "Max-P"
+
+
+def test_a_gpu_without_boost_slider_names_none(driver, monkeypatch):
+    monkeypatch.setattr(machine, "read_vboost", lambda addresses: [None for _ in addresses])
+    monkeypatch.setattr(machine, "read_power_profiles", lambda: "")
+    assert machine.power_settings(Probe("nvidia", (H200,))) == {}
+    assert machine.power_settings(Probe("amd", (H200,))) == {}

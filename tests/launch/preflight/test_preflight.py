@@ -16,7 +16,15 @@ import torch
 from child_path import python_path
 
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import HEALTH, DriverError, amd_throttle_counters, read_gpus, with_throttling
+from common.gpu_stats import (
+    HEALTH,
+    DriverError,
+    amd_throttle_counters,
+    read_gpus,
+    read_power_profiles,
+    read_vboost,
+    with_throttling,
+)
 from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.preflight import __main__ as verb
@@ -214,6 +222,63 @@ def test_the_answer_of_nvidia_smi(tmp_path, monkeypatch):
         IDLE | {"corrected_errors": 3},
         {},
     ]
+
+
+BOOST_SLIDERS = """\
++-------------------------------------------------+
+| GPU Boost Slider                                |
+| GPU     Slider       Max Value    Current Value |
+|=================================================|
+|   0     vboost           4              0       |
++-------------------------------------------------+
+|   1     vboost           4              1       |
++-------------------------------------------------+
+"""
+
+
+def power_settings_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sliders: str, profiles: str
+) -> CheckRow:
+    """Return the row of two GPUs whose nvidia-smi prints these answers; any other call fails."""
+    (folder / "sliders").write_text(sliders)
+    (folder / "profiles").write_text(profiles)
+    smi = folder / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f"    'boost-slider --list') cat {folder}/sliders ;;\n"
+        f"    'power-profiles -ge') cat {folder}/profiles ;;\n"
+        "    --query-gpu=index,uuid*) echo '0, GPU-a'; echo '1, GPU-b' ;;\n"
+        "    *) exit 9 ;;\n"
+        "esac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    devices = (replace(H200, address="GPU-b"), replace(H200, address="GPU-a"))
+    return verb.power_settings(Probe("nvidia", devices))
+
+
+def test_power_settings_are_read_and_must_not_differ(tmp_path, monkeypatch):
+    row = power_settings_of(tmp_path, monkeypatch, BOOST_SLIDERS, "feature is not supported\n")
+    assert row.verdict == "warn"
+    assert row.value == "vboost 1 of 4; vboost 0 of 4; power profiles: none"
+    assert read_vboost(["GPU-b", "GPU-a", "GPU-c"]) == [(1, 4), (0, 4), None]
+
+
+def test_equal_power_settings_pass(tmp_path, monkeypatch):
+    alike = BOOST_SLIDERS.replace("1       |", "0       |")
+    row = power_settings_of(tmp_path, monkeypatch, alike, "| GPU 0 |\n|  Max-P |\n|  Max-P |\n")
+    assert row.verdict == "ok"
+    assert row.value == "vboost 0 of 4; power profiles: GPU 0; Max-P"
+
+
+def test_drivers_without_power_settings(tmp_path, monkeypatch):
+    row = power_settings_of(tmp_path, monkeypatch, "Invalid combination of input arguments.\n", "")
+    assert row.verdict == "skipped"
+    monkeypatch.setenv("PATH", "")
+    assert verb.power_settings(Probe("nvidia", (H200,))).verdict == "skipped"
+    with pytest.raises(DriverError):
+        read_power_profiles()
 
 
 def test_a_driver_that_does_not_answer(tmp_path, monkeypatch):
