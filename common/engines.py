@@ -151,7 +151,7 @@ def choose(
 def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     variable = VARIABLES[operation]
     engines = {engine.name: engine for engine in ENGINES[operation]}
-    unset = f"unset {variable}: the fastest engine that is installed is used then"
+    unset = f"set {variable} to another engine; unset, the fastest installed one is used"
     if name not in engines:
         raise ConfigError(
             f"unknown engine {variable}={name}", f"known are {', '.join(engines)}", unset
@@ -231,11 +231,28 @@ def forget() -> None:
     _chosen.clear()
 
 
-def described(gpu: str, environment: Mapping[str, str], dtype: str) -> tuple[dict[str, str], list]:
-    """Return operation -> engine with its version, and why faster ones are not used.
+@dataclass(frozen=True)
+class Described:
+    """The engines that a command will use, for display and for the records of a run."""
 
-    Raises ConfigError as `choose` does.
-    """
-    choices = {name: choose(name, gpu, environment, dtype) for name in ENGINES}
-    names = {name: str(choice.engine) for name, choice in choices.items()}
-    return names, [line for choice in choices.values() for line in choice.missing]
+    names: dict[str, str]  # operation -> engine
+    versions: dict[str, str]  # operation -> engine with the version of its package
+    missing: tuple[str, ...]  # why faster ones are not used, with what installs them
+
+    def lines(self) -> list[str]:
+        used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
+        return [f"engines    {used}", *(f"NOTE       {reason}" for reason in self.missing)]
+
+    def pins(self) -> dict[str, str]:
+        """Return the environment variables that pin these engines."""
+        return {VARIABLES[operation]: name for operation, name in self.names.items()}
+
+
+def described(gpu: str, environment: Mapping[str, str], dtype: str) -> Described:
+    """Describe the choice of every operation. Raises ConfigError as `choose` does."""
+    choices = {operation: choose(operation, gpu, environment, dtype) for operation in ENGINES}
+    return Described(
+        {operation: choice.engine.name for operation, choice in choices.items()},
+        {operation: str(choice.engine) for operation, choice in choices.items()},
+        tuple(reason for choice in choices.values() for reason in choice.missing),
+    )

@@ -182,6 +182,8 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
             job.cpus,
         )
     )
+    if job.selection.device == "cuda":
+        inform(*job.engines.lines())
     if request and not job.config.miniature:
         inform(
             *(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import engines
 from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of
@@ -99,6 +100,17 @@ class Job:
     @property
     def rules(self) -> Rules:
         return rules_of(self.benchmark, self.config)
+
+    @property
+    def engines(self) -> engines.Described:
+        """Engines of attention and products that the ranks will use, by what is installed.
+
+        Raise ConfigError if the environment or the config pins one that cannot be used.
+        """
+        on_gpus = self.selection.device == "cuda" and self.gpus.devices
+        gpu = self.gpus.devices[0].arch if on_gpus else ""
+        environment = {**self.environment, **self.config.env}
+        return engines.described(gpu, environment, self.config.precision)
 
     @property
     def data_files(self) -> list[Path]:

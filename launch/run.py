@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
@@ -42,8 +43,17 @@ def run_all(job: Job, request: series.Request) -> int:
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
-    versions = run_directory.versions(ROOT, job.gpus) | {"rank_cpus": job.cpus}
+    engines = job.engines
+    versions = run_directory.versions(ROOT, job.gpus) | {
+        "rank_cpus": job.cpus,
+        "engines": engines.versions,
+        "faster_engines": list(engines.missing),
+    }
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
+    facts["engines"] = engines.versions
+    if job.selection.device == "cuda" and (request.goal != 1 or request.resume):
+        # The runs of a series use equal engines: one whose self-test fails stops the series.
+        job = replace(job, environment={**job.environment, **engines.pins()})
 
     def shared_facts() -> dict:
         """Return the facts that must be equal on all nodes.

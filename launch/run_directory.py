@@ -25,6 +25,7 @@ OPTIONAL = (
     "amd-aiter",
     "flash-attn-4",
     "nvidia-cutlass-dsl",
+    "transformer-engine",
 )
 
 

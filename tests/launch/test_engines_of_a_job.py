@@ -1,0 +1,71 @@
+"""What the launcher says, records and pins about engines, before any rank starts."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from common import config as configs
+from common import engines
+from common.errors import ConfigError
+from common.hardware import Device, Probe
+from common.paths import ROOT
+from launch import run, series
+from launch.job import Job, Node
+from launch.select_config import Selection
+from llama31_8b.rules import Config
+
+H200 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143_771 * 2**20),), "580.1")
+PATH = ROOT / "configs/llama31_8b/H200_1x1.toml"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "version_of", {"flash-attn-4": "4.0.0b36"}.get)
+    config = configs.load(PATH, Config)
+    selection = Selection(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
+    return Job("llama31_8b", selection, H200, tmp_path, tmp_path, {}, Node(), False)
+
+
+def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
+    (line,) = job.engines.lines()
+    assert "flash_attention_4 4.0.0b36" in line and "cublaslt" in line
+    monkeypatch.setattr(engines, "version_of", lambda package: "")
+    line, note = job.engines.lines()
+    assert "sdpa" in line and note.startswith("NOTE") and "pip install" in note
+
+
+def test_a_cpu_misses_nothing(job):
+    on_a_cpu = replace(job, selection=replace(job.selection, device="cpu"), gpus=Probe("none"))
+    assert on_a_cpu.engines.names == {"attention": "sdpa", "products": "torch"}
+    assert not on_a_cpu.engines.missing
+
+
+def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
+    def pinning(name):
+        config = replace(job.config, env={"ATTENTION_ENGINE": name})
+        return replace(job, selection=replace(job.selection, config=config))
+
+    assert pinning("sdpa").engines.names["attention"] == "sdpa"
+    with pytest.raises(ConfigError, match="transformer_engine"):
+        _ = pinning("transformer_engine").engines
+
+
+@pytest.mark.parametrize(("goal", "resume"), [(1, False), (10, False), (0, True)])
+def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goal, resume):
+    captured = {}
+
+    def attempts(log_dir, benchmark, selection, facts, request, execute):
+        captured.update(facts=facts, execute=execute)
+        return 0
+
+    monkeypatch.setattr(run.series, "run", attempts)
+    monkeypatch.setattr(run, "ensure_data", lambda job: None)
+    monkeypatch.setattr(run, "write_report", lambda folder: None)
+    assert run.run_all(job, series.Request(goal, 0, None, resume)) == 0
+    assert captured["facts"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
+    assert isinstance(captured["execute"], functools.partial)
+    environment = captured["execute"].args[0].environment
+    pins = {"ATTENTION_ENGINE": "flash_attention_4", "MATMUL_ENGINE": "cublaslt"}
+    assert environment == ({} if goal == 1 else pins)
+    assert captured["execute"].args[1]["engines"] == captured["facts"]["engines"]
