@@ -69,10 +69,21 @@ def adamw_reference(
     """
     m, v = first.float(), second.float()  # the same tensors if they are fp32
     torch._fused_adamw_(
-        [weight], [gradient / step.divisor], [m], [v], [], [step.number],
-        lr=step.learning_rate, beta1=step.betas[0], beta2=step.betas[1], weight_decay=weight_decay, eps=step.eps,
-        amsgrad=False, maximize=False, found_inf=step.skip,
-    )  # fmt: skip
+        [weight],
+        [gradient / step.divisor],
+        [m],
+        [v],
+        [],
+        [step.number],
+        lr=step.learning_rate,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        weight_decay=weight_decay,
+        eps=step.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=step.skip,
+    )
     if m is not first:
         first.copy_(m)
         second.copy_(v)
@@ -82,9 +93,22 @@ def adamw_reference(
 
 @triton.jit
 def _adamw_kernel(
-    weight_ptr, gradient_ptr, first_ptr, second_ptr, rounded_ptr, corrections_ptr, divisor_ptr, skip_ptr, size, learning_rate, decay,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    gradient_ptr,
+    first_ptr,
+    second_ptr,
+    rounded_ptr,
+    corrections_ptr,
+    divisor_ptr,
+    skip_ptr,
+    size,
+    learning_rate,
+    decay,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # 4 weights per thread are 16 bytes of fp32. By default the compiler chooses 8, for 16 bytes of
     # bf16, which takes 3 exchanges through shared memory and 11 barriers.
@@ -130,9 +154,22 @@ def adamw_triton(
     size, decay = weight.numel(), step.learning_rate * weight_decay
     tile = adamw_settings(architecture(weight.device))
     _adamw_kernel[(triton.cdiv(size, tile.columns),)](
-        weight, gradient, first, second, rounded, step.corrections, step.divisor, step.skip, size, step.learning_rate, decay,
-        *step.betas, step.eps, tile.columns, **tile.options,
-    )  # fmt: skip
+        weight,
+        gradient,
+        first,
+        second,
+        rounded,
+        step.corrections,
+        step.divisor,
+        step.skip,
+        size,
+        step.learning_rate,
+        decay,
+        *step.betas,
+        step.eps,
+        tile.columns,
+        **tile.options,
+    )
 
 
 ENGINES = {"reference": adamw_reference, "triton": adamw_triton}

@@ -1,23 +1,31 @@
-"""Block formats: few bits per element under one scale for each block of elements along the summed dimension. Emulated in plain torch.
+"""Block formats: few bits per element and one scale per block, emulated in plain torch.
 
-    MX (Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, section 6.3)
-        32 elements share a scale 2^s, s = floor(log2(amax)) - emax: amax the largest |x| of the block, emax the exponent of the element
-        format's largest number. s is stored as E8M0: -127 to 127, and NaN. An element is x / 2^s, rounded to its format; what exceeds the
+A block is a group of elements along the summed dimension.
+
+    MX (Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, section
+    6.3)
+        32 elements share a scale 2^s with s = floor(log2(amax)) - emax. amax is the largest |x| of
+        the block, emax the exponent of the element format's largest number. s is stored as E8M0:
+        -127 to 127, or NaN. An element is x / 2^s, rounded to its format. A value that exceeds the
         format's largest number becomes that number.
     NVFP4 (NVIDIA, arXiv:2509.25149)
-        e2m1 elements, 16 of which share a scale in e4m3; above these, one fp32 scale t = amax of the tensor / (448 * 6). A block's scale
-        is amax / 6 / t, rounded to e4m3, and at least 2^-6, its smallest normal number, as torchao has it.
+        Elements are e2m1, and 16 of them share a scale in e4m3. The tensor has an fp32 scale
+        t = amax of the tensor / (448 * 6). A block's scale is amax / 6 / t, rounded to e4m3, and at
+        least 2^-6, the smallest normal number of e4m3, as in torchao.
 
-A product sums along one dimension only, and only there elements may share a scale. So the two layouts of a tensor (kernels/fp8.py) hold
-different numbers: each is quantized apart from the tensor itself. The exception is a weight with a scale per square: 32 x 32 elements, or
+A product sums along one dimension, and only elements along that dimension may share a scale.
+Therefore the two layouts of a tensor (kernels/fp8.py) hold different numbers: each is quantized
+from the tensor itself. The exception is a weight with one scale per square of 32 x 32 elements, or
 16 x 16 in NVFP4.
 
-`quantize` returns what a GPU with these formats would store, elements and scales, in fp32; `Blocks.dequantize` turns them back into a
-tensor that any GPU multiplies in its compute dtype, and `emulate` does both. A native path takes the place of the latter two. The dequantized numbers are exact in bf16,
-which has 8 significant bits; but those of NVFP4, which are multiples of t, are rounded to bf16 once more.
+`quantize` returns the elements and scales that a GPU with these formats would store, in fp32.
+`Blocks.dequantize` converts them to a tensor that any GPU multiplies in its compute dtype.
+`emulate` does both. A native implementation replaces the latter two. The dequantized numbers are
+exact in bf16, which has 8 significant bits, except those of NVFP4: they are multiples of t and are
+rounded to bf16 once more.
 
-A NaN makes its block NaN, and here an infinite element does so too, so that the loss or the gradient norm shows it and the run stops. In
-NVFP4 it is the whole tensor.
+A NaN or an infinite element makes its block NaN, so that the loss or the gradient norm shows it and
+the run stops. In NVFP4 it makes the whole tensor NaN.
 """
 
 from __future__ import annotations
@@ -30,13 +38,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE = (
-    2.0**-6,
-    448.0,
-)  # of NVFP4, in e4m3: its smallest normal and its largest number
-LEAST_TENSOR_SCALE = (
-    2.0**-120
-)  # of NVFP4, also of zeros: 1 / t / 2^-6 is still a finite fp32 number
+# NVFP4's block scales, in e4m3: its smallest normal number and its largest number.
+LEAST_BLOCK_SCALE = 2.0**-6
+LARGEST_BLOCK_SCALE = 448.0
+# NVFP4's smallest tensor scale t, also that of zeros: 1 / t / 2^-6 is still finite in fp32.
+LEAST_TENSOR_SCALE = 2.0**-120
 HADAMARD_SIZE = 16
 # A fixed random draw, the same in every run: the signs of both factors of a product must agree.
 SIGNS = (1, -1, -1, 1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, 1, -1)
@@ -44,7 +50,10 @@ SIGNS = (1, -1, -1, 1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, 1, -1)
 
 @dataclass(frozen=True)
 class Element:
-    """A float of few bits without infinities: a sign, an exponent and `mantissa_bits`; below 2^min_exponent numbers are subnormal."""
+    """A floating-point format of few bits: a sign, an exponent and a mantissa, without infinities.
+
+    Numbers below 2^min_exponent are subnormal.
+    """
 
     mantissa_bits: int
     min_exponent: int
@@ -52,23 +61,29 @@ class Element:
 
     @property
     def max_exponent(self) -> int:
+        """Exponent of the largest number."""
         return math.frexp(self.largest)[1] - 1
 
 
-E4M3, E5M2 = Element(3, -6, 448.0), Element(2, -14, 57344.0)
-E2M3, E3M2 = Element(3, 0, 7.5), Element(2, -2, 28.0)
+E4M3 = Element(3, -6, 448.0)
+E5M2 = Element(2, -14, 57344.0)
+E2M3 = Element(3, 0, 7.5)
+E3M2 = Element(2, -2, 28.0)
 E2M1 = Element(1, 0, 6.0)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
+    """A block format: its elements, those of gradients, and its scales."""
+
     element: Element
     gradient_element: Element
     block_size: int = 32
-    has_tensor_scale: bool = False  # NVFP4's two scales, instead of E8M0
+    has_tensor_scale: bool = False  # NVFP4's two scales instead of E8M0
 
 
-FORMATS = {  # by their names in a config
+# The keys are the names in a config.
+FORMATS = {
     "mxfp8": BlockFormat(E4M3, E4M3),
     "mxfp8_hybrid": BlockFormat(E4M3, E5M2),
     "mxfp6_e2m3": BlockFormat(E2M3, E2M3),
@@ -79,17 +94,22 @@ FORMATS = {  # by their names in a config
 
 
 class Blocks(NamedTuple):
-    """A quantized matrix [rows, columns], filled up with zeros to whole blocks of r x c elements. All fp32."""
+    """A quantized matrix [rows, columns], padded with zeros to whole blocks of r x c elements.
 
-    elements: Tensor  # [R, r, C, c], numbers of the element format
-    scales: (
-        Tensor  # [R, 1, C, 1], what the elements are multiples of: E8M0 numbers, or e4m3 numbers
-    )
-    tensor_scale: Tensor | None  # [], NVFP4's t
-    shape: torch.Size  # rows, columns
+    Its fields, all tensors in fp32:
+        `elements`: [R, r, C, c], numbers of the element format.
+        `scales`: [R, 1, C, 1], numbers of E8M0 or, in NVFP4, of e4m3.
+        `tensor_scale`: [], NVFP4's t. None in MX.
+        `shape`: (rows, columns).
+    """
+
+    elements: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    shape: torch.Size
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], contiguous."""
+        """Return the values as a contiguous matrix [rows, columns] of `dtype`."""
         scales = self.scales if self.tensor_scale is None else self.scales * self.tensor_scale
         padded = (self.elements * scales).to(dtype).flatten(2).flatten(0, 1)
         return padded[: self.shape[0], : self.shape[1]].contiguous()
@@ -104,7 +124,7 @@ def emulate(
     square: bool = False,
     stochastic: bool = False,
 ) -> Tensor:
-    """x: [rows, columns] as it is after `quantize`, in `dtype`."""
+    """Quantize and dequantize `x` [rows, columns]. The result is in `dtype`."""
     return quantize(x, form, element, square=square, stochastic=stochastic).dequantize(dtype)
 
 
@@ -116,29 +136,25 @@ def quantize(
     square: bool = False,
     stochastic: bool = False,
 ) -> Blocks:
-    """x: [rows, columns] of any float dtype, scaled in blocks of `form.block_size` elements of a row, or in squares.
+    """Quantize `x` [rows, columns] of any float dtype in blocks along its rows.
 
-    The last block of a row is short where the size does not divide. `stochastic`: round up with the probability that makes the mean exact,
-    instead of to the nearest, ties to even; draws from the default generator of x's device.
+    `square`: one scale per square of `form.block_size` x `form.block_size` elements, instead of one
+        per `form.block_size` elements of a row. The last block of a row or column can be shorter.
+    `stochastic`: round up with the probability that makes the mean exact, instead of to the
+        nearest, ties to even. Draws from the default generator of x's device.
     """
     size = form.block_size
     height = size if square else 1
-    padded = (
-        F.pad(x, (0, -x.shape[1] % size, 0, -x.shape[0] % height))
-        if x.shape[1] % size or x.shape[0] % height
-        else x
-    )
-    blocks = (
-        padded.float()
-        .contiguous()
-        .view(padded.shape[0] // height, height, padded.shape[1] // size, size)
-    )
+    padded = x
+    if x.shape[1] % size or x.shape[0] % height:
+        padded = F.pad(x, (0, -x.shape[1] % size, 0, -x.shape[0] % height))
+    block_shape = (padded.shape[0] // height, height, padded.shape[1] // size, size)
+    blocks = padded.float().contiguous().view(block_shape)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
     if form.has_tensor_scale:
-        largest = amax.new_full(
-            (), element.largest
-        )  # by a Python number a GPU divides inexactly: it multiplies by the inverse
+        # A tensor, because a GPU divides by a Python number inexactly: it multiplies by the inverse.
+        largest = amax.new_full((), element.largest)
         tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * largest)).clamp(min=LEAST_TENSOR_SCALE)
         wanted = (amax / largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)
         scales = round_to(wanted, E4M3)
@@ -151,13 +167,16 @@ def quantize(
 
 
 def round_to(x: Tensor, element: Element, stochastic: bool = False) -> Tensor:
-    """x: fp32, contiguous -> the nearest number of the format, or one of the two beside it; beyond the largest number that one. NaN and inf become NaN.
+    """Round `x`, fp32 and contiguous, to numbers of the format.
 
-    The numbers of the format beside x are a power of two apart, `step`: all of this is exact.
+    Rounds to the nearest number, ties to even, or with `stochastic` to either neighbor. Values
+    beyond the largest number become the largest number. NaN and inf become NaN.
+
+    The two neighbors of x in the format differ by `step`, a power of two, so every operation except
+    the rounding is exact.
     """
-    binade = (x.view(torch.int32) & 0x7F800000).view(
-        torch.float32
-    )  # 2^floor(log2(|x|)): the exponent's bits alone
+    # 2^floor(log2(|x|)): only the bits of the exponent.
+    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = binade.clamp_(min=2.0**element.min_exponent).mul_(2.0**-element.mantissa_bits)
     steps = x / step
     if stochastic:
@@ -169,22 +188,30 @@ def round_to(x: Tensor, element: Element, stochastic: bool = False) -> Tensor:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """floor(log2(x)), int32; -127 for zero and subnormal numbers, 128 for inf and NaN. x: fp32, contiguous and not negative."""
+    """Return floor(log2(x)) in int32: -127 for zero and subnormal numbers, 128 for inf and NaN.
+
+    x: fp32, contiguous and not negative.
+    """
     return (x.view(torch.int32) >> 23) - 127
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32, without rounding; exponent: int32, at least -127 and at most 127 (128 becomes inf)."""
-    return (
-        ((exponent + 127) << 23).clamp(min=1 << 22).view(torch.float32)
-    )  # 2^-127 is subnormal: the highest bit of its mantissa
+    """Return 2^exponent in fp32, exactly. exponent: int32, -127 to 127 (128 becomes inf)."""
+    # 2^-127 is subnormal: the highest bit of its mantissa.
+    return ((exponent + 127) << 23).clamp(min=1 << 22).view(torch.float32)
 
 
 def hadamard(x: Tensor, random_signs: bool) -> Tensor:
-    """Each 16 elements of a row of x [rows, columns] times the Hadamard matrix / 4, in fp32; `random_signs`: their signs changed before.
+    """Transform `x` [rows, columns] by the Hadamard matrix / 4, 16 elements of a row at a time.
 
-    The matrix is orthogonal: the product of two factors that are both transformed along the summed dimension is the same, but outliers are
-    spread over 16 elements (NVIDIA, arXiv:2509.25149; Tseng et al., arXiv:2502.20586). Columns are filled up with zeros to a multiple of 16.
+    The result is in fp32.
+
+    `random_signs`: change the signs of the elements by SIGNS first.
+
+    The matrix is orthogonal. If both factors of a product are transformed along the summed
+    dimension, the product stays the same, but outliers are spread over 16 elements (NVIDIA,
+    arXiv:2509.25149; Tseng et al., arXiv:2502.20586). Columns are padded with zeros to a multiple
+    of 16.
     """
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < HADAMARD_SIZE:  # Sylvester's construction

@@ -1,26 +1,36 @@
-"""Matrix products in FP8: formats, scales and how they follow the training, and the three products of a linear layer.
+"""Matrix products in FP8: number formats, scales, and the three products of a linear layer.
 
-A linear layer y = x W^T, with x [M, K], W [N, K] and y [M, N], costs three products. With g the gradient of y:
+A linear layer y = x W^T, with x [M, K], W [N, K] and y [M, N], needs three products. With g the
+gradient of y:
 
     fprop    y   = x W^T     sums over K       x rowwise, W rowwise
     dgrad    d_x = g W       sums over N       g rowwise, W columnwise
     wgrad    d_W = g^T x     sums over M       g columnwise, x columnwise
 
-Hopper's tensor cores multiply FP8 only where both factors are contiguous along the summed dimension, and torch asks for that layout on
-every GPU but those of compute capability 10.x (sm_100, sm_103), from torch 2.11 on. Elsewhere each of the three tensors is needed in two
-layouts: `rowwise`, as it is, and `columnwise`, its transpose written out. The kernel that makes a tensor quantizes it and writes the
-transpose, or one more kernel does (kernels/quantize.py). A frozen weight has no wgrad: there x and g are quantized rowwise only.
+Hopper's tensor cores multiply FP8 only if both factors are contiguous along the summed dimension.
+torch requires that layout on every GPU except those of compute capability 10.x (sm_100, sm_103),
+which are free of it from torch 2.11 on. On all others, each of the three tensors is needed in two
+layouts: `rowwise`, the tensor itself, and `columnwise`, a copy of its transpose. The kernel that
+makes a tensor quantizes it. The same kernel or a second one writes the transpose
+(kernels/quantize.py). A frozen weight has no wgrad: its x and g are quantized rowwise only.
 
-A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and the product multiplies by 1 / scale.
-There is one scale for the whole tensor:
-    delayed scaling   scale = F / (HEADROOM * amax), amax the largest |x| of the last HISTORY optimizer steps. The kernel that makes x is
-                      launched once: it stores x and records its amax for later steps. Elements beyond the scale saturate and are counted.
-    first step        There is no history yet. The kernel is launched twice: once for the amax of this very x, then to store it with
-                      scale = F / amax. Weights are always quantized in this way, as they are cast only once per optimizer step.
-A NaN stays NaN and an infinite element becomes NaN, so that the loss or the gradient norm shows it and the run stops.
-The amax is that of the other elements where one is NaN, and infinite where one is infinite: then the scale stays as it is.
+A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and
+the product multiplies by 1 / scale. The whole tensor has one scale:
 
-Formats: Micikevicius et al., arXiv:2209.05433. e4m3 for weights and activations, e5m2 for gradients, FNUZ on gfx94x and OCP elsewhere.
+    delayed scaling   scale = F / (HEADROOM * amax), with amax the largest |x| of the last HISTORY
+                      optimizer steps. The kernel that makes x is launched once. It stores x and
+                      records its amax for later steps. Elements that exceed the scale's range
+                      saturate and are counted.
+    first step        There is no history yet. The kernel is launched twice: first for the amax of
+                      this x, then to store x with scale = F / amax. Weights are always quantized
+                      in this way, because they are cast only once per optimizer step.
+
+A NaN stays NaN and an infinite element becomes NaN, so that the loss or the gradient norm shows it
+and the run stops. The amax ignores NaN. It is infinite if an element is infinite, and then the
+scale does not change.
+
+Formats: Micikevicius et al., arXiv:2209.05433. e4m3 for weights and activations, e5m2 for
+gradients, FNUZ on gfx94x and OCP elsewhere.
 """
 
 from __future__ import annotations
@@ -35,17 +45,21 @@ from torch import Tensor
 from common import engines
 from common.kernels.architecture import architecture, dtype_name, gpu_architecture
 
-HISTORY = 4  # optimizer steps; as in NVIDIA's MLPerf v5.1 configs
-HEADROOM = 1.25  # of delayed scaling: amax may grow by this factor before anything saturates; costs a quarter of a bit
-EVERY_LAYOUT = ("sm_100", "sm_103")  # whose tensor cores read FP8 along either dimension
+HISTORY = 4  # optimizer steps, as in NVIDIA's MLPerf v5.1 configs
+# Delayed scaling: amax may grow by this factor before an element saturates. Costs a quarter of a
+# bit.
+HEADROOM = 1.25
+# Architectures whose tensor cores read FP8 along either dimension.
+EVERY_LAYOUT = ("sm_100", "sm_103")
 AMAX_FLOOR = 1e-12  # keeps the scale of a tensor of tiny values finite
 
-# The columns of a quantizer's state. cuBLASLt requires the scale that it reads, the inverse, at a multiple of 16 bytes.
+# The columns of a quantizer's state. cuBLASLt reads the inverse scale and requires it to be aligned
+# to 16 bytes.
 INVERSE, SCALE, AMAX, CLIPPED = range(4)
 
 
 def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """(e4m3, e5m2) as the GPU has them: FNUZ on gfx94x, OCP elsewhere."""
+    """Return the device's dtypes (e4m3, e5m2): FNUZ on gfx94x, OCP elsewhere."""
     fnuz = architecture(device).startswith("gfx94")
     return (
         (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -56,9 +70,10 @@ def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
 
 @cache
 def takes_every_layout(device: torch.device) -> bool:
-    """Whether FP8 products here take factors of any layout, so that nothing is transposed. Two small products decide.
+    """Return True if FP8 products on `device` take factors of any layout: no transpose is needed.
 
-    Asked on compute capability 10.x alone (pytorch#170693). The self-test proves the products of a config at their sizes.
+    Tries two small products, on compute capability 10.x only (pytorch#170693). The self-test
+    proves the products of a config at their real sizes.
     """
     if architecture(device) not in EVERY_LAYOUT:
         return False
@@ -71,34 +86,45 @@ def takes_every_layout(device: torch.device) -> bool:
             product(gradient, other, scale, scale),
             product(gradient.t(), other, scale, scale),
         )
-    except (RuntimeError, ValueError):  # as torch 2.10 does, which asks for one layout
+    except (RuntimeError, ValueError):  # torch 2.10 requires one layout
         return False
     return all(bool((found == 32).all()) for found in products)
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`."""
+    """A matrix in the form that matrix products read. An unquantized (bf16) one has only `rowwise`.
 
-    rowwise: Tensor  # [rows, columns], contiguous
-    # [columns, rows], contiguous: the transpose; None where no product reads it
+    Its fields:
+        `rowwise`: [rows, columns], contiguous.
+        `columnwise`: the transpose, [columns, rows], contiguous. None if no product reads it.
+        `scale`: fp32 [1]. value = stored number * scale. None if the matrix is unquantized.
+    """
+
+    rowwise: Tensor
     columnwise: Tensor | None = None
-    scale: Tensor | None = None  # fp32 [1]: value = stored number * scale
+    scale: Tensor | None = None
 
     def for_wgrad(self) -> QuantizedTensor:
-        """The part that wgrad reads: without `rowwise` where there is a columnwise copy."""
+        """Return the part that wgrad reads: `rowwise` is empty if there is a columnwise copy."""
         return (
             self if self.columnwise is None else self._replace(rowwise=self.rowwise.new_empty(0, 0))
         )
 
 
 class Quantizer:
-    """The FP8 format and, on the device, the scale of one tensor of the network, e.g. of the input of layer 3's `down`.
+    """FP8 format and scale of one tensor of the network, e.g. the input of layer 3's `down`.
 
-    `state`: fp32 [4] = 1 / scale, scale, amax so far in this optimizer step, number of elements that saturated.
+    `state`: on the device, fp32 [4] = (1 / scale, scale, amax so far in this optimizer step, number
+        of elements that saturated).
     """
 
     def __init__(self, gradient: bool = False, transposed: bool = True, weight: bool = False):
-        """`gradient`: e5m2 instead of e4m3. `transposed`: write both layouts, where products need them. `weight`: always scaled by its current amax."""
+        """Set the quantizer's options.
+
+        `gradient`: use e5m2 instead of e4m3.
+        `transposed`: write both layouts, if products on the device need both.
+        `weight`: always scale by the current amax.
+        """
         self.gradient, self.transposed, self.weight = gradient, transposed, weight
         self.dtype = torch.float8_e4m3fn
         self.state = torch.empty(4, device="meta")
@@ -111,25 +137,30 @@ class Quantizer:
 
     @property
     def scale(self) -> Tensor:
-        """The factor that turns stored numbers into values: fp32 [1], a view that changes with the scale."""
+        """The factor that turns stored numbers into values, fp32 [1]: a view of the state."""
         return self.state[INVERSE : INVERSE + 1]
 
     def rescale(self) -> None:
-        """scale := F / amax, by the rules of `new_scale`."""
+        """Set the scale to F / amax by the rules of `new_scale`."""
         scale = new_scale(self.largest, self.state[AMAX], self.state[SCALE])
         self.state[SCALE] = scale
         self.state[INVERSE] = 1.0 / scale
 
 
 def new_scale(largest: Tensor | float, amax: Tensor, old: Tensor) -> Tensor:
-    """largest / amax where that is a scale, else the old scale, else 1; all on the device. amax, old: fp32, not negative, of one shape.
+    """Return largest / amax where that is a usable scale, else the old scale, else 1.
 
-    It is no scale where amax is 0 (nothing but zeros or NaN was seen) or inf; the old one is 0 where there is none. Zeros are stored
-    correctly with any scale. With 1 the first values after them may underflow for one step, as in Transformer Engine, which starts with 1,
-    too. A scale from AMAX_FLOOR would make every one of them saturate, and choosing two launches for such a tensor would take a host sync.
+    `amax`, `old`: fp32, not negative, of one shape, on the device. `old` is 0 where there is no old
+        scale.
+
+    The quotient is unusable if amax is inf or 0, which means that only zeros or NaN were seen.
+    Zeros are stored correctly with any scale. With a scale of 1, the first nonzero values may
+    underflow for one step, as in Transformer Engine, which also starts with 1. A scale from
+    AMAX_FLOOR would saturate all of them. Choosing two launches for such a tensor would take a host
+    sync.
     """
     scale = largest / amax.clamp(min=AMAX_FLOOR)
-    usable = (amax > 0) & (scale > 0)  # largest / inf is 0, and no comparison with NaN is true
+    usable = (amax > 0) & (scale > 0)  # largest / inf is 0, and every comparison with NaN is false
     return torch.where(usable, scale, torch.where(old > 0, old, 1.0))
 
 
@@ -138,10 +169,13 @@ def quantize_weight(
     quantizer: Quantizer | None,
     quantize: Callable[[Tensor, Quantizer | None], QuantizedTensor],
 ) -> QuantizedTensor:
-    """weight: [N, K] -> the weight as matrix products read it; without a quantizer the weight itself.
+    """Return `weight` [N, K] in the form that matrix products read. Without a quantizer: unchanged.
 
-    The cast is made by `quantize` (one of quantize.ENGINES) once per optimizer step: the quantizer keeps it until
-    `step_done` or `reset` of model/linear_layers.py, one of which must follow every change of the weights.
+    `quantize`: the function that casts, one of quantize.ENGINES.
+
+    The weight is cast once per optimizer step. The quantizer keeps the cast weight until
+    `step_done` or `reset` of model/linear_layers.py. One of these must follow every change of the
+    weights.
     """
     if quantizer is None:
         return QuantizedTensor(weight)
@@ -161,10 +195,13 @@ def product_engine(device: torch.device, dtype: torch.dtype) -> engines.Choice:
 def product(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None
 ) -> Tensor:
-    """a: [M, K], b: [K, N] -> a b, [M, N]; in FP8 with both scales, in bf16.
+    """Return the product a b, [M, N], of `a` [M, K] and `b` [K, N].
 
-    In FP8 all sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`): a step is 3 % faster, and eight seeds of
-    500 steps show no loss by it (docs/number_formats.md). Other GPUs and the CPU sum in fp32 either way.
+    With both scales, the factors are FP8 and the result is bf16.
+
+    FP8 products sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`).
+    A step is 3 % faster, and eight seeds of 500 steps show no harm to the loss
+    (docs/number_formats.md). Other GPUs and the CPU sum in fp32 either way.
     """
     engine = product_engine(a.device, a.dtype).engine
     if engine.module:
@@ -177,19 +214,19 @@ def product(
 
 
 def matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    """fprop. a: [M, K], b: [N, K] -> a b^T, [M, N]."""
+    """Return a b^T, [M, N], of `a` [M, K] and `b` [N, K]. This is fprop."""
     return product(a.rowwise, b.rowwise.t(), a.scale, b.scale)
 
 
 def dgrad(g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-    """g: [M, N], weight: [N, K] -> g W, [M, K]."""
+    """Return g W, [M, K], of `g` [M, N] and `weight` [N, K]."""
     if weight.columnwise is None:
         return product(g.rowwise, weight.rowwise, g.scale, weight.scale)
     return matmul(g, QuantizedTensor(weight.columnwise, None, weight.scale))
 
 
 def wgrad(g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-    """g: [M, N], x: [M, K] -> g^T x, [N, K]."""
+    """Return g^T x, [N, K], of `g` [M, N] and `x` [M, K]."""
     if g.columnwise is None or x.columnwise is None:
         return product(g.rowwise.t(), x.rowwise, g.scale, x.scale)
     return matmul(

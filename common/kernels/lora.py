@@ -140,8 +140,17 @@ def down_backward_reference_(
 
 @triton.jit
 def input_tile(
-    x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    rstd_ptr,
+    weight_ptr,
+    seed_ptr,
+    row,
+    first_column,
+    num_rows,
+    num_columns,
+    THRESHOLD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """n at rows `row` (int64) and COLUMNS columns from `first_column`, a multiple of 8, 0 outside; and which elements dropout keeps.
 
     The two stay apart so that no load or store has a mask of single elements: those would not be 16 bytes wide.
@@ -169,9 +178,23 @@ def input_tile(
 
 @triton.jit
 def _down_kernel(
-    x_ptr, rstd_ptr, weight_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, columns_each, factor,
-    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rstd_ptr,
+    weight_ptr,
+    a_ptr,
+    seed_ptr,
+    partial_ptr,
+    num_rows,
+    num_columns,
+    columns_each,
+    factor,
+    THRESHOLD: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One program: ROWS rows, and `columns_each` of the columns that T sums over."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, BLOCK_RANK)
@@ -207,9 +230,26 @@ def _down_kernel(
 
 @triton.jit
 def _up_backward_kernel(
-    g_ptr, t_ptr, b_ptr, p_partial_ptr, b_partial_ptr, quantized_ptr, state_ptr, num_rows, num_columns, rows_each, p_factor, b_factor,
-    MODE: tl.constexpr, LARGEST: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    g_ptr,
+    t_ptr,
+    b_ptr,
+    p_partial_ptr,
+    b_partial_ptr,
+    quantized_ptr,
+    state_ptr,
+    num_rows,
+    num_columns,
+    rows_each,
+    p_factor,
+    b_factor,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One program: COLUMNS columns of g by `rows_each` rows. Its share of P goes to part program_id(0), that of dB to program_id(1)."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, BLOCK_RANK)
@@ -252,9 +292,24 @@ def _up_backward_kernel(
 
 @triton.jit
 def _down_backward_kernel(
-    d_n_ptr, x_ptr, rstd_ptr, weight_ptr, p_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, rows_each,
-    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    d_n_ptr,
+    x_ptr,
+    rstd_ptr,
+    weight_ptr,
+    p_ptr,
+    a_ptr,
+    seed_ptr,
+    partial_ptr,
+    num_rows,
+    num_columns,
+    rows_each,
+    THRESHOLD: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One program: COLUMNS columns by `rows_each` rows; one mask for both results."""
     first_column = tl.program_id(0) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
@@ -343,9 +398,24 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
     _down_kernel[(triton.cdiv(num_rows, tile.rows), parts)](
-        x, rstd, weight, lora_a, seed, partial, num_rows, num_columns, each, 1.0 / kept_share(dropout),
-        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
-    )  # fmt: skip
+        x,
+        rstd,
+        weight,
+        lora_a,
+        seed,
+        partial,
+        num_rows,
+        num_columns,
+        each,
+        1.0 / kept_share(dropout),
+        threshold,
+        rank,
+        _block_rank(rank),
+        tile.rows,
+        tile.columns,
+        tile.stages,
+        **tile.options,
+    )
     return partial.sum(0).to(x.dtype)
 
 
@@ -372,9 +442,27 @@ def up_backward_triton(
     def launch(out: QuantizedTensor | None, mode: tl.constexpr) -> None:
         quantized_rowwise = out.rowwise if out else None
         _up_backward_kernel[(column_parts, parts)](
-            g, t, lora_b, p_partial, b_partial, quantized_rowwise, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
-            mode, largest, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
-        )  # fmt: skip
+            g,
+            t,
+            lora_b,
+            p_partial,
+            b_partial,
+            quantized_rowwise,
+            state,
+            num_rows,
+            num_columns,
+            each,
+            scale / kept_share(dropout),
+            scale,
+            mode,
+            largest,
+            rank,
+            _block_rank(rank),
+            tile.rows,
+            tile.columns,
+            tile.stages,
+            **tile.options,
+        )
 
     quantized = QuantizedTensor(g)
     if quantizer:
@@ -397,9 +485,25 @@ def down_backward_triton_(
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
     _down_backward_kernel[(triton.cdiv(num_columns, tile.columns), parts)](
-        d_n, x, rstd, weight, p, lora_a, seed, partial, num_rows, num_columns, each,
-        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
-    )  # fmt: skip
+        d_n,
+        x,
+        rstd,
+        weight,
+        p,
+        lora_a,
+        seed,
+        partial,
+        num_rows,
+        num_columns,
+        each,
+        threshold,
+        rank,
+        _block_rank(rank),
+        tile.rows,
+        tile.columns,
+        tile.stages,
+        **tile.options,
+    )
     return partial.sum(0)
 
 

@@ -103,9 +103,20 @@ def qk_norm_rope_backward_reference(
 
 @triton.jit
 def _qk_norm_rope_kernel(
-    qkv_ptr, before_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, num_pairs, sequence, heads, kv_heads,
-    EPS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    before_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_pairs,
+    sequence,
+    heads,
+    kv_heads,
+    EPS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: BLOCK (row, head) pairs in memory order, as in kernels/rope.py; both halves of a head."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, head = pair // (heads + kv_heads), pair % (heads + kv_heads)
@@ -187,10 +198,30 @@ def qk_norm_rope_triton_(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    d_ptr, before_ptr, weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, columnwise_ptr, d_weight_ptr, state_ptr, num_rows, sequence,
-    batch_stride, position_stride, head_stride, first_head, turned_heads, all_heads,
-    EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr, REPEATS: tl.constexpr,
-):  # fmt: skip
+    d_ptr,
+    before_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    d_qkv_ptr,
+    columnwise_ptr,
+    d_weight_ptr,
+    state_ptr,
+    num_rows,
+    sequence,
+    batch_stride,
+    position_stride,
+    head_stride,
+    first_head,
+    turned_heads,
+    all_heads,
+    EPS: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    REPEATS: tl.constexpr,
+):
     """One program: one head of REPEATS x BLOCK_ROWS rows of d, the gradient of the queries, the keys or, if weight is None, the values.
 
     `first_head`: where the heads of d begin in the packed projection. d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of
@@ -310,10 +341,29 @@ def qk_norm_rope_backward_triton(
             gradients, (*weights, None), sums, first_heads, strict=True
         ):
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
-                gradient, before, weight, cos, sin, out.rowwise, out.columnwise, partial, state, num_rows, sequence,
-                *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
-                eps, mode, largest, head_dim // 2, tile.rows, repeats, **tile.options,
-            )  # fmt: skip
+                gradient,
+                before,
+                weight,
+                cos,
+                sin,
+                out.rowwise,
+                out.columnwise,
+                partial,
+                state,
+                num_rows,
+                sequence,
+                *gradient.stride()[:3],
+                first_head,
+                heads + kv_heads,
+                all_heads,
+                eps,
+                mode,
+                largest,
+                head_dim // 2,
+                tile.rows,
+                repeats,
+                **tile.options,
+            )
 
     quantized = quantize_with(
         quantizer, (num_rows, all_heads * head_dim), before, launch, tiled=True

@@ -150,8 +150,18 @@ def raise_amax(amax, state_ptr):
 
 @triton.jit
 def store_quantized(
-    x, row, column, mask, out_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr
-):  # fmt: skip
+    x,
+    row,
+    column,
+    mask,
+    out_ptr,
+    columnwise_ptr,
+    num_rows,
+    num_columns,
+    state_ptr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Store the fp32 tile `x` [R, C] (0 where masked) as MODE says; row: int64 [R], column: int [C], mask: [R, C].
 
     out: [num_rows, num_columns]; columnwise: its transpose, or None.
@@ -185,9 +195,17 @@ def store_quantized(
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, columnwise_ptr, state_ptr, num_rows,
-    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    columnwise_ptr,
+    state_ptr,
+    num_rows,
+    NUM_COLUMNS: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)

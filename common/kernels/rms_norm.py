@@ -91,10 +91,21 @@ def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, residual_ptr, rstd_ptr, n_ptr, state_ptr, num_rows,
-    NUM_COLUMNS: tl.constexpr, EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    residual_ptr,
+    rstd_ptr,
+    n_ptr,
+    state_ptr,
+    num_rows,
+    NUM_COLUMNS: tl.constexpr,
+    EPS: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
@@ -141,19 +152,46 @@ def add_rms_norm_triton(
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _add_rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
-            x, branch, weight, residual, rstd, out.rowwise, state, num_rows, num_columns, eps, mode, largest,
-            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, **tile.options,
-        )  # fmt: skip
+            x,
+            branch,
+            weight,
+            residual,
+            rstd,
+            out.rowwise,
+            state,
+            num_rows,
+            num_columns,
+            eps,
+            mode,
+            largest,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            **tile.options,
+        )
 
     return residual, quantize_with(quantizer, (num_rows, num_columns), x, launch), rstd
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    d_n_ptr, residual_ptr, rstd_ptr, weight_ptr, d_residual_ptr, d_x_ptr, d_weight_ptr, quantized_ptr, state_ptr, num_rows,
-    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, REPEATS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    d_n_ptr,
+    residual_ptr,
+    rstd_ptr,
+    weight_ptr,
+    d_residual_ptr,
+    d_x_ptr,
+    d_weight_ptr,
+    quantized_ptr,
+    state_ptr,
+    num_rows,
+    NUM_COLUMNS: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     # amax and the number of saturated elements by column: recorded once per program, which saves a sum and a load for each row.
@@ -280,9 +318,25 @@ def rms_norm_backward_triton(
     def launch(out: QuantizedTensor | None, mode: tl.constexpr) -> None:
         quantized_rowwise = out.rowwise if out else None
         _rms_norm_backward_kernel[(programs,)](
-            d_n, residual, rstd, weight, d_residual, d_x, partial, quantized_rowwise, state, num_rows, num_columns, mode, largest,
-            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, REPEATS=tile.repeats, STAGES=tile.stages, **tile.options,
-        )  # fmt: skip
+            d_n,
+            residual,
+            rstd,
+            weight,
+            d_residual,
+            d_x,
+            partial,
+            quantized_rowwise,
+            state,
+            num_rows,
+            num_columns,
+            mode,
+            largest,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            REPEATS=tile.repeats,
+            STAGES=tile.stages,
+            **tile.options,
+        )
 
     quantized = None
     if quantizer is None:

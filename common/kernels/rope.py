@@ -168,10 +168,32 @@ def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_packed_backward_kernel(
-    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, columnwise_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
-    q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
-    MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+    d_q_ptr,
+    d_k_ptr,
+    d_v_ptr,
+    cos_ptr,
+    sin_ptr,
+    d_qkv_ptr,
+    columnwise_ptr,
+    state_ptr,
+    num_rows,
+    sequence,
+    heads,
+    kv_heads,
+    q_batch,
+    q_position,
+    q_head,
+    k_batch,
+    k_position,
+    k_head,
+    v_batch,
+    v_position,
+    v_head,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
     """One program: one head of BLOCK_ROWS rows, both halves. `q_batch` ... `v_head`: strides of the inputs, in elements."""
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -255,10 +277,27 @@ def rope_packed_backward_triton(
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _rope_packed_backward_kernel[grid](
-            d_q, d_k, d_v, cos, sin, out.rowwise, out.columnwise, state, num_rows, sequence, heads, kv_heads,
-            *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
-            mode, largest, head_dim // 2, tile.rows, **tile.options,
-        )  # fmt: skip
+            d_q,
+            d_k,
+            d_v,
+            cos,
+            sin,
+            out.rowwise,
+            out.columnwise,
+            state,
+            num_rows,
+            sequence,
+            heads,
+            kv_heads,
+            *d_q.stride()[:3],
+            *d_k.stride()[:3],
+            *d_v.stride()[:3],
+            mode,
+            largest,
+            head_dim // 2,
+            tile.rows,
+            **tile.options,
+        )
 
     return quantize_with(
         quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch, tiled=True

@@ -78,10 +78,21 @@ def _sigmoid(z):
 
 @triton.jit
 def _swiglu_quantized_kernel(
-    gate_up_ptr, h_ptr, columnwise_ptr, state_ptr, kept_ptr, kept_state_ptr, num_rows,
-    FFN: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, KEPT_MODE: tl.constexpr, KEPT_LARGEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr,
+    h_ptr,
+    columnwise_ptr,
+    state_ptr,
+    kept_ptr,
+    kept_state_ptr,
+    num_rows,
+    FFN: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KEPT_MODE: tl.constexpr,
+    KEPT_LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = tile_mask(row, column, num_rows, FFN, BLOCK_COLUMNS)
@@ -151,9 +162,22 @@ def swiglu_quantized_triton(
         launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again
     ):
         _swiglu_quantized_kernel[grid](
-            gate_up, out.rowwise, out.columnwise, state, kept_rowwise, kept_state, num_rows, ffn,
-            mode, largest, kept_mode, kept_largest, tile.rows, tile.columns, **tile.options,
-        )  # fmt: skip
+            gate_up,
+            out.rowwise,
+            out.columnwise,
+            state,
+            kept_rowwise,
+            kept_state,
+            num_rows,
+            ffn,
+            mode,
+            largest,
+            kept_mode,
+            kept_largest,
+            tile.rows,
+            tile.columns,
+            **tile.options,
+        )
     if out.columnwise is None:
         fill_columnwise(h)
     return h, gate_up if kept is None else kept
@@ -161,9 +185,19 @@ def swiglu_quantized_triton(
 
 @triton.jit
 def _swiglu_quantized_backward_kernel(
-    d_h_ptr, kept_ptr, kept_scale_ptr, d_gate_up_ptr, columnwise_ptr, state_ptr, num_rows,
-    FFN: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    d_h_ptr,
+    kept_ptr,
+    kept_scale_ptr,
+    d_gate_up_ptr,
+    columnwise_ptr,
+    state_ptr,
+    num_rows,
+    FFN: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = tile_mask(row, column, num_rows, FFN, BLOCK_COLUMNS)
@@ -230,8 +264,19 @@ def swiglu_quantized_backward_triton(
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _swiglu_quantized_backward_kernel[grid](
-            d_h, kept_rowwise, kept_scale, out.rowwise, out.columnwise, state, num_rows, ffn,
-            mode, largest, tile.rows, tile.columns, **tile.options,
-        )  # fmt: skip
+            d_h,
+            kept_rowwise,
+            kept_scale,
+            out.rowwise,
+            out.columnwise,
+            state,
+            num_rows,
+            ffn,
+            mode,
+            largest,
+            tile.rows,
+            tile.columns,
+            **tile.options,
+        )
 
     return quantize_with(quantizer, (num_rows, 2 * ffn), d_h, launch, tiled=True)
