@@ -153,7 +153,7 @@ def quantize(
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
     if form.has_tensor_scale:
-        # A tensor, because a GPU divides by a Python number inexactly: it multiplies by the inverse.
+        # A tensor: a GPU divides by a Python number inexactly, by multiplying with the inverse.
         largest = amax.new_full((), element.largest)
         tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * largest)).clamp(min=LEAST_TENSOR_SCALE)
         wanted = (amax / largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)

@@ -290,7 +290,7 @@ def keep_choice(name: str, offer: Offer) -> None:
 
 
 def milliseconds(launch: Callable[[], None], count: int) -> float:
-    """Return the mean time of `count` back-to-back launches in ms, after count // 2 untimed ones."""
+    """Return the mean time in ms of `count` launches in a row, after count // 2 untimed ones."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(count // 2 + count):
         if number == count // 2:

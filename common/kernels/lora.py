@@ -1,19 +1,23 @@
-"""A LoRA adapter beside a frozen linear, y = W x + s B A D(x), in the pieces that a hand-written block calls.
+"""Operations of a LoRA adapter on a frozen linear layer, y = W x + s B A D(x).
 
-    down           T = D(n) A^T / q                       n = x * rstd * weight where a norm stands in front, else x
+    down           T = D(n) A^T / q, with n = x * rstd * weight after a norm, else n = x
     up_            y += s T B^T
-    up_backward    P = (s / q) g B;  dB = s g^T T         g the gradient of y; on request also g quantized
+    up_backward    P = (s / q) g B;  dB = s g^T T, with g the gradient of y. With a quantizer, g is
+                   also quantized.
     down_backward_ dA = P^T D(n);  d_n += D(P A)
 
-D zeroes elements with probability 1 - q; the factor 1 / q of dropout is applied to the result of a sum instead of to each element. Each
-kernel reads its large tensor once and recomputes n and the mask in registers, so that neither is saved for backward. Sums over rows go
-through one partial result per program and a second sum: no atomics, equal bits in every run.
+M is the number of rows (tokens), K the layer's inputs, N its outputs, R the adapter's rank.
 
-The mask is a function of (seed, row, column): 16-bit number column % 8 of Philox4x32-7 (Salmon et al., SC 2011) with key `seed` and counter
-(row, column // 8, 0, 0), against q in steps of 2^-16 (0.1 becomes 0.10001). `keep_mask` makes the same mask in plain torch. One call of
-the generator serves eight elements, because with one call each it would limit the speed instead of memory.
+D is dropout: it zeroes elements with probability 1 - q. Its factor 1 / q is applied to the result
+of a sum instead of to each element. Each kernel reads its large tensor once and recomputes n and
+the mask in registers, so that neither is saved for the backward. Programs write partial sums over
+rows, which a second sum adds up: no atomics, and the same bits in every run.
 
-Legend: M rows (tokens), K the linear's inputs, N its outputs, R the adapter's rank.
+The mask is a function of (seed, row, column). It compares a 16-bit random number to the dropout
+probability in steps of 2^-16 (0.1 becomes 0.10001). The number is the one at column % 8 among the
+eight of Philox4x32-7 (Salmon et al., SC 2011) with key `seed` and counter (row, column // 8, 0, 0).
+One call of the generator serves eight elements: with one call per element, the generator would
+limit the speed instead of memory. `keep_mask` makes the same mask in plain torch.
 """
 
 from __future__ import annotations
@@ -37,40 +41,44 @@ from common.kernels.quantize import (
     store_quantized,
 )
 
-ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
-STEPS = 1 << 16  # of a probability
+ROUNDS = tl.constexpr(7)  # Philox rounds: the fewest that pass BigCrush
+STEPS = 1 << 16  # number of steps in which a probability is expressed
 
 
 class Norm(NamedTuple):
-    """An RMS norm in front of the adapter, as forward left it."""
+    """The RMS norm before the adapter: its weight, and its rstd from the forward."""
 
     rstd: Tensor  # fp32, M elements
     weight: Tensor  # [K]
 
 
 class Dropout(NamedTuple):
+    """Dropout of an adapter's input, with probability `p` of zeroing an element."""
+
     seed: Tensor  # int64 [1], not negative, on the tensors' device
     p: float
 
     @property
     def threshold(self) -> int:
+        """The number of 16-bit random numbers, the smallest ones, that zero an element."""
         return round(self.p * STEPS)
 
     @property
     def kept(self) -> float:
-        """q, the probability that an element stays."""
+        """The probability q that an element is kept."""
         return 1.0 - self.threshold / STEPS
 
 
 def kept_share(dropout: Dropout | None) -> float:
+    """Return q, which is 1 without dropout."""
     return dropout.kept if dropout else 1.0
 
 
-# ---- plain torch
+# Plain torch
 
 
 def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
-    """bool [rows, columns]: which elements stay."""
+    """Return a mask, bool [rows, columns], that is True for elements that are kept."""
     low = 0xFFFFFFFF
     device = dropout.seed.device
     groups = -(-columns // 8)
@@ -79,7 +87,7 @@ def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = dropout.seed & low, (dropout.seed >> 32) & low
     for _ in range(ROUNDS.value):
-        # Of a 64-bit product that wrapped both halves are still right.
+        # The product of two 32-bit numbers can wrap in int64, but all of its 64 bits are right.
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ k0, b & low, ((a >> 32) & low) ^ c3 ^ k1, a & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
@@ -89,19 +97,22 @@ def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
 
 
 def adapter_input(x: Tensor, norm: Norm | None, dropout: Dropout | None) -> Tensor:
-    """D(n), [M, K] in x's dtype, without the division by q."""
+    """Return D(n), [M, K] in x's dtype, without the division by q."""
     if norm is not None:
         x = (x.float() * norm.rstd.view(-1, 1) * norm.weight.float()).to(x.dtype)
     return x if dropout is None else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), x, 0.0)
 
 
 def down_reference(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
-    """x: [M, K], lora_a: [R, K], of one dtype -> T [M, R] in that dtype."""
+    """Return T, [M, R], of `x` [M, K] and `lora_a` [R, K]. All three have one dtype."""
     return (adapter_input(x, norm, dropout) @ lora_a.t()) / kept_share(dropout)
 
 
 def up_(y: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """y [M, N] += scale * t [M, R] lora_b^T, in place; lora_b: [N, R]. Returns y."""
+    """Add scale * t lora_b^T to `y` in place and return y.
+
+    y: [M, N], t: [M, R], lora_b: [N, R].
+    """
     return y.addmm_(t, lora_b.t(), alpha=scale)
 
 
@@ -113,7 +124,10 @@ def up_backward_reference(
     dropout: Dropout | None,
     quantizer: Quantizer | None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-    """g: [M, N], t: [M, R], lora_b: [N, R] -> (P [M, R] in g's dtype, dB fp32 [N, R], g as `quantizer` says)."""
+    """Return (P [M, R] in g's dtype, dB fp32 [N, R], g as `quantizer` stores it).
+
+    g: [M, N], t: [M, R], lora_b: [N, R].
+    """
     p = (g @ lora_b) * (scale / kept_share(dropout))
     return (
         p,
@@ -125,7 +139,12 @@ def up_backward_reference(
 def down_backward_reference_(
     d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None
 ) -> Tensor:
-    """Adds the adapter's share to d_n [M, K], in place; x, norm and dropout as in forward, p from `up_backward`. Returns dA, fp32 [R, K]."""
+    """Add the adapter's share to `d_n` in place and return dA, fp32 [R, K].
+
+    `d_n`: [M, K].
+    `x`, `norm`, `lora_a`, `dropout`: as in the forward.
+    `p`: [M, R], from `up_backward`.
+    """
     share = p @ lora_a
     d_n += (
         share
@@ -135,7 +154,7 @@ def down_backward_reference_(
     return p.float().t() @ adapter_input(x, norm, dropout).float()
 
 
-# ---- Triton
+# Triton
 
 
 @triton.jit
@@ -151,9 +170,12 @@ def input_tile(
     THRESHOLD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """n at rows `row` (int64) and COLUMNS columns from `first_column`, a multiple of 8, 0 outside; and which elements dropout keeps.
+    """Return a tile of D(n), 0 outside of the matrix, and the mask of elements that dropout keeps.
 
-    The two stay apart so that no load or store has a mask of single elements: those would not be 16 bytes wide.
+    The tile has the rows `row` (int64) and COLUMNS columns from `first_column`, a multiple of 8.
+
+    The mask is returned apart because loads and stores must not use it. A mask that changes between
+    single elements makes them narrower than 16 bytes.
     """
     column = first_column + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -195,7 +217,7 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: ROWS rows, and `columns_each` of the columns that T sums over."""
+    """Compute partial sums of T for ROWS rows. One program sums over `columns_each` columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
@@ -250,7 +272,10 @@ def _up_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: COLUMNS columns of g by `rows_each` rows. Its share of P goes to part program_id(0), that of dB to program_id(1)."""
+    """Compute partial sums of P and dB. One program reads COLUMNS columns x `rows_each` rows of g.
+
+    Its part of P has the number program_id(0), its part of dB the number program_id(1).
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
@@ -310,7 +335,10 @@ def _down_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: COLUMNS columns by `rows_each` rows; one mask for both results."""
+    """Update d_n and compute partial sums of dA. One program: COLUMNS columns x `rows_each` rows.
+
+    Both results use the same mask.
+    """
     first_column = tl.program_id(0) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
     rank = tl.arange(0, BLOCK_RANK)
@@ -349,12 +377,12 @@ def _down_backward_kernel(
     tl.store(partial_ptr + place, d_a, mask=a_mask)
 
 
-# Tiles of the large tensor, [M, K] or [M, N]. `parts` makes enough programs for every GPU where M is 8192. No register is spilled on any
-# of the architectures that the tests compile for.
+# Tiles of the large tensor, [M, K] or [M, N]. `parts` makes enough programs for every GPU if M is
+# 8192. No register is spilled on any of the architectures that the tests compile for.
 
 
 def down_settings(arch: str) -> Tile:
-    # Faster ones on an H200 spill or were not checked there for their results (docs/log.md).
+    # Tiles that are faster on an H200 spill, or their results were not checked there (docs/log.md).
     return Tile(rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=4)
 
 
@@ -364,7 +392,8 @@ def up_backward_settings(arch: str) -> Tile:
 
 
 def down_backward_settings(arch: str) -> Tile:
-    # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942 64 rows spill with dropout and a norm.
+    # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942, 64 rows spill with dropout
+    # and a norm.
     return Tile(
         rows=32 if arch == "gfx942" else 64,
         columns=64,
@@ -375,12 +404,12 @@ def down_backward_settings(arch: str) -> Tile:
 
 
 def _each(size: int, tile: int, parts: int) -> int:
-    """Elements of the summed dimension per part: whole tiles."""
+    """Return the elements of the summed dimension per part, a multiple of the tile's size."""
     return triton.cdiv(triton.cdiv(size, tile), parts) * tile
 
 
 def _block_rank(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))  # 16: the least that tl.dot takes
+    return max(16, triton.next_power_of_2(rank))  # tl.dot takes at least 16
 
 
 def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
@@ -388,7 +417,7 @@ def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
 
 
 def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
-    """As `down_reference`; all contiguous."""
+    """Triton version of `down_reference`. All tensors must be contiguous."""
     assert_contiguous("the adapter", x, *(norm or ()), lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
     tile = down_settings(architecture(x.device))
@@ -427,7 +456,11 @@ def up_backward_triton(
     dropout: Dropout | None,
     quantizer: Quantizer | None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-    """As `up_backward_reference`; all contiguous, `quantizer` without the transpose. g is read once, or twice where the quantizer needs its amax first."""
+    """Triton version of `up_backward_reference`. All tensors must be contiguous.
+
+    `quantizer`: must not be `transposed`. g is read once, or twice if the quantizer needs its amax
+        first.
+    """
     assert_contiguous("the adapter's backward", g, t, lora_b)
     assert quantizer is None or not quantizer.transposed, "the transpose is not written"
     (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
@@ -475,7 +508,7 @@ def up_backward_triton(
 def down_backward_triton_(
     d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None
 ) -> Tensor:
-    """As `down_backward_reference_`; all contiguous."""
+    """Triton version of `down_backward_reference_`. All tensors must be contiguous."""
     assert_contiguous("the adapter's backward", d_n, x, *(norm or ()), p, lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
     tile = down_backward_settings(architecture(x.device))
@@ -509,6 +542,8 @@ def down_backward_triton_(
 
 @dataclass(frozen=True)
 class Engine:
+    """Implementations of the adapter's operations."""
+
     down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
     up_backward: Callable[
         [Tensor, Tensor, Tensor, float, Dropout | None, Quantizer | None],

@@ -1,10 +1,16 @@
-"""RMSNorm of each query and key head (Qwen3, arXiv:2505.09388), and RoPE of its result, on the packed projection of queries, keys and values.
+"""RMSNorm of each query and key head (Qwen3, arXiv:2505.09388), followed by RoPE.
 
-    forward    y = RoPE(x * rstd * w), rstd = 1 / sqrt(mean(x^2) + eps), the mean over one head; w [head_dim], one for queries, one for keys
-    backward   d_n = RoPE^T(d_y);  g = d_n * w;  x_hat = x * rstd;  d_x = rstd * (g - x_hat * mean(g * x_hat));  d_w = sum of d_n * x_hat
+The kernels work on the packed projection of queries, keys and values:
 
-Takes the place of RoPE (kernels/rope.py) in a model with these norms. A program holds whole heads in registers: rstd is cheaper to compute
-again in backward than to keep. Backward needs x, which the forward overwrites: it copies the query and key heads before.
+    forward    y = RoPE(x * rstd * w), with rstd = 1 / sqrt(mean(x^2) + eps) and the mean over one
+               head. w is [head_dim]: one for queries, one for keys.
+    backward   d_n = RoPE^T(d_y);  g = d_n * w;  x_hat = x * rstd
+               d_x = rstd * (g - x_hat * mean(g * x_hat))
+               d_w = sum of d_n * x_hat
+
+In a model with these norms, they replace RoPE (kernels/rope.py). A program holds whole heads in
+registers. The backward recomputes rstd, which is cheaper than keeping it. It also needs x, which
+the forward overwrites. Therefore the forward first copies the query and key heads.
 """
 
 from __future__ import annotations
@@ -25,10 +31,11 @@ from common.kernels.quantize import (
 )
 from common.kernels.rope import rope_reference
 
-Gradients = tuple[
-    Tensor, Tensor, Tensor
-]  # of the rotated queries, of the keys and of the values, each [batch, sequence, heads, head_dim]
-Weights = tuple[Tensor, Tensor]  # of the queries' norm and of the keys', each [head_dim]
+# Gradients of the rotated queries, of the rotated keys and of the values, each [batch, sequence,
+# heads, head_dim].
+Gradients = tuple[Tensor, Tensor, Tensor]
+# Weights of the queries' norm and of the keys' norm, each [head_dim].
+Weights = tuple[Tensor, Tensor]
 
 
 def qk_norm_rope_reference_(
@@ -41,10 +48,12 @@ def qk_norm_rope_reference_(
     kv_heads: int,
     keep: bool,
 ) -> Tensor | None:
-    """Norm and rotate the query and key heads of qkv [M, (heads + 2 * kv_heads) * head_dim] in place; M = batch * sequence.
+    """Normalize and rotate the query and key heads of qkv in place, in fp32 and rounded once.
 
-    cos, sin: fp32 [sequence, head_dim / 2]. Computed in fp32 and rounded once. Returns, with `keep`, what these heads were before,
-    [M, (heads + kv_heads) * head_dim].
+    `qkv`: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence.
+    `cos`, `sin`: fp32 [sequence, head_dim / 2].
+    `keep`: return a copy of these heads from before, [M, (heads + kv_heads) * head_dim]. Otherwise
+        the result is None.
     """
     sequence, half = cos.shape
     turned = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
@@ -55,14 +64,14 @@ def qk_norm_rope_reference_(
 
 
 def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x_hat and rstd, fp32."""
+    """Return x_hat and rstd in fp32."""
     x = x.float()
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
 
 
 def _weight_of_heads(weights: Weights, heads: int, kv_heads: int) -> Tensor:
-    """fp32 [heads + kv_heads, head_dim]."""
+    """Return the weight of each query and key head, fp32 [heads + kv_heads, head_dim]."""
     return torch.cat(
         [
             weight.float().expand(count, -1)
@@ -81,8 +90,11 @@ def qk_norm_rope_backward_reference(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-    """`before`: as the forward returned it. -> (gradient of the packed projection, without `quantizer` in the dtype of `gradients`; gradients of
-    the two weights, () unless `weight_grad`).
+    """Return the gradients of the packed projection and of the two weights.
+
+    `before`: result of the forward.
+    `quantizer`: of the packed gradient. Without one, it is in the dtype of `gradients`.
+    `weight_grad`: False returns () instead of the weights' gradients.
     """
     (d_q, d_k, d_v), (heads, kv_heads) = gradients, (gradients[0].shape[2], gradients[1].shape[2])
     x_hat, rstd = _normalized(before.view(*d_q.shape[:2], heads + kv_heads, -1), eps)
@@ -117,7 +129,10 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK (row, head) pairs in memory order, as in kernels/rope.py; both halves of a head."""
+    """Normalize and rotate BLOCK (row, head) pairs in memory order, as in kernels/rope.py.
+
+    One program per such block. It takes both halves of a head.
+    """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, head = pair // (heads + kv_heads), pair % (heads + kv_heads)
     column = tl.arange(0, HALF)
@@ -137,9 +152,8 @@ def _qk_norm_rope_kernel(
     rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[
         :, None
     ]
-    of_query = (head < heads)[
-        :, None
-    ]  # chosen by value: a choice between pointers does not compile for AMD
+    # Selects between values: a choice between pointers does not compile for AMD.
+    of_query = (head < heads)[:, None]
     q_first, q_second = (
         tl.load(q_weight_ptr + column)[None, :],
         tl.load(q_weight_ptr + HALF + column)[None, :],
@@ -158,7 +172,7 @@ def _qk_norm_rope_kernel(
 
 
 def qk_norm_rope_settings(arch: str, half: int) -> Tile:
-    """Rows are (row, head) pairs, columns half of a head."""
+    """Return the kernel's tile: its rows are (row, head) pairs, its columns half of a head."""
     return Tile(rows=16, columns=half, warps=4)
 
 
@@ -172,7 +186,10 @@ def qk_norm_rope_triton_(
     kv_heads: int,
     keep: bool,
 ) -> Tensor | None:
-    """As `qk_norm_rope_reference_`; all contiguous, head_dim a power of two. 2 bytes read and 2 written per element, 4 with `keep`."""
+    """Triton version of `qk_norm_rope_reference_`. head_dim must be a power of two.
+
+    All tensors must be contiguous. 2 bytes read and 2 written per element, 4 written with `keep`.
+    """
     assert_contiguous("the head norms", qkv, *weights, cos, sin)
     sequence, half = cos.shape
     num_pairs = qkv.shape[0] * (heads + kv_heads)
@@ -222,10 +239,11 @@ def _qk_norm_rope_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     REPEATS: tl.constexpr,
 ):
-    """One program: one head of REPEATS x BLOCK_ROWS rows of d, the gradient of the queries, the keys or, if weight is None, the values.
+    """Compute the packed gradient of REPEATS x BLOCK_ROWS rows of one head. One program each.
 
-    `first_head`: where the heads of d begin in the packed projection. d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of
-    each program.
+    d: the gradient of the queries, of the keys or, if weight is None, of the values.
+    `first_head`: index of d's first head in the packed projection.
+    d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of each program.
     """
     head, column = first_head + tl.program_id(0), tl.arange(0, HALF)
     d_w_first, d_w_second = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
@@ -298,7 +316,10 @@ def _qk_norm_rope_backward_kernel(
 
 
 def qk_norm_rope_backward_settings(arch: str, half: int) -> Tile:
-    """Columns are half of a head; a program takes both halves of `repeats` tiles of rows."""
+    """Return the kernel's tile: its columns are half of a head.
+
+    A program takes both halves of `repeats` tiles of rows.
+    """
     return Tile(rows=16, columns=half, warps=4, repeats=16)
 
 
@@ -312,9 +333,12 @@ def qk_norm_rope_backward_triton(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-    """As `qk_norm_rope_backward_reference`; gradients of any strides but the last, which is 1. 4 bytes read per element.
+    """Triton version of `qk_norm_rope_backward_reference`. 4 bytes read per element.
 
-    The weights' gradients have the same bits in every run: programs write partial sums, which torch adds up.
+    `gradients` must be contiguous along head_dim. Their other strides are free.
+
+    The weights' gradients are the same bit for bit in every run: programs write partial sums, which
+    torch adds up.
     """
     assert all(gradient.stride(3) == 1 for gradient in gradients), (
         "attention's gradients must be contiguous along head_dim"

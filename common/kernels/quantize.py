@@ -1,11 +1,13 @@
-"""Quantizing: how any kernel stores its result in FP8, and the kernel that only casts.
+"""Quantization to FP8: the store that all kernels share, and the kernel that only casts.
 
-A kernel that makes a tensor calls `store_quantized` instead of tl.store. Its launcher runs it through `quantize_with`, once or twice (see
-kernels/fp8.py), with MODE saying what a launch does:
-    AMAX_ONLY          record the amax and store nothing: the first of two launches
-    STORE              store with the scale that is there: the second of two launches, or an evaluation
-    STORE_AND_RECORD   store, record the amax and count what saturates: the only launch of a training step with delayed scaling
-    UNQUANTIZED        store in the dtype of the output
+A kernel that makes a tensor calls `store_quantized` instead of tl.store. Its launcher runs it with
+`quantize_with`, once or twice (kernels/fp8.py). MODE says what a launch does:
+
+    AMAX_ONLY          Record the amax and store nothing: the first of two launches.
+    STORE              Store with the current scale: the second of two launches, or an evaluation.
+    STORE_AND_RECORD   Store, record the amax and count saturated elements: the only launch of a
+                       training step with delayed scaling.
+    UNQUANTIZED        Store in the dtype of the output.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
 
 # Triton sees globals only as constexpr.
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
-# A load that no cache of one compute unit answers: ".cg" passes the L1 on NVIDIA and is only a hint on AMD.
+# Cache modifier of a load that bypasses the caches of a single compute unit. ".cg" bypasses the L1
+# on NVIDIA but is only a hint on AMD.
 AMAX_CACHE = tl.constexpr(".cv" if torch.version.hip else ".cg")
-# Whether kernels store both layouts of a tile. Not on NVIDIA: the ptxas that Triton brings for Hopper garbles the
-# columns then (triton#11111, seen on an H200), and with a newer one it was slower there (docs/log.md).
+# Whether kernels store both layouts of a tile. Not on NVIDIA: the ptxas that ships with Triton
+# garbles the columns for Hopper (triton#11111, seen on an H200). A newer ptxas was slower there
+# (docs/log.md).
 BOTH_FROM_ONE_TILE = bool(torch.version.hip)
 
 
 def new_quantized(
     quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor
 ) -> QuantizedTensor:
-    """Uninitialized memory for a tensor of `shape`; without a quantizer in the dtype of `like`."""
+    """Return an uninitialized tensor of `shape`. Without a quantizer it has the dtype of `like`."""
     if quantizer is None:
         return QuantizedTensor(like.new_empty(shape))
     columnwise = (
@@ -45,7 +49,10 @@ def new_quantized(
 
 
 def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
-    """The MODE of each launch that makes a tensor of `quantizer`. Between two launches the scale is set from the amax of the first."""
+    """Yield the MODE of each launch that makes a tensor of `quantizer`.
+
+    Between two launches, the scale is set from the amax of the first.
+    """
     if quantizer is None:
         yield UNQUANTIZED
     elif not quantizer.two_pass:
@@ -67,10 +74,14 @@ def quantize_with(
     launch: Callable[[QuantizedTensor, tl.constexpr], None],
     tiled: bool = False,
 ) -> QuantizedTensor:
-    """Run a kernel that makes a tensor of `shape`, once or twice, and write its transpose where the quantizer asks for it.
+    """Run a kernel that makes a tensor of `shape`, once or twice, and return the tensor.
 
-    `launch(out, MODE)` runs the kernel once; it writes `out.columnwise`, if that is not None, beside `out.rowwise`.
-    `tiled`: the kernel can do so, its tiles having enough rows. Without a quantizer the result has the dtype of `like`.
+    Also writes the transpose if the quantizer requests it. Without a quantizer, the result has the
+    dtype of `like`.
+
+    `launch(out, MODE)`: runs the kernel once. It writes `out.rowwise` and, unless None,
+        `out.columnwise`.
+    `tiled`: the kernel can write `out.columnwise`, because its tiles have enough rows.
     """
     result = new_quantized(quantizer, shape, like)
     out = kernel_output(result) if tiled else result._replace(columnwise=None)
@@ -82,12 +93,12 @@ def quantize_with(
 
 
 def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
-    """Return the tensor without `columnwise` where a kernel of its own writes that."""
+    """Return the tensor without `columnwise` if a separate kernel writes that."""
     return quantized if BOTH_FROM_ONE_TILE else quantized._replace(columnwise=None)
 
 
 def fill_columnwise(quantized: QuantizedTensor) -> None:
-    """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element."""
+    """Write `columnwise`, unless None, from `rowwise`: 1 byte read and 1 written per element."""
     rowwise, columnwise = quantized.rowwise, quantized.columnwise
     if columnwise is None:
         return
@@ -100,12 +111,15 @@ def fill_columnwise(quantized: QuantizedTensor) -> None:
 
 
 def state_and_largest(quantizer: Quantizer | None) -> tuple[Tensor | None, float]:
-    """The two arguments that kernels take from a quantizer: its state, and LARGEST."""
+    """Return the arguments that kernels take from a quantizer: its state and LARGEST."""
     return (None, 0.0) if quantizer is None else (quantizer.state, quantizer.largest)
 
 
 def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
-    """x: [rows, columns] of any float dtype -> x as matrix products read it; without a quantizer x itself."""
+    """Return `x` in the form that matrix products read. Without a quantizer: unchanged.
+
+    `x`: [rows, columns] of any float dtype.
+    """
     if quantizer is None:
         return QuantizedTensor(x)
 
@@ -113,9 +127,8 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
         x_fp32 = x.float()
         scaled = x_fp32 * quantizer.state[SCALE]
         if mode != STORE:
-            amax = (
-                x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()
-            )  # the kernels' maximum passes over NaN, too
+            # NaN counts as 0, because the maximum of the kernels ignores NaN, too.
+            amax = x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()
             quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], amax)
         if mode == STORE_AND_RECORD:
             quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
@@ -128,7 +141,10 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
 
 @triton.jit
 def tile_mask(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """In-bounds mask [R, C]. The test of the columns is omitted where BLOCK_COLUMNS divides NUM_COLUMNS, which saves registers."""
+    """Return the in-bounds mask [R, C] of a tile.
+
+    Columns are not tested if BLOCK_COLUMNS divides NUM_COLUMNS, which saves registers.
+    """
     mask = tl.broadcast_to((row < num_rows)[:, None], row.shape[0], BLOCK_COLUMNS)
     if NUM_COLUMNS % BLOCK_COLUMNS != 0:
         mask = mask & (column < NUM_COLUMNS)[None, :]
@@ -137,12 +153,12 @@ def tile_mask(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: t
 
 @triton.jit
 def raise_amax(amax, state_ptr):
-    """Raise the amax in a quantizer's state to a program's own.
+    """Raise the amax in a quantizer's state to `amax`, the amax of one program.
 
-    Most programs find a larger one there already: a load (past the L1 cache, which would not show the
-    others') is cheaper than an atomic.
-    Relaxed, because no order matters: Triton's default orders all of the program's memory accesses around each atomic, which made a cast
-    of 50 us one of 950 (docs/log.md).
+    Most programs find a larger one there already, and a load is cheaper than an atomic. The load
+    bypasses the L1 cache, which would not show the amax of other programs. The atomic is relaxed,
+    because no order matters. Triton's default orders all memory accesses of the program around each
+    atomic. With it a cast of 50 us took 950 us (docs/log.md).
     """
     if amax > tl.load(state_ptr + 2, cache_modifier=AMAX_CACHE):
         tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
@@ -162,9 +178,10 @@ def store_quantized(
     MODE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Store the fp32 tile `x` [R, C] (0 where masked) as MODE says; row: int64 [R], column: int [C], mask: [R, C].
+    """Store the fp32 tile `x` [R, C], which is 0 where masked, as MODE says.
 
-    out: [num_rows, num_columns]; columnwise: its transpose, or None.
+    row: int64 [R], column: int [C], mask: [R, C].
+    out: [num_rows, num_columns], columnwise: its transpose, or None.
     """
     offset = out_ptr + row[:, None] * num_columns + column[None, :]
     if MODE == UNQUANTIZED:
@@ -181,7 +198,8 @@ def store_quantized(
                     sem="relaxed",
                 )
         if MODE != AMAX_ONLY:
-            # NaN must stay NaN (tl.clamp loses it), and inf must not become LARGEST: 0 * inf is NaN. To a finite element this adds 0.
+            # NaN must stay NaN, but tl.clamp loses it, and inf must not become LARGEST. 0 * x is
+            # NaN for both, and 0 for a finite element.
             scaled = x * scale
             clamped = tl.where(
                 scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled)
@@ -228,17 +246,18 @@ def _quantize_kernel(
 
 
 def quantize_settings(arch: str) -> Tile:
-    if arch.startswith(
-        "gfx"
-    ):  # as high as the others', for whole lines of the columnwise layout; not timed
+    # gfx: 64 rows, as in the other kernels, for whole lines of the columnwise layout. Not timed.
+    if arch.startswith("gfx"):
         return Tile(rows=64, columns=64, warps=4)
-    return Tile(
-        rows=16, columns=256, warps=4
-    )  # sm_90: the best of seven tried on an H200, 89 % of a copy (docs/log.md)
+    # sm_90: the best of seven tried on an H200, 89 % of a copy's bandwidth (docs/log.md).
+    return Tile(rows=16, columns=256, warps=4)
 
 
 def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
-    """As `quantize_reference`; x contiguous. 2 bytes read and 1 written per element, and the transposed layout."""
+    """Triton version of `quantize_reference`. x must be contiguous.
+
+    2 bytes read and 1 written per element, plus the transposed layout.
+    """
     if quantizer is None:
         return QuantizedTensor(x)
     assert_contiguous("quantize", x)

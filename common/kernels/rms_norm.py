@@ -1,10 +1,17 @@
-"""Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467): y = x * rstd * w, with rstd = 1 / sqrt(mean(x^2) + eps).
+"""Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467).
 
-Fused with the residual add before it, and with quantizing its result for the next product:
-    forward    r = x + branch, in their dtype;  n = r * rstd * w from that r, in fp32
-    backward   g = d_n * w;  x_hat = r * rstd;  d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat));  d_w = sum over rows of d_n * x_hat
+    y = x * rstd * w, with rstd = 1 / sqrt(mean(x^2) + eps)
 
-A row must be summed before any of it can be stored: a program holds whole rows in registers and reads everything once.
+The norm is fused with the residual add before it and with the quantization of its result:
+
+    forward    r = x + branch, in their dtype
+               n = r * rstd * w, from that r, in fp32
+    backward   g = d_n * w;  x_hat = r * rstd
+               d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat))
+               d_w = sum over rows of d_n * x_hat
+
+No element of a row can be stored before the whole row is summed. Therefore a program holds whole
+rows in registers and reads each element once.
 """
 
 from __future__ import annotations
@@ -31,7 +38,10 @@ from common.kernels.quantize import (
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., hidden], weight: [hidden]; result in x's dtype. The mean and the scaling are computed in fp32."""
+    """Return the norm of `x` [..., hidden] in x's dtype. weight: [hidden].
+
+    The mean and the scaling are computed in fp32.
+    """
     x_fp32 = x.float()
     rstd = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     return (x_fp32 * rstd * weight.float()).to(x.dtype)
@@ -40,9 +50,13 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
-    """x, branch: [M, D], weight: [D] -> the residual x + branch (without a branch, x itself), its norm, rstd fp32 [M].
+    """Return (residual, norm of the residual, rstd).
 
-    Without `quantizer` the norm is in x's dtype.
+    `x`, `branch`: [M, D]. The residual is x + branch, or x itself without a branch.
+    `weight`: [D].
+    `quantizer`: of the norm. Without one, the norm is in x's dtype.
+
+    rstd is fp32 [M].
     """
     residual = x if branch is None else x + branch
     r = residual.float()
@@ -66,9 +80,15 @@ def rms_norm_backward_reference(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
-    """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual: [M, D], the residual's gradient on the path past the norm, None for 0.
+    """Return (d_x, quantized d_x, d_weight).
 
-    -> (d_x in d_n's dtype; this rounded d_x quantized, None without a quantizer; d_weight [D], None unless `weight_grad`).
+    `d_n`: [M, D], the gradient of the norm.
+    `residual`, `rstd`: [M, D] and fp32 [M], results of the forward.
+    `weight`: [D].
+    `d_residual`: [M, D], the gradient of the residual on the path past the norm. None for 0.
+
+    d_x is in d_n's dtype, and this rounded d_x is quantized. Without `quantizer` the quantized d_x
+    is None. d_weight is [D], or None without `weight_grad`.
     """
     d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
     g = d_n_fp32 * weight.float()
@@ -84,7 +104,10 @@ def rms_norm_backward_reference(
 
 
 def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
-    """(rows, columns) of a tile of whole rows that has about as many elements as `rows_of_4096` rows of 4,096."""
+    """Return (rows, columns) of a tile of whole rows.
+
+    The tile has about as many elements as `rows_of_4096` rows of 4,096.
+    """
     columns = triton.next_power_of_2(num_columns)
     return max(1, rows_of_4096 * 4096 // columns), columns
 
@@ -120,7 +143,7 @@ def _add_rms_norm_kernel(
         branch = tl.load(
             branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)
-        r = (x + branch).to(x_ptr.dtype.element_ty)  # rounded as torch does
+        r = (x + branch).to(x_ptr.dtype.element_ty)  # rounded as in torch
         if MODE != AMAX_ONLY:
             tl.store(residual_ptr + offset, r, mask=mask)
     r = r.to(tl.float32)
@@ -133,16 +156,18 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm_settings(arch: str, num_columns: int) -> Tile:
+    # sm_90: the fastest of those tried on an H200 (docs/log.md).
     rows, columns = _whole_rows(2, num_columns)
-    return Tile(
-        rows, columns, warps=8
-    )  # sm_90: the fastest of those tried on an H200 (docs/log.md)
+    return Tile(rows, columns, warps=8)
 
 
 def add_rms_norm_triton(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
-    """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the norm."""
+    """Triton version of `add_rms_norm_reference`. x and branch must be contiguous.
+
+    With a branch, 4 bytes read and 2 written per element, else 2 and 0, plus the norm.
+    """
     assert_contiguous("the norm", x, branch, weight)
     num_rows, num_columns = x.shape
     residual = x if branch is None else torch.empty_like(x)
@@ -194,7 +219,8 @@ def _rms_norm_backward_kernel(
 ):
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    # amax and the number of saturated elements by column: recorded once per program, which saves a sum and a load for each row.
+    # The amax and the number of saturated elements are kept per column and recorded once per
+    # program, which saves a sum and a load for each row.
     amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(REPEATS, num_stages=STAGES):
@@ -221,7 +247,7 @@ def _rms_norm_backward_kernel(
         rounded = d_x.to(d_x_ptr.dtype.element_ty)
         if MODE != AMAX_ONLY:
             tl.store(d_x_ptr + offset, rounded, mask=mask)
-        d_x = rounded.to(tl.float32)  # what is quantized and recorded
+        d_x = rounded.to(tl.float32)  # the rounded value is quantized and recorded
         if quantized_ptr is not None and MODE != AMAX_ONLY:
             store_quantized(
                 d_x,
@@ -277,7 +303,12 @@ def _rms_norm_weight_grad_kernel(
 
 
 def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -> Tile:
-    """With `weight_grad` a program sums over several tiles of rows and leaves one row of partial sums of d_weight."""
+    """Return the backward kernel's tile.
+
+    With `weight_grad`, a program sums over several tiles of rows and writes one row of partial sums
+    of d_weight.
+    """
+    # sm_90: the fastest of those tried on an H200 (docs/log.md).
     rows, columns = _whole_rows(1, num_columns)
     return Tile(
         rows,
@@ -285,7 +316,7 @@ def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -
         warps=8,
         stages=3 if weight_grad and arch != "gfx950" else 1,
         repeats=32 if weight_grad else 1,
-    )  # as above
+    )
 
 
 def rms_norm_weight_grad_settings(arch: str) -> Tile:
@@ -301,10 +332,12 @@ def rms_norm_backward_triton(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
-    """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the quantized d_x.
+    """Triton version of `rms_norm_backward_reference`. All tensors must be contiguous.
 
-    d_weight has the same bits in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes
-    22 us on an H200).
+    4 bytes read per element, 6 with d_residual, and 2 written, plus the quantized d_x.
+
+    d_weight is the same bit for bit in every run: programs write partial sums, which a second
+    kernel adds up. (torch's sum of 512 such rows takes 22 us on an H200.)
     """
     assert_contiguous("the norm's backward", d_n, residual, rstd, weight, d_residual)
     num_rows, num_columns = d_n.shape
@@ -372,7 +405,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly. Copies an x or a gradient with gaps."""
+    """Triton version of `rms_norm_reference`: one kernel forward and one backward. Runs eagerly.
+
+    An x or a gradient that is not contiguous is copied first.
+    """
     return _RMSNorm.apply(x, weight, eps)
 
 

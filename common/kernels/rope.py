@@ -1,6 +1,10 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), rotate-half convention, with Llama 3.1's frequency scaling.
+"""Rotary position embedding (Su et al., arXiv:2104.09864) with Llama 3.1's frequency scaling.
 
-(a, b) -> (a cos - b sin, b cos + a sin), where a and b are the first and second half of a head.
+Rotate-half convention: (a, b) -> (a cos - b sin, b cos + a sin), where a and b are the first and
+second half of a head.
+
+The packed functions work on the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], with
+M = batch * sequence and position = row % sequence.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ from common.model.shapes import ModelShape
 
 
 def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> Tensor:
-    """Radians per position, fp32 [head_dim / 2]: base^(-2i / head_dim), scaled as Llama 3.1 does where the shape says so.
+    """Return the radians per position, fp32 [head_dim / 2]: base^(-2i / head_dim).
 
-    Llama 3.1 (model card; transformers' `llama3` rope type): wavelengths over old_context / low_frequency_factor are stretched by
-    `factor`, those under old_context / high_frequency_factor stay, and in between the two are blended linearly.
+    If the shape has `rope_scaling`, they are scaled as in Llama 3.1 (model card; `llama3` rope type
+    of transformers): wavelengths above original_context / low_frequency_factor are stretched by
+    `factor`, those below original_context / high_frequency_factor stay, and in between the two are
+    blended linearly.
     """
     exponents = (
         torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
@@ -47,11 +53,11 @@ def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> T
 
 
 def require_triton_shape(shape: ModelShape) -> None:
-    """Raise ConfigError for heads that the Triton kernels cannot hold: a tile's sides are powers of two."""
+    """Raise ConfigError if the head dimension is not a power of two, as the sides of a tile are."""
     if shape.head_dim & (shape.head_dim - 1):
         raise ConfigError(
-            f"heads of {shape.head_dim} numbers are not supported by the Triton kernels",
-            "they need a head dimension that is a power of two",
+            f"the Triton kernels do not support a head dimension of {shape.head_dim}",
+            "it must be a power of two",
             'set kernels = "reference", or choose another shape',
         )
 
@@ -59,9 +65,9 @@ def require_triton_shape(shape: ModelShape) -> None:
 def rope_tables(
     shape: ModelShape, sequence_length: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each fp32 [sequence_length, head_dim / 2].
+    """Return cos and sin of every position's angles, each fp32 [sequence_length, head_dim / 2].
 
-    Made on the CPU and copied, so that every device gets the same bits.
+    They are computed on the CPU and copied, so that every device gets the same bits.
     """
     positions = torch.arange(sequence_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, rope_frequencies(shape))
@@ -69,19 +75,22 @@ def rope_tables(
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2]. Rotated in fp32, returned in x's dtype."""
+    """Rotate `x` [batch, sequence, heads, head_dim] in fp32 and return the result in x's dtype.
+
+    cos, sin: fp32 [sequence, head_dim / 2].
+    """
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-# On the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence; position = row % sequence.
-
-
 def rope_packed_reference_(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> Tensor:
-    """Rotate the query and key heads of qkv in place, each in fp32. cos, sin: fp32 [sequence, head_dim / 2]. Returns qkv."""
+    """Rotate the query and key heads of qkv in place, computed in fp32, and return qkv.
+
+    cos, sin: fp32 [sequence, head_dim / 2].
+    """
     sequence, half = cos.shape
     rotated = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
     rotated.copy_(rope_reference(rotated, cos, sin))
@@ -91,9 +100,11 @@ def rope_packed_reference_(
 def rope_packed_backward_reference(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """d_q: [batch, sequence, heads, head_dim], d_k and d_v with kv_heads -> the gradient of the packed projection.
+    """Return the gradient of the packed projection. Without `quantizer` it is in d_q's dtype.
 
-    The rotation's inverse is its transpose: the same with -sin. d_v is only copied. Without `quantizer` in d_q's dtype.
+    d_q: [batch, sequence, heads, head_dim]. d_k, d_v: [batch, sequence, kv_heads, head_dim].
+
+    The inverse of the rotation is its transpose: the same rotation with -sin. d_v is only copied.
     """
     rotated = [rope_reference(x.float(), cos, -sin) for x in (d_q, d_k)]
     d_qkv = torch.cat((*rotated, d_v.float()), dim=2).flatten(2).flatten(0, 1)
@@ -112,7 +123,10 @@ def _rope_packed_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK (row, head) pairs in memory order, so that a row's cos and sin are in the cache for its next head."""
+    """Rotate BLOCK (row, head) pairs in memory order. One program per such block.
+
+    In this order, a row's cos and sin are in the cache for its next head.
+    """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = pair // rotated_heads
     column = tl.arange(0, HALF)
@@ -132,12 +146,15 @@ def _rope_packed_kernel(
 
 
 def rope_packed_settings(arch: str, half: int) -> Tile:
-    """Rows are (row, head) pairs, columns half of a head."""
+    """Return the kernel's tile: its rows are (row, head) pairs, its columns half of a head."""
     return Tile(rows=32, columns=half, warps=4)
 
 
 def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """As `rope_packed_reference_`; qkv, cos and sin contiguous, head_dim a power of two. Value heads are neither read nor written."""
+    """Triton version of `rope_packed_reference_`. Value heads are neither read nor written.
+
+    qkv, cos and sin must be contiguous, and head_dim must be a power of two.
+    """
     assert_contiguous("RoPE", qkv, cos, sin)
     sequence, half = cos.shape
     num_pairs = qkv.shape[0] * (heads + kv_heads)
@@ -159,7 +176,10 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 
 @triton.jit
 def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
-    """Load both halves of one head, fp32 [R, HALF] each. place: int64 [R], where each row's head begins."""
+    """Load both halves of one head, fp32 [R, HALF] each.
+
+    place: int64 [R], the offset at which each row's head begins.
+    """
     place = place[:, None] + column[None, :]
     first = tl.load(ptr + place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -194,18 +214,19 @@ def _rope_packed_backward_kernel(
     HALF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """One program: one head of BLOCK_ROWS rows, both halves. `q_batch` ... `v_head`: strides of the inputs, in elements."""
+    """Rotate one head of BLOCK_ROWS rows back, both halves. One program per such tile.
+
+    `q_batch` ... `v_head`: strides of the inputs, in elements.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, HALF)
     mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
-    batch, position = (
-        (row // sequence).to(tl.int64),
-        (row % sequence).to(tl.int64),
-    )  # divided in 32 bits: in 64 it is a subroutine
+    # Divided in 32 bits, because a 64-bit division is a subroutine.
+    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
     row = row.to(tl.int64)
-    # Values leave the branches, never pointers: a runtime choice between pointers does not compile for AMD
-    # with Triton 3.6, nor with later ones where d_q has 2 GiB and d_k less (triton#9859).
+    # Values leave the branches, never pointers: a runtime choice between pointers does not compile
+    # for AMD with Triton 3.6, nor with later versions if d_q has 2 GiB and d_k less (triton#9859).
     if head < heads:
         place = head.to(tl.int64) * q_head + batch * q_batch + position * q_position
         first, second = _load_halves(d_q_ptr, place, column, mask, HALF)
@@ -257,14 +278,17 @@ def _rope_packed_backward_kernel(
 
 
 def rope_packed_backward_settings(arch: str, half: int) -> Tile:
-    """Columns are half of a head; a program takes both halves."""
+    """Return the kernel's tile: its columns are half of a head. A program takes both halves."""
     return Tile(rows=64, columns=half, warps=4)
 
 
 def rope_packed_backward_triton(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """As `rope_packed_backward_reference`; the inputs of any strides but the last, which is 1; head_dim a power of two."""
+    """Triton version of `rope_packed_backward_reference`. head_dim must be a power of two.
+
+    d_q, d_k and d_v must be contiguous along head_dim. Their other strides are free.
+    """
     assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, (
         "attention's gradients must be contiguous along head_dim"
     )

@@ -1,9 +1,12 @@
-"""SwiGLU (Shazeer, arXiv:2002.05202): h = silu(gate) * up, with silu(z) = z * s and s = sigmoid(z).
+"""SwiGLU (Shazeer, arXiv:2002.05202).
 
-Backward, for the upstream gradient d_h: d_up = d_h * z * s;  d_gate = d_h * up * s * (1 + z * (1 - s)).
+    forward    h = silu(z) * up, with z the gate, silu(z) = z * s and s = sigmoid(z)
+    backward   d_up = d_h * z * s
+               d_gate = d_h * up * s * (1 + z * (1 - s)), with d_h the gradient of h
 
-h and the gradient of gate_up leave their kernels as matrix products read them, in FP8 or in bf16 (kernels/fp8.py). Forward keeps gate_up
-for backward: either itself or, in half of the memory, quantized. Then backward computes from the quantized values.
+The kernels write h and the gradient of gate_up in the form that matrix products read, FP8 or bf16
+(kernels/fp8.py). The forward keeps gate_up for the backward, either unchanged or quantized, which
+takes half of the memory. The backward then computes from the quantized values.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from common.kernels.quantize import (
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """gate_up: [..., 2 * ffn], gate first; result [..., ffn] in the same dtype, computed in fp32."""
+    """Return h, [..., ffn] in the dtype of `gate_up`, computed in fp32.
+
+    gate_up: [..., 2 * ffn], gate first.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -42,9 +48,11 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 def swiglu_quantized_reference(
     gate_up: Tensor, quantizer: Quantizer | None, kept_quantizer: Quantizer | None = None
 ) -> tuple[QuantizedTensor, Tensor | QuantizedTensor]:
-    """gate_up: [M, 2 * ffn], gate first -> (h [M, ffn], `kept`: gate_up as backward reads it).
+    """Return (h [M, ffn], kept), where `kept` is gate_up in the form that the backward reads.
 
-    Without `quantizer` h is in gate_up's dtype; without `kept_quantizer` gate_up itself is kept.
+    `gate_up`: [M, 2 * ffn], gate first.
+    `quantizer`: of h. Without one, h is in gate_up's dtype.
+    `kept_quantizer`: of `kept`. Without one, gate_up itself is kept.
     """
     h = quantize_reference(swiglu_reference(gate_up.float() if quantizer else gate_up), quantizer)
     return h, quantize_reference(gate_up, kept_quantizer) if kept_quantizer else gate_up
@@ -53,7 +61,10 @@ def swiglu_quantized_reference(
 def swiglu_quantized_backward_reference(
     d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """d_h: [M, ffn], `kept` of the forward -> the gradient of gate_up, [M, 2 * ffn]. Without `quantizer` in d_h's dtype."""
+    """Return the gradient of gate_up, [M, 2 * ffn]. Without `quantizer` it is in d_h's dtype.
+
+    d_h: [M, ffn], kept: [M, 2 * ffn], result of the forward.
+    """
     if isinstance(kept, QuantizedTensor):
         assert kept.scale is not None
         kept = kept.rowwise.float() * kept.scale
@@ -67,10 +78,10 @@ def swiglu_quantized_backward_reference(
 
 @triton.jit
 def _sigmoid(z):
-    """1 / (1 + exp(-z)), with 1 / y as rsqrt(y)^2: 5 instructions, exact to a few ulp.
+    """Return 1 / (1 + exp(-z)), with 1 / y as rsqrt(y)^2: 5 instructions, exact to a few ulp.
 
-    tl.sigmoid takes 13 on NVIDIA and 25 on AMD, most of them for a division that is exact at the edges of fp32's range. With those a
-    kernel of this file would be limited by instructions instead of memory.
+    tl.sigmoid takes 13 instructions on NVIDIA and 25 on AMD, most of them for a division that is
+    exact at the edges of fp32's range. They would limit the kernels of this file instead of memory.
     """
     root = tl.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
     return root * root
@@ -139,9 +150,12 @@ def swiglu_quantized_settings(arch: str) -> Tile:
 def swiglu_quantized_triton(
     gate_up: Tensor, quantizer: Quantizer | None, kept_quantizer: Quantizer | None = None
 ) -> tuple[QuantizedTensor, Tensor | QuantizedTensor]:
-    """As `swiglu_quantized_reference`; gate_up contiguous, `kept_quantizer` without the transpose.
+    """Triton version of `swiglu_quantized_reference`. gate_up must be contiguous.
 
-    h and the kept copy come from the same launches: two where one of the quantizers needs its amax first, else one.
+    `kept_quantizer`: must not be `transposed`.
+
+    The same launches write h and the kept copy: two if one of the quantizers needs its amax first,
+    else one.
     """
     assert not (kept_quantizer and kept_quantizer.transposed), (
         "no product reads the kept copy: its transpose is not written"
@@ -156,7 +170,8 @@ def swiglu_quantized_triton(
     state, largest = state_and_largest(quantizer)
     kept_rowwise = kept.rowwise if kept else None
     kept_state, kept_largest = state_and_largest(kept_quantizer)
-    # Where only one of the two needs a second launch, that launch stores the same bytes of the other once more.
+    # If only one of the two needs a second launch, that launch writes the same bytes of the other
+    # again.
     again = STORE if quantizer else UNQUANTIZED
     for mode, kept_mode in zip_longest(
         launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again
@@ -244,15 +259,14 @@ def _swiglu_quantized_backward_kernel(
 
 
 def swiglu_quantized_backward_settings(arch: str) -> Tile:
-    return Tile(
-        rows=32, columns=64, warps=4
-    )  # sm_90: the fastest of 19 tried on an H200 (docs/log.md)
+    # sm_90: the fastest of 19 tried on an H200 (docs/log.md).
+    return Tile(rows=32, columns=64, warps=4)
 
 
 def swiglu_quantized_backward_triton(
     d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """As `swiglu_quantized_backward_reference`; all contiguous."""
+    """Triton version of `swiglu_quantized_backward_reference`. All tensors must be contiguous."""
     num_rows, ffn = d_h.shape
     kept_rowwise, kept_scale = (
         (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
