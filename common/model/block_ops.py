@@ -1,4 +1,4 @@
-"""The parts that all fused blocks are made of: the table of kernels, what backward keeps, and RoPE."""
+"""Parts that all fused blocks share: the table of kernels, saved tensors, and RoPE."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from common.model.shapes import ModelShape
 
 
 class SavedTensors:
-    """A dataclass of what a forward keeps for its backward, which removes the members one by one."""
+    """Base of dataclasses of tensors that a forward keeps for its backward.
+
+    The backward removes the members one by one.
+    """
 
     def pop(self, name: str) -> Any:
-        """Return a member and drop the reference to it: its memory is free when the caller is done with it."""
+        """Return a member and drop the reference to it, so that the caller can free its memory."""
         return self.__dict__.pop(name)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The ops of kernels/ in one of their two implementations."""
+    """The operations of common/kernels/ in one of their two implementations."""
 
     quantize: Callable[..., QuantizedTensor]
     add_rms_norm: Callable[..., tuple[Tensor, QuantizedTensor, Tensor]]
@@ -57,14 +60,19 @@ ENGINES = {
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (RoPE) of the query and key heads, between projection and attention."""
+    """Rotary position embedding (RoPE) of the query and key heads, before attention."""
 
     def __init__(self, shape: ModelShape, ops: Engine):
         super().__init__()
-        self.shape, self.ops = shape, ops
+        self.shape = shape
+        self.ops = ops
 
     def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
-        """Change these heads of qkv [M, qkv_size] in place; with `keep`, return what backward needs beside the result."""
+        """Rotate the query and key heads of `qkv` [M, qkv_size] in place.
+
+        Returns a tensor that the backward needs besides the result, if there is one and `keep` is
+        set. Plain RoPE needs none.
+        """
         self.ops.rope_(qkv, cos, sin, self.shape.num_heads, self.shape.num_kv_heads)
         return None
 
@@ -76,8 +84,10 @@ class RotaryEmbedding(nn.Module):
         sin: Tensor,
         quantizer: Quantizer | None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        """Return the gradient of qkv, and those of this module's parameters that train.
+        """Return the gradient of qkv, and the gradients of this module's trained parameters.
 
-        `gradients`: of queries, keys and values.
+        `gradients`: those of the queries, keys and values.
+        `qk_before_norm`: result of `rotate_`.
+        `quantizer`: of the gradient of qkv.
         """
         return self.ops.rope_backward(*gradients, cos, sin, quantizer), ()

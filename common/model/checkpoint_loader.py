@@ -1,8 +1,11 @@
-"""Load the base weights: from the files into the parameters of a model and into a FrozenBase, of which each rank reads its own rows.
+"""Load the base weights from files into the parameters of a model and into a FrozenBase.
 
-Rows of our parameters are contiguous bytes of the files. A few threads read them with `preadv` into one buffer of CHUNK bytes each, and
-convert them on the target's device. So host memory is THREADS x CHUNK whatever the size of the model. Not through a memory map: its page
-faults are served one by one, while a few threads with large reads saturate an NVMe, and a failing disk would end the process with SIGBUS.
+Each rank reads its own rows of the FrozenBase. Rows of our parameters are contiguous bytes of the
+files. A few threads read them with `preadv` into one buffer of CHUNK bytes each and convert them on
+the target's device. Host memory is therefore threads x CHUNK for a model of any size.
+
+The files are not memory-mapped. Page faults are served one by one, while a few threads with large
+reads saturate an NVMe drive. A failing disk would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -38,22 +41,27 @@ CHUNK = 64 << 20  # bytes read at a time
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load took on this rank."""
+    """Layout, duration and bytes of a load on this rank."""
 
     layout: str
     seconds: float  # headers and SHA-256 included
-    bytes: int  # read by this rank, without headers and hashing
+    bytes: int  # bytes that this rank read, without headers and hashing
 
 
 def load_base(
     model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None
 ) -> LoadReport:
-    """Fill `frozen`, and all parameters of `model` but the adapters (names with `.lora_`), from the safetensors checkpoint in `folder`.
+    """Load the safetensors checkpoint in `folder` into `model` and `frozen`.
 
-    Parameters are bf16 or fp32 on any device. Every rank calls this; it reads all of the parameters and its rows of `frozen`. Everything
-    is checked before the first weight is read, with a `manifest` of `prepare write-manifest` also the SHA-256 of every file.
+    `model`: all parameters except adapters (names with `.lora_`) are filled. They are bf16 or fp32,
+        on any device.
+    `manifest`: file of `prepare write-manifest`. If given, the SHA-256 of every file is checked.
+    `frozen`: this rank's rows are filled.
 
-    Raises WeightsError where the checkpoint does not fit the model, StorageError where reading fails.
+    Every rank calls this and reads all of the parameters. Everything is checked before the first
+    weight is read.
+
+    Raises WeightsError if the checkpoint does not fit the model, and StorageError if reading fails.
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(Path(folder), model.shape)
@@ -64,13 +72,10 @@ def load_base(
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
-    size = _execute(
-        [
-            read
-            for name, target in parameters.items()
-            for read in _reads(name, 0, target, checkpoint, model.shape)
-        ]
-    )
+    reads: list[Read] = []
+    for name, target in parameters.items():
+        reads += _reads(name, 0, target, checkpoint, model.shape)
+    size = _execute(reads)
     if frozen is not None:
         size += _fill(frozen, checkpoint, model.shape)
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
@@ -97,7 +102,10 @@ def load_weights(
 
 
 def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
-    """Add one layer after the other, and read the next one meanwhile: two layers exist unquantized. Returns the bytes read."""
+    """Fill `frozen` layer by layer and return the bytes read.
+
+    The next layer is read while one is added, so at most two layers exist unquantized.
+    """
 
     def read(layer: int) -> tuple[dict[str, Tensor], int]:
         shards: dict[str, Tensor] = {}
@@ -139,7 +147,7 @@ class Read:
         return self.stored.bytes // self.stored.shape[0]
 
     def chunks(self) -> Iterator[Read]:
-        """The same in reads of at most CHUNK bytes, or of one row where that is larger."""
+        """Split the read into reads of at most CHUNK bytes, or of one row if that is larger."""
         rows = max(1, CHUNK // self.row_bytes)
         for first in range(0, len(self.target), rows):
             yield Read(self.stored, self.first + first, self.target[first : first + rows])
@@ -148,10 +156,14 @@ class Read:
 def _reads(
     name: str, first: int, target: Tensor, checkpoint: Checkpoint, shape: ModelShape
 ) -> Iterator[Read]:
-    """What to read for the rows [first, first + len(target)) of parameter `name`; rows beyond its last one are left alone."""
+    """Yield the reads of rows [first, first + len(target)) of parameter `name`.
+
+    Rows of `target` beyond the parameter's last one are not changed.
+    """
     begin = 0
     for part in parts_of(shape, checkpoint.layout)[name]:
-        low, high = max(first, begin), min(first + len(target), begin + part.rows)
+        low = max(first, begin)
+        high = min(first + len(target), begin + part.rows)
         if low < high:
             yield Read(
                 checkpoint.tensors[part.name], low - begin, target[low - first : high - first]
@@ -160,15 +172,20 @@ def _reads(
 
 
 def _execute(reads: list[Read]) -> int:
-    """Execute all reads with several threads, in the order of the files. Returns the bytes read."""
-    if not reads:  # with more ranks than rows a rank may have none
+    """Execute all reads with several threads, in the order of the files, and return the bytes read.
+
+    Raises StorageError, WeightsError.
+    """
+    if not reads:  # a rank can have none if there are more ranks than rows
         return 0
     reads = sorted(reads, key=lambda read: (read.stored.file, read.stored.offset, read.first))
-    device, files, local = reads[0].target.device, dict[Path, int](), threading.local()
+    device = reads[0].target.device
+    files: dict[Path, int] = {}
+    local = threading.local()
 
-    def use_device() -> (
-        None
-    ):  # per thread: allocating pinned memory would otherwise create a context on GPU 0 for every rank
+    # Per thread: otherwise the allocation of pinned memory would create a context on GPU 0 for
+    # every rank.
+    def use_device() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -179,17 +196,12 @@ def _execute(reads: list[Read]) -> int:
             local.buffer = torch.empty(
                 max(size, CHUNK), dtype=torch.uint8, pin_memory=device.type == "cuda"
             )
-        raw = local.buffer[
-            :size
-        ]  # the next call of this thread overwrites it: the copies below are synchronous
-        _read_exactly(
-            files[read.stored.file],
-            read.stored.file,
-            raw,
-            read.stored.offset + read.first * read.row_bytes,
-        )
+        # The next call of this thread overwrites the buffer, so the copies below are synchronous.
+        raw = local.buffer[:size]
+        offset = read.stored.offset + read.first * read.row_bytes
+        _read_exactly(files[read.stored.file], read.stored.file, raw, offset)
         rows = raw.view(DTYPES[read.stored.dtype]).view(read.target.shape)
-        # Converted on the target's device; without a conversion there is no second copy on it.
+        # Converted on the target's device. Without a conversion there is no second copy on it.
         read.target.copy_(rows if rows.dtype == read.target.dtype else rows.to(device))
         return size
 
@@ -211,7 +223,8 @@ def _execute(reads: list[Read]) -> int:
 
 def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
     """Fill `raw`, uint8 [n], with the bytes from `offset`. Raises StorageError, WeightsError."""
-    view, done = memoryview(raw.numpy().data), 0
+    view = memoryview(raw.numpy().data)
+    done = 0
     while done < len(view):  # one call reads at most 2 GiB
         try:
             size = os.preadv(file, [view[done:]], offset + done)
@@ -221,9 +234,9 @@ def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
                 f"{path}: {error.strerror}", why, "check the disk or the mount"
             ) from error
         if not size:
-            what, do = (
+            refuse(
                 f"{path}: ends at byte {offset + done}",
-                "let nothing write to it, and start again",
+                "it became shorter while it was read",
+                "make sure that nothing writes to it, and start again",
             )
-            refuse(what, "it became shorter while it was read", do)
         done += size

@@ -1,21 +1,26 @@
-"""The tensors of a Hugging Face Llama checkpoint that make up our parameters.
+"""Names of a Hugging Face Llama checkpoint's tensors, and our parameters that they make up.
+
+    our parameter                     tensors of the checkpoint
+    embedding.weight                  model.embed_tokens.weight
+    blocks.N.attention_norm.weight    model.layers.N.input_layernorm.weight
+    blocks.N.qkv.weight               model.layers.N.self_attn: see below
+    blocks.N.o.weight                 model.layers.N.self_attn.o_proj.weight
+    blocks.N.ffn_norm.weight          model.layers.N.post_attention_layernorm.weight
+    blocks.N.gate_up.weight           model.layers.N.mlp.gate_proj.weight, .up_proj.weight
+    blocks.N.down.weight              model.layers.N.mlp.down_proj.weight
+    head.norm.weight                  model.norm.weight
+    head.output.weight                lm_head.weight, absent if tied to the embedding
+    blocks.N.rotation.q_norm.weight   model.layers.N.self_attn.q_norm.weight, only with these norms
+    blocks.N.rotation.k_norm.weight   model.layers.N.self_attn.k_norm.weight, only with these norms
 
 Two layouts exist, which differ only in the input projection of the attention:
 
-    ours                            MLCommons' "fused-qkv" copy: "fused"        Hugging Face: "ordinary"
-    embedding.weight                model.embed_tokens.weight                   the same
-    blocks.N.attention_norm.weight  model.layers.N.input_layernorm.weight       the same
-    blocks.N.qkv.weight             model.layers.N.self_attn.qkv_proj.weight    .q_proj, .k_proj, .v_proj
-    blocks.N.o.weight               model.layers.N.self_attn.o_proj.weight      the same
-    blocks.N.ffn_norm.weight        model.layers.N.post_attention_layernorm.weight  the same
-    blocks.N.gate_up.weight         model.layers.N.mlp.gate_proj, .up_proj      the same
-    blocks.N.down.weight            model.layers.N.mlp.down_proj.weight         the same
-    head.norm.weight                model.norm.weight                           the same
-    head.output.weight              lm_head.weight                              the same; absent where tied to the embedding
-    blocks.N.rotation.q_norm.weight model.layers.N.self_attn.q_norm.weight      the same, and k_norm, in models with these norms
+    "ordinary"   Hugging Face: q_proj.weight, k_proj.weight, v_proj.weight
+    "fused"      MLCommons' "fused-qkv" copy: qkv_proj.weight
 
-MLCommons' fused projection has all rows of Q, then K, then V, as ours, and not Megatron's interleaved groups. So each of our parameters is
-one tensor of the checkpoint or several, concatenated along dimension 0.
+MLCommons' fused projection has all rows of Q, then K, then V, as ours, and not Megatron's
+interleaved groups. So each of our parameters is one tensor of the checkpoint, or several tensors
+concatenated along dimension 0.
 """
 
 from __future__ import annotations
@@ -25,12 +30,15 @@ from typing import NamedTuple
 
 from common.model.shapes import ModelShape
 
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-FUSED, ORDINARY = "fused", "ordinary"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+FUSED = "fused"
+ORDINARY = "ordinary"
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint; its rows are the next ones of one of our parameters."""
+    """A tensor of the checkpoint. Its rows are the next rows of one of our parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,12 +50,13 @@ class Part(NamedTuple):
 
 @cache
 def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
-    """Our name of each parameter of a model without adapters -> the tensors of the checkpoint that, concatenated, are that parameter."""
-    hidden, ffn, keys = (
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-        shape.num_kv_heads * shape.head_dim,
-    )
+    """Return the tensors of the checkpoint that make up each parameter, by our name of it.
+
+    Concatenated, the tensors are the parameter. The model has no adapters.
+    """
+    hidden = shape.hidden_size
+    ffn = shape.ffn_hidden_size
+    keys = shape.num_kv_heads * shape.head_dim
     split = {"q_proj": shape.attention_size, "k_proj": keys, "v_proj": keys}
     projections = split if layout == ORDINARY else {"qkv_proj": shape.qkv_size}
     block = {
@@ -63,20 +72,21 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
             f"rotation.{name}": [Part(f"self_attn.{name}", (shape.head_dim,))]
             for name in ("q_norm", "k_norm")
         }
-    found = {"embedding.weight": [Part("model.embed_tokens.weight", (shape.vocab_size, hidden))]}
+    table = (shape.vocab_size, hidden)
+    parameters = {"embedding.weight": [Part("model.embed_tokens.weight", table)]}
     for layer in range(shape.num_layers):
         for name, parts in block.items():
-            found[f"blocks.{layer}.{name}.weight"] = [
+            parameters[f"blocks.{layer}.{name}.weight"] = [
                 Part(f"model.layers.{layer}.{part.name}.weight", part.shape) for part in parts
             ]
-    found["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
+    parameters["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
     if not shape.tied_embedding:
-        found["head.output.weight"] = [Part("lm_head.weight", (shape.vocab_size, hidden))]
-    return found
+        parameters["head.output.weight"] = [Part("lm_head.weight", table)]
+    return parameters
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """What config.json says of the model, under the names of transformers' LlamaConfig."""
+    """Return the model's entries of config.json, under the names of transformers' LlamaConfig."""
     return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -93,5 +103,5 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 
 def tensor_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all tensors that a checkpoint of this layout must have."""
+    """Return the shapes of all tensors that a checkpoint of this layout must have, by name."""
     return {part.name: part.shape for parts in parts_of(shape, layout).values() for part in parts}

@@ -1,7 +1,13 @@
-"""Find and check a Hugging Face safetensors checkpoint before a byte of its weights is read.
+"""Find and check a Hugging Face safetensors checkpoint before its weights are read.
 
-safetensors format (github.com/huggingface/safetensors, README): u64 little endian N; N bytes of JSON, name -> dtype, shape,
-data_offsets [begin, end) relative to byte 8 + N; then the data, without holes. Nothing in it can execute code.
+A safetensors file (github.com/huggingface/safetensors, README) has these parts in this order:
+
+    a number N, u64, little endian
+    N bytes of JSON: by name of a tensor its dtype, its shape and its data_offsets [begin, end),
+        which are relative to byte 8 + N
+    the data, without holes
+
+Nothing in it can execute code.
 """
 
 from __future__ import annotations
@@ -24,21 +30,21 @@ from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, config
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 
+# torch's dtypes by their names in safetensors.
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
-}  # name in safetensors -> torch
-IGNORED = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # computed from rope_theta; in old files
+}
+# Old files have these tensors. We compute them from rope_theta.
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 FETCH_AGAIN = "fetch the checkpoint again"
 CHECK_MODEL = "check that it is the right model, without biases and adapters"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """`bytes` bytes from byte `offset` of `file`. `dtype`: its name in safetensors."""
+    """A tensor in a file: `bytes` bytes from byte `offset`. `dtype` is its name in safetensors."""
 
     file: Path
     dtype: str
@@ -49,7 +55,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint. `layout`: "fused" or "ordinary", see checkpoint_names."""
+    """A checked checkpoint. `layout` is "fused" or "ordinary" (checkpoint_names.py)."""
 
     folder: Path
     layout: str
@@ -58,51 +64,49 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
-    """Read and check the headers of the checkpoint in `folder`, not its data: a fraction of a second. Raises WeightsError.
+    """Read and check the headers of the checkpoint in `folder`, but not its data.
 
-    Checked: headers and file sizes, that the index names no other tensors, the layout, names, shapes and dtypes of all tensors, and config.json if there
-    is one, because head counts, norm epsilon and rotation base do not show in the shapes.
+    Checks headers and file sizes, that the index names no missing tensors, and the layout, names,
+    shapes and dtypes of all tensors. Also checks config.json if there is one, because head counts,
+    norm epsilon and rotation base do not show in the shapes. Takes a fraction of a second.
+
+    Raises WeightsError.
     """
     tensors, files = read_tensors(folder)
-    layout = (
-        FUSED if any(name.endswith(".self_attn.qkv_proj.weight") for name in tensors) else ORDINARY
-    )
+    fused = any(name.endswith(".self_attn.qkv_proj.weight") for name in tensors)
+    layout = FUSED if fused else ORDINARY
     _check_tensors(folder, tensors, tensor_shapes(shape, layout), layout)
     _check_config(folder / CONFIG, shape)
     return Checkpoint(folder, layout, tensors, files)
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
-    """Name -> place of all tensors in the safetensors files of `folder`, and these files.
+    """Return all tensors in the safetensors files of `folder` by name, and these files.
 
-    Raises WeightsError where there are none, where two have the same tensor, or where an index names tensors that none has.
+    Raises WeightsError if there are no such files, if two of them have the same tensor, or if an
+    index names tensors that no file has.
     """
     files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
-        why = (
-            "reading a pickle can execute code"
-            if any(folder.glob("*.bin"))
-            else "the base weights should be in this folder"
-        )
+        why = "the base weights should be in this folder"
+        if any(folder.glob("*.bin")):
+            why = "*.bin files are not read: reading a pickle can execute code"
         refuse(f"{folder}: has no safetensors files", why, f"check the path, or {FETCH_AGAIN}")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, stored in read_header(file).items():
             if name in tensors:
-                what = f"{file}: {name} is in {tensors[name].file.name} too"
                 refuse(
-                    what,
+                    f"{file}: {name} is also in {tensors[name].file.name}",
                     "the folder has files of two checkpoints",
-                    "move those away that you do not need",
+                    "move the files that you do not need to another folder",
                 )
             tensors[name] = stored
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        missing = (
-            [name for name in weight_map if name not in tensors]
-            if isinstance(weight_map, dict)
-            else [INDEX]
-        )
+        missing = [INDEX]
+        if isinstance(weight_map, dict):
+            missing = [name for name in weight_map if name not in tensors]
         if missing:
             what = f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {some(missing)}"
             refuse(what, "a file is missing, or the index is damaged", FETCH_AGAIN)
@@ -110,14 +114,17 @@ def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Name -> place of every tensor of a safetensors file. Raises WeightsError if its header and its size disagree."""
+    """Return the tensors of a safetensors file by name.
+
+    Raises WeightsError if the file cannot be read, or if its header is invalid or does not fit its
+    size.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(8)
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
-            with safe_open(
-                path, framework="numpy"
-            ):  # the library checks the header: JSON, dtypes, shapes, offsets, holes, file size
+            # The library checks the header: JSON, dtypes, shapes, offsets, holes, file size.
+            with safe_open(path, framework="numpy"):
                 header = json.loads(file.read(length))
     except OSError as error:
         refuse(
@@ -127,16 +134,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         )
     except (SafetensorError, ValueError) as error:
         refuse(
-            f"{path}: no valid safetensors file: {error}",
+            f"{path}: not a valid safetensors file: {error}",
             "it is incomplete, damaged or of another kind",
             FETCH_AGAIN,
         )
     header.pop("__metadata__", None)
-    places = {name: (entry, 8 + length, *entry["data_offsets"]) for name, entry in header.items()}
-    return {
-        name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
-        for name, (entry, data, begin, end) in places.items()
-    }
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        offset = 8 + length + begin
+        shape = tuple(entry["shape"])
+        tensors[name] = StoredTensor(path, entry["dtype"], shape, offset, end - begin)
+    return tensors
 
 
 def _check_tensors(
@@ -155,26 +164,36 @@ def _check_tensors(
     for name, stored in tensors.items():
         if name not in expected:
             if not IGNORED.fullmatch(name):
-                why = f"this model in the {layout} layout has {len(expected)} tensors, and not this one"
-                refuse(f"{stored.file}: unknown tensor {name}", why, CHECK_MODEL)
+                refuse(
+                    f"{stored.file}: unknown tensor {name}",
+                    f"it is not among the {len(expected)} tensors of this model's {layout} layout",
+                    CHECK_MODEL,
+                )
         elif stored.shape != expected[name]:
-            what = f"{stored.file}: {name}: expected shape {list(expected[name])}, got {list(stored.shape)}"
-            refuse(what, "this is a model of another size, or the file is damaged", CHECK_MODEL)
-        elif stored.dtype not in DTYPES:
-            what = f"{stored.file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {stored.dtype}"
             refuse(
-                what,
+                f"{stored.file}: {name}: expected shape {list(expected[name])}, "
+                f"got {list(stored.shape)}",
+                "this is a model of another size, or the file is damaged",
+                CHECK_MODEL,
+            )
+        elif stored.dtype not in DTYPES:
+            refuse(
+                f"{stored.file}: {name}: unsupported dtype {stored.dtype}, "
+                f"expected one of {', '.join(DTYPES)}",
                 "quantized weights need scales, which are not read here",
                 "use the checkpoint in bf16",
             )
 
 
 def _check_config(path: Path, shape: ModelShape) -> None:
-    """That the model computes what config.json says; keys that are not in it are not checked."""
+    """Check that the model agrees with config.json, in keys that the file has.
+
+    Raises WeightsError if it does not.
+    """
     if not path.exists():
         return
     config = read_json(path)
-    rope = config.get("rope_parameters")  # where transformers 5 has rope_theta
+    rope = config.get("rope_parameters")  # transformers 5 has rope_theta there
     config |= rope if isinstance(rope, dict) else {}
     for key, value in config_of(shape).items():
         if config.get(key) is not None and config[key] != value:
@@ -183,49 +202,61 @@ def _check_config(path: Path, shape: ModelShape) -> None:
 
 
 def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
-    """That the manifest has every file with its size. Raises WeightsError."""
+    """Check that the manifest has a SHA-256 and the right size of every file, and return it.
+
+    Raises WeightsError if it has not.
+    """
     manifest = Manifest.read(manifest_path)
     for file in checkpoint.files:
-        facts = manifest.files.get(file.name)
-        if facts is None or facts.sha256 is None:
-            do = "write a manifest of a copy that you trust"
+        listed = manifest.files.get(file.name)
+        if listed is None or listed.sha256 is None:
             refuse(
                 f"{manifest_path}: has no SHA-256 of {file.name}",
                 "the manifest is of another checkpoint, or incomplete",
-                do,
+                "write a manifest of a copy that you trust",
             )
-        if facts.size not in (None, size := file.stat().st_size):
-            what = f"{file}: expected {facts.size} bytes by {manifest_path}, got {size}"
-            refuse(what, "it is not the file in the manifest", FETCH_AGAIN)
+        if listed.size not in (None, size := file.stat().st_size):
+            refuse(
+                f"{file}: expected {listed.size} bytes by {manifest_path}, got {size}",
+                "it is not the file in the manifest",
+                FETCH_AGAIN,
+            )
     return manifest
 
 
 def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.device) -> None:
-    """Compare size and SHA-256 of every file with the manifest. Each rank hashes a part of the files; all ranks get the result.
+    """Compare size and SHA-256 of every file with the manifest.
 
-    `device`: for the collective. Raises WeightsError on every rank if a file differs or is not in the manifest.
+    Each rank hashes a part of the files, and all ranks get the result.
+
+    `device`: the one on which the ranks exchange results.
+
+    Raises WeightsError on every rank if a file differs or is not in the manifest.
     """
     manifest = check_sizes(checkpoint, manifest_path)
+    files = checkpoint.files
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    differs = torch.zeros(len(checkpoint.files), dtype=torch.int32)
-    own = range(rank, len(checkpoint.files), world)
+    differs = torch.zeros(len(files), dtype=torch.int32)
+    own = range(rank, len(files), world)
     with ThreadPoolExecutor(thread_count()) as pool:  # hashing releases the GIL
-        for number, digest in zip(
-            own, pool.map(sha256_of, [checkpoint.files[number] for number in own]), strict=True
-        ):
-            differs[number] = digest != manifest.files[checkpoint.files[number].name].sha256
+        digests = pool.map(sha256_of, [files[number] for number in own])
+        for number, digest in zip(own, digests, strict=True):
+            differs[number] = digest != manifest.files[files[number].name].sha256
     if dist.is_initialized():
         summed = differs.to(device)
         dist.all_reduce(summed)
         differs = summed.cpu()
-    if wrong := [
-        file.name for file, flag in zip(checkpoint.files, differs.tolist(), strict=True) if flag
-    ]:
-        what = f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}"
-        refuse(what, "the file is damaged or changed", FETCH_AGAIN)
+    wrong = [file.name for file, flag in zip(files, differs.tolist(), strict=True) if flag]
+    if wrong:
+        refuse(
+            f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}",
+            "the file is damaged or changed",
+            FETCH_AGAIN,
+        )
 
 
 def read_json(path: Path) -> dict:
+    """Return the JSON object in a file. Raises WeightsError if there is none."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -235,13 +266,14 @@ def read_json(path: Path) -> dict:
             "check the path and the disk",
         )
     except (ValueError, RecursionError) as error:
-        refuse(f"{path}: no valid JSON: {error}", "the file is damaged", FETCH_AGAIN)
+        refuse(f"{path}: not valid JSON: {error}", "the file is damaged", FETCH_AGAIN)
     if not isinstance(content, dict):
-        refuse(f"{path}: no JSON object", "the file is damaged or of another kind", FETCH_AGAIN)
+        refuse(f"{path}: not a JSON object", "the file is damaged or of another kind", FETCH_AGAIN)
     return content
 
 
 def some(names: list[str]) -> str:
+    """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

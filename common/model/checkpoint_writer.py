@@ -1,6 +1,7 @@
-"""Write a model as a Hugging Face safetensors checkpoint: some files of weights, their index, and config.json.
+"""Write a model as a Hugging Face safetensors checkpoint: weights, their index, and config.json.
 
-One tensor after another: host memory holds a copy of one of them, at most. The format is described in checkpoint_reader.py.
+Tensors are written one after another, so host memory holds a copy of at most one of them.
+checkpoint_reader.py describes the format.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from common.errors import write_whole
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
 from common.model.llama import Llama
 
-# torch -> name in safetensors
+# Names in safetensors of torch's dtypes.
 NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -38,28 +39,33 @@ def write_checkpoint(
     dtype: torch.dtype | None = None,
     on_tensor: Callable[[], object] = lambda: None,
 ) -> list[Path]:
-    """Write a model without adapters to `folder`; returns the files: at most `files` with weights, config.json of a LlamaConfig, the index.
+    """Write a model without adapters to `folder` and return the paths of the files.
 
-    `layout`: FUSED as MLCommons', ORDINARY for `LlamaForCausalLM.from_pretrained`. `dtype`: of the files, by default the parameters'.
-    `on_tensor` is called before each tensor. The index comes last. Raises ValueError for a model that is no LlamaForCausalLM, OSError where the
-    disk takes no more.
+    These are at most `files` files of weights, config.json with a LlamaConfig, and the index, which
+    is written last.
+
+    `layout`: FUSED as in MLCommons' copy, or ORDINARY for `LlamaForCausalLM.from_pretrained`.
+    `dtype`: of the stored weights (default: that of the parameters).
+    `on_tensor`: called before each tensor.
+
+    Raises ValueError if the model is not a LlamaForCausalLM, and OSError if writing fails, for
+    example on a full disk.
     """
     if model.shape.qk_norm:
-        raise ValueError("only Llama can be written: this model norms its query and key heads")
+        raise ValueError("only Llama can be written: this model has norms of query and key heads")
     dtype = dtype or model.embedding.weight.dtype
     tensors = _tensors(model, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    groups = groups_of_equal_size(
-        {name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files
-    )
-    paths, weight_map = [], {}
+    sizes = {name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}
+    groups = groups_of_equal_size(sizes, files)
+    paths: list[Path] = []
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         write_file(path, {name: tensors[name] for name in names}, dtype, on_tensor)
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
-    total = sum(rows.numel() for rows in tensors.values()) * dtype.itemsize
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     for name, content in ((CONFIG, _llama_config(model, dtype)), (INDEX, index)):
         write_whole(folder / name, json.dumps(content, indent=2).encode() + b"\n")
         paths.append(folder / name)
@@ -67,12 +73,16 @@ def write_checkpoint(
 
 
 def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
-    """The tensors of the checkpoint in the order of the forward: views of the parameters."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of the checkpoint by name, in the order of the forward.
+
+    They are views of the parameters.
+    """
+    tensors: dict[str, Tensor] = {}
     for name, parts in parts_of(model.shape, layout).items():
-        rows = model.get_parameter(name).split([part.rows for part in parts])
-        found |= {part.name: view for part, view in zip(parts, rows, strict=True)}
-    return found
+        views = model.get_parameter(name).split([part.rows for part in parts])
+        for part, view in zip(parts, views, strict=True):
+            tensors[part.name] = view
+    return tensors
 
 
 def write_file(
@@ -82,10 +92,14 @@ def write_file(
     on_tensor: Callable[[], object] = lambda: None,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """One safetensors file, on the disk when this returns. `dtype`: of all tensors, by default of each its own. Raises OSError."""
-    header: dict[str, object] = {
-        "__metadata__": metadata or {"format": "pt"}
-    }  # transformers asks for it
+    """Write a safetensors file, which is on disk when this returns.
+
+    `dtype`: of all stored tensors (default: each its own).
+
+    Raises OSError.
+    """
+    # transformers requires this metadata.
+    header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     end = 0
     for name, rows in tensors.items():
         kind = dtype or rows.dtype
@@ -96,7 +110,7 @@ def write_file(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
@@ -109,8 +123,12 @@ def write_file(
 
 
 def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:
-    """The names in their order, cut into at most `count` groups of about equal bytes, none of them empty."""
-    share, done = sum(sizes.values()) / count, 0
+    """Split the names, in their order, into at most `count` groups of about equal bytes.
+
+    No group is empty.
+    """
+    share = sum(sizes.values()) / count
+    done = 0
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
         if groups[-1] and done >= share * len(groups):
@@ -121,8 +139,12 @@ def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:
 
 
 def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
-    """The fields of transformers' LlamaConfig. No ids of special tokens: which ones there are is the tokenizer's matter."""
-    shape, scaling = model.shape, None
+    """Return the fields of transformers' LlamaConfig.
+
+    IDs of special tokens are None, because the tokenizer defines them.
+    """
+    shape = model.shape
+    scaling = None
     if rope := shape.rope_scaling:
         scaling = {
             "rope_type": "llama3",

@@ -1,11 +1,14 @@
-"""Linear layers in an emulated block format (kernels/block_formats.py), and the later return to FP8 or bf16 ("healing").
+"""Linear layers in an emulated block format, and the later return to FP8 or bf16 ("healing").
 
-Until then the kernels store operands in the precision of the run, and each product first quantizes and dequantizes its factors,
-along the dimension that it sums over. After that the products are those of the format that follows `then`; FP8's scales begin
-there. Emulation is for numerics: it is slower than the products it stands for, and keeps two copies of each weight in the
-precision of the run. Imported only where a config asks for it.
+Until healing, the kernels store operands in the precision of the run. Each product first quantizes
+and dequantizes its factors along the dimension that it sums over (kernels/block_formats.py). After
+healing, the products are those of the format `then`. FP8's scales begin at that point.
 
-Outside of it: attention, head and embedding, the adapters of LoRA, and what LoRA keeps of SwiGLU's input, which no product reads.
+Emulation shows numerics only: it is slower than native products would be, and it keeps two copies
+of each weight in the precision of the run. This module is imported only if a config uses it.
+
+Not emulated are attention, head, embedding, LoRA's adapters, and the copy of SwiGLU's input that
+LoRA keeps, which no product reads.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from common.model.linear_layers import BlockQuantizers, DelayedScaling, FrozenWe
 
 
 class EmulatedLayers(DelayedScaling):
-    """Whether the model has healed, and the FP8 scales after that."""
+    """Linear layers that emulate a block format and, after healing, compute in `form.then`."""
 
     def __init__(self, form: LinearFormat | None = None):
         super().__init__()
@@ -39,7 +42,7 @@ class EmulatedLayers(DelayedScaling):
         self.steps_done = 0
         self.healed = False
 
-    # Casts. The place of a native path.
+    # Casts. A native implementation would replace them.
 
     def _cast(
         self,
@@ -49,7 +52,10 @@ class EmulatedLayers(DelayedScaling):
         gradient: bool = False,
         weight: bool = False,
     ) -> Tensor:
-        """Return x, the summed dimension last, quantized and dequantized, in x's dtype or `dtype`."""
+        """Quantize and dequantize `x`, whose last dimension is the summed one.
+
+        The result is in `dtype`, by default in x's dtype.
+        """
         element = self.blocks.gradient_element if gradient else self.blocks.element
         return block_formats.emulate(
             x,
@@ -61,7 +67,10 @@ class EmulatedLayers(DelayedScaling):
         )
 
     def _columns(self, x: Tensor, *, gradient: bool = False) -> QuantizedTensor:
-        """Return a factor of wgrad, cast along its rows. A transform fills them up to a multiple of 16."""
+        """Return a factor of wgrad, cast along its rows.
+
+        A Hadamard transform pads the rows to a multiple of 16.
+        """
         transposed = x.t()
         if self.transform:
             transposed = block_formats.hadamard(transposed, self.transform == "random_hadamard")
@@ -113,14 +122,19 @@ class EmulatedLayers(DelayedScaling):
     # State.
 
     def allocate(self, device: torch.device) -> None:
-        """As with FP8; and one row more of the state, whose scale is the step of healing, or 0: it is part of every checkpoint."""
-        self.quantizers.append(Quantizer(weight=True))  # no step changes the scale of a weight
+        """Allocate FP8's state with one more row, whose scale is the step of healing, or 0.
+
+        In this way every checkpoint holds that step.
+        """
+        # A weight's quantizer, because no optimizer step changes its scale.
+        self.quantizers.append(Quantizer(weight=True))
         super().allocate(device)
 
     def heal(self) -> None:
-        """Compute products in the format that follows from here on."""
+        """Compute products in the format `then` from now on."""
         self.healed = True
-        super().reset()  # no history of FP8 yet: the first step takes its scales from the tensors themselves
+        # FP8 has no history yet: the first step takes its scales from the tensors themselves.
+        super().reset()
         self.scales[-1, SCALE] = self.steps_done
 
     def resume(
@@ -145,16 +159,17 @@ class EmulatedLayers(DelayedScaling):
     def evaluated(self, loss: float) -> dict[str, object]:
         """Return also the format of this evaluation's products."""
         name = self.format.then if self.healed else f"{self.format.name}, emulated"
-        facts = {"linear_format": name, **super().evaluated(loss)}
+        entries = {"linear_format": name, **super().evaluated(loss)}
         if self.until == "loss" and not self.healed and loss <= self.point:
             self.heal()
-        return facts
+        return entries
 
 
 class EmulatedBase:
-    """LoRA's frozen weights in the block format until healing, cast from what is stored whenever a layer is read.
+    """LoRA's frozen weights in the block format until healing.
 
-    A base that is stored in FP8 has been rounded to e4m3 before.
+    They are cast from the stored weights whenever a layer is read. A base that is stored in FP8 has
+    been rounded to e4m3 before.
     """
 
     def __init__(self, base: FrozenWeights, linear: EmulatedLayers):
@@ -188,7 +203,7 @@ class EmulatedBase:
         self.base.release(layer)
 
     def _cast(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """Return a matrix in the dtype of the products: that of the stored one, bf16 where it is in FP8."""
+        """Cast a stored matrix. The result is in its dtype, or in bf16 if it is stored in FP8."""
         if scale is None:
             return self.linear._cast(stored, weight=True)
         return self.linear._cast(stored.float() * scale, torch.bfloat16, weight=True)

@@ -1,6 +1,9 @@
-"""Shapes of public Llama-like models by name, or from a Hugging Face config.json. Standard library only.
+"""Shapes of public Llama-like models, by name or from a Hugging Face config.json.
 
-Numbers are those of the config.json that each publisher ships with the weights; tests/model/test_families.py holds their totals to published ones.
+Standard library only.
+
+The numbers are those of the config.json that each publisher ships with the weights.
+tests/model/test_families.py compares the resulting totals with published ones.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class Family:
 
     name: str
     shape: ModelShape
-    # its attention sees so many tokens; ours sees them all, which differs in longer sequences only
+    # Tokens that the attention of the model sees. Ours sees all tokens, so they differ only
+    # in longer sequences.
     sliding_window: int | None = None
 
 
@@ -73,7 +77,8 @@ FAMILIES = {
 }
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
-# What another value of these keys would compute, we do not. A key that config.json does not have, or has as null, has the value here.
+# The only supported values of these keys. A key that is missing in config.json, or null there, has
+# the value here.
 COMPUTED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -92,14 +97,17 @@ SIZES = (
 
 
 def shape_of(name_or_path: str) -> ModelShape:
-    """As `family_of`, the shape alone."""
+    """Return only the shape of `family_of`. Raises ConfigError as it does."""
     return family_of(name_or_path).shape
 
 
 def family_of(name_or_path: str) -> Family:
-    """A model of FAMILIES, or one described by a Hugging Face config.json: the file, or the folder that holds it.
+    """Return a model of FAMILIES, or one that a Hugging Face config.json describes.
 
-    Raises ConfigError for an unknown name, a file that cannot be read, and a model that our blocks do not compute.
+    `name_or_path`: a name, or the path of a config.json or of the folder that holds it.
+
+    Raises ConfigError if the name is unknown, the file cannot be read, or our blocks do not support
+    the model.
     """
     if (family := FAMILIES.get(name_or_path.lower())) is not None:
         return family
@@ -110,15 +118,17 @@ def family_of(name_or_path: str) -> Family:
     if path.suffix == ".json" or "/" in name_or_path:
         raise ConfigError(
             f"{path}: no such file",
-            "a model is one of the known names, or a config.json",
+            "a model is a known name or the path of a config.json",
             "check the path",
         )
     near = difflib.get_close_matches(name_or_path.lower(), FAMILIES, n=3, cutoff=0.5)
-    why = f"near it: {', '.join(near)}" if near else f"known are {', '.join(FAMILIES)}"
+    why = f"known models are {', '.join(FAMILIES)}"
+    if near:
+        why = f"similar names are {', '.join(near)}"
     raise ConfigError(
-        f"no model is called {name_or_path}",
+        f"unknown model {name_or_path}",
         why,
-        "name one of these, or the config.json of a Hugging Face model",
+        "use one of these, or the path of a Hugging Face model's config.json",
     )
 
 
@@ -131,8 +141,12 @@ def _from_config(path: Path) -> Family:
         ) from None
     if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
         kind = config.get("model_type") if isinstance(config, dict) else None
-        why = f"the blocks compute {', '.join(MODEL_TYPES)}: RMSNorm, rotary embedding, grouped-query attention, SwiGLU"
-        raise ConfigError(f"{path}: model_type is {kind!r}", why, "choose a model of these types")
+        raise ConfigError(
+            f"{path}: unsupported model_type {kind!r}",
+            f"supported types are {', '.join(MODEL_TYPES)}: models with RMSNorm, rotary embedding, "
+            "grouped-query attention and SwiGLU",
+            "choose a model of one of these types",
+        )
     for key, value in COMPUTED.items():
         if config.get(key) not in (None, value):
             _refuse(path, key, config[key])
@@ -141,9 +155,8 @@ def _from_config(path: Path) -> Family:
 
 def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     qwen3 = config["model_type"] == "qwen3"
-    if (
-        config["model_type"] == "llama" and config.get("num_key_value_heads") is None
-    ):  # transformers' default for llama only
+    # transformers has this default for llama only.
+    if config["model_type"] == "llama" and config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config.get("num_attention_heads")
     missing = [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]
     if missing:
@@ -154,12 +167,16 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
         )
     layers, hidden, ffn, heads, kv_heads, vocab = (config[key] for key in SIZES)
     head_dim = config.get("head_dim") or (128 if qwen3 else None)  # transformers' default for qwen3
-    rope = (
-        config.get("rope_parameters") or {}
-    )  # where transformers 5 has rope_theta and rope_scaling
+    # transformers 5 has rope_theta and rope_scaling in rope_parameters.
+    rope = config.get("rope_parameters") or {}
     try:
         return ModelShape(
-            *(layers, hidden, ffn, heads, kv_heads, vocab),
+            layers,
+            hidden,
+            ffn,
+            heads,
+            kv_heads,
+            vocab,
             rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             rope_scaling=_rope_scaling(
                 path, rope if rope.get("rope_type") else config.get("rope_scaling") or {}
@@ -171,7 +188,9 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}: no shape of a model", f"{type(error).__name__}: {error}", "check the file"
+            f"{path}: not a valid shape of a model",
+            f"{type(error).__name__}: {error}",
+            "check the file",
         ) from None
 
 
@@ -190,7 +209,10 @@ def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
 
 
 def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
-    """Of all layers; None without one. Qwen3's configs name a window that `use_sliding_window` turns off."""
+    """Return the sliding window of all layers, or None if the model has none.
+
+    Qwen3's configs name a window that `use_sliding_window` turns off.
+    """
     on = config.get("use_sliding_window", config["model_type"] == "mistral")
     if on and config["model_type"] == "qwen3":
         _refuse(path, "use_sliding_window", True)
@@ -199,5 +221,7 @@ def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
 
 def _refuse(path: Path, key: str, value: object) -> NoReturn:
     raise ConfigError(
-        f"{path}: {key} is {value!r}", "our blocks do not compute that", "choose a model without it"
+        f"{path}: unsupported {key} {value!r}",
+        "the blocks of this package do not compute it",
+        "choose a model without it",
     )

@@ -1,10 +1,14 @@
-"""The transformer block of pre-training: forward and backward are each a straight list of kernel launches, in FP8, bf16 or fp32.
+"""The transformer block of pre-training, in FP8, bf16 or fp32.
 
-x + attention(norm(x)), then the same with the feed-forward. Query, key and value projections are one matrix (rows: all of Q, then K, then
-V), and so are gate and up (gate first). Each producer kernel writes its output already quantized (kernels/fp8.py); separate casts remain only
-after attention and at the block's boundary. What backward needs is chosen here by hand instead of by autograd.
+Forward and backward are each a straight list of kernel launches. The block computes
+x + attention(norm(x)), then the same with the feed-forward. Query, key and value projections are
+one matrix (rows: all of Q, then K, then V), and so are gate and up (gate first). Kernels write the
+inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
+attention and at the block's boundary. The tensors that the backward needs are chosen here by hand
+instead of by autograd.
 
-Legend: M tokens (batch x sequence), D hidden, F ffn; n, h, o are the inputs of matrix products. A gradient's name starts with d_.
+M is the number of tokens (batch x sequence), D the hidden size, F the ffn size. n, h and o are
+inputs of matrix products. The name of a gradient starts with d_.
 """
 
 from __future__ import annotations
@@ -30,17 +34,19 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 
 @dataclass
 class Saved(SavedTensors):
-    """What a block keeps for its backward. In FP8, bytes per token of the 8B: x and the residual 16,384, q, k and v 12,288, attention's output
-    8,192, the products' columnwise inputs 26,624, gate_up 57,344, rstd and attention's log-sum-exp 136: 120,968.
+    """Tensors that a block keeps for its backward.
+
+    Bytes per token of the 8B in FP8: x and the residual 16,384, q, k and v 12,288, attention's
+    output 8,192, the columnwise inputs of the products 26,624, gate_up 57,344, rstd and attention's
+    log-sum-exp 136. Total: 120,968.
     """
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     n_1: QuantizedTensor  # normalized x
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    attention: tuple[
-        Tensor, tuple[Tensor, Tensor, Tensor]
-    ]  # its output, with autograd's graph, and the leaves q, k, v
+    # The output, with autograd's graph, and the leaves q, k, v.
+    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
     o: QuantizedTensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
@@ -50,12 +56,16 @@ class Saved(SavedTensors):
 
 
 def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
-    """Return RoPE for this shape, with the norms of query and key heads where the shape has them."""
+    """Return RoPE for this shape, with norms of query and key heads if the shape has `qk_norm`.
+
+    Raises ConfigError if the Triton kernels do not support the head dimension.
+    """
     if kernels == "triton":
         require_triton_shape(shape)
     if not shape.qk_norm:
         return RotaryEmbedding(shape, ENGINES[kernels])
-    from common.model.qk_norm import QKNormRotaryEmbedding  # only for shapes that have these norms
+    # Imported only for shapes that have these norms.
+    from common.model.qk_norm import QKNormRotaryEmbedding
 
     return QKNormRotaryEmbedding(shape, ENGINES[kernels], kernels)
 
@@ -64,12 +74,17 @@ class FusedBlock(nn.Module):
     def __init__(
         self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False
     ):
-        """`kernels`: "reference" or "triton". `linear`: the format of the linear layers, shared by all blocks. `recompute`: keep
-        only the input, and run forward again in backward.
+        """Make a block with undefined weights.
+
+        `kernels`: "reference" or "triton".
+        `linear`: the linear layers' format, shared by all blocks.
+        `recompute`: keep only the input, and run the forward again in the backward.
         """
         super().__init__()
         self.linear = linear
-        self.shape, self.ops, self.recompute = shape, ENGINES[kernels], recompute
+        self.shape = shape
+        self.ops = ENGINES[kernels]
+        self.recompute = recompute
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
         self.rotation = rotary_embedding(shape, kernels)
@@ -91,7 +106,10 @@ class FusedBlock(nn.Module):
         return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the matrices as products read them; in FP8 cast once per optimizer step."""
+        """Return the four matrices in the form that products read.
+
+        In FP8 they are cast once per optimizer step.
+        """
         weights = {}
         for name in LINEARS:
             weights[name] = self.linear.weight(
@@ -102,8 +120,11 @@ class FusedBlock(nn.Module):
     def run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
     ) -> tuple[Tensor, Saved | None]:
-        """The forward; with `keep`, also what backward needs."""
-        ops, linear, shape, weights = self.ops, self.linear, self.shape, self.weights()
+        """Compute the forward. With `keep`, also return the tensors that the backward needs."""
+        ops = self.ops
+        linear = self.linear
+        shape = self.shape
+        weights = self.weights()
         quantizers = linear.stored(self.quantizers)
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(
@@ -132,8 +153,13 @@ class FusedBlock(nn.Module):
     def run_backward(
         self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
-        ops, linear, weights = self.ops, self.linear, self.weights()
+        """Return the gradients of the input and of the weights, in the order of `forward`.
+
+        Removes the members of `saved` as soon as they are used.
+        """
+        ops = self.ops
+        linear = self.linear
+        weights = self.weights()
         quantizers = linear.stored(self.quantizers)
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
@@ -145,9 +171,9 @@ class FusedBlock(nn.Module):
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         d_gate_up_weight = linear.wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up
-        residual, rstd, norm = saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight
+        residual = saved.pop("residual")
         d_residual, quantized, d_norm_2 = ops.rms_norm_backward(
-            d_n, residual, rstd, norm, d_out, quantizers.d_attention
+            d_n, residual, saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention
         )
         g = quantized or QuantizedTensor(d_residual)
         d_attention = linear.dgrad(g, weights["o"])
@@ -177,7 +203,10 @@ class FusedBlock(nn.Module):
 
 
 def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:
-    """A Llama of fused blocks without FP8, in the default dtype and on the default device; weights undefined."""
+    """Return a Llama of fused blocks without FP8, with undefined weights.
+
+    It has the default dtype and is on the default device.
+    """
     linear = LinearLayers()
     blocks = [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)]
     return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
@@ -186,8 +215,11 @@ def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "ref
 def attend(
     shape: ModelShape, qkv_BSE: Tensor, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Attention of the rotated projection. With `keep` its output carries a small autograd graph of its own, down to the leaves q, k and v: backward
-    asks torch for the gradients through it, because only torch's kernels know what their forward saved.
+    """Return attention of the rotated projection, and its inputs q, k and v.
+
+    With `keep`, the output carries a separate autograd graph, whose leaves are q, k and v. The
+    backward lets torch compute the gradients through this graph, because only torch's kernels know
+    what their forward saved.
     """
     packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
     parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
@@ -198,7 +230,7 @@ def attend(
 
 @contextmanager
 def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
-    """A recomputed forward must not count the largest values a second time."""
+    """Turn off the recording of amaxes, which a recomputed forward must not record again."""
     present = [quantizer for quantizer in vars(quantizers).values() if quantizer is not None]
     before = [quantizer.recording for quantizer in present]
     for quantizer in present:
@@ -209,7 +241,7 @@ def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
 
 
 class FusedBlockFunction(torch.autograd.Function):
-    """What autograd sees of a fused block, of pre-training or LoRA: one function."""
+    """The single autograd function of a fused block, of pre-training or LoRA."""
 
     @staticmethod
     def forward(
@@ -222,25 +254,30 @@ class FusedBlockFunction(torch.autograd.Function):
         sin: Tensor,
         *trained: Tensor,
     ) -> Tensor:
-        """`trained`: what gets a gradient, in the order of the block's `run_backward`, after the gradient of x."""
+        """Run the block's forward.
+
+        `trained`: the tensors that get a gradient, in the order in which the block's `run_backward`
+            returns their gradients after that of x.
+        """
         out, saved = block.run(x, cos, sin, keep and not recompute)
         if keep:
             # Attributes, not save_for_backward: backward drops each tensor as soon as it is used.
-            ctx.block, ctx.saved, ctx.x, ctx.tables = (
-                block,
-                saved,
-                x if recompute else None,
-                (cos, sin),
-            )
+            ctx.block = block
+            ctx.saved = saved
+            ctx.x = x if recompute else None
+            ctx.tables = (cos, sin)
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.block is None:
             raise RuntimeError(
-                "a block's backward ran twice: the first one used up what the forward had saved"
+                "a block's backward ran twice: the first run freed the forward's saved tensors"
             )
-        block, saved, x, (cos, sin) = ctx.block, ctx.saved, ctx.x, ctx.tables
+        block = ctx.block
+        saved = ctx.saved
+        x = ctx.x
+        cos, sin = ctx.tables
         ctx.block = ctx.saved = ctx.x = None
         if x is not None:
             with not_recording(block.quantizers):

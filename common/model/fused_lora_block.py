@@ -1,7 +1,9 @@
-"""The transformer block of LoRA fine-tuning: frozen matrices with trainable adapters, forward and backward each a straight list of launches.
+"""The transformer block of LoRA fine-tuning: frozen matrices with trainable adapters.
 
-The sibling of `FusedBlock`, which explains the legend. The frozen matrices come from a `FrozenBase`, in FP8 or not, and have no gradient: backward
-does not need their inputs. The adapters' inputs are made again: n_1 from x, and the dropout mask from a seed (kernels/lora.py).
+Forward and backward are each a straight list of kernel launches. Names are those of fused_block.py.
+The frozen matrices come from a `FrozenBase`, in FP8 or not. They have no gradient, so the backward
+does not need their inputs. It recomputes the adapters' inputs: n_1 from x, and the dropout mask
+from a seed (kernels/lora.py).
 """
 
 from __future__ import annotations
@@ -25,27 +27,30 @@ from common.sharding.activation_offload import ActivationOffloader
 
 @dataclass
 class Saved(SavedTensors):
-    """What a block keeps for its backward: see `saved_bytes_per_token`."""
+    """Tensors that a block keeps for its backward, counted by `saved_bytes_per_token`."""
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     t_qkv: Tensor  # [M, rank], D(n_1) A^T
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    attention: tuple[
-        Tensor, tuple[Tensor, Tensor, Tensor]
-    ]  # its output, with autograd's graph, and the leaves q, k, v
+    # The output, with autograd's graph, and the leaves q, k, v.
+    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
-    gate_up: Tensor | QuantizedTensor  # offloaded, its rowwise tensor is empty
-    dropouts: tuple[Dropout | None, Dropout | None]  # of the two adapters
+    gate_up: Tensor | QuantizedTensor  # its rowwise tensor is empty while it is offloaded
+    dropouts: tuple[Dropout | None, Dropout | None]  # those of the two adapters
 
 
 def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int = 2) -> int:
-    """Bytes that one layer keeps per token; `itemsize` of the activations, 2 for bf16. With `fp8`, gate_up is kept in 8 bits.
+    """Return the bytes that one layer keeps per token.
 
-    Llama 2 70B, rank 16, bf16: x, attention's output and the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688
-    without), both T 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8: 127,304, 83.4 GB for 80 layers of a sequence of 8192.
+    `fp8`: gate_up is kept in 8 bits.
+    `itemsize`: bytes of an element of the activations, 2 for bf16.
+
+    Example: Llama 2 70B, rank 16, bf16. x, attention's output and the residual 49,152, q, k and v
+    20,480, gate_up 57,344 in 8 bits (114,688 otherwise), both T 64, fp32 log-sum-exp of attention
+    256 and rstd of the norms 8. Total: 127,304, or 83.4 GB for 80 layers of a sequence of 8192.
     """
     tensors = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
     tensors += (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.qk_norm else 0
@@ -65,16 +70,26 @@ class FusedLoraBlock(nn.Module):
         offloader: ActivationOffloader | None = None,
         offloads: bool = False,
     ):
-        """`layer`: its number in `base`. `linear`: the format of the linear layers, shared by all blocks, and so is `offloader`. With
-        `offloads` this block's gate_up stays in the host's memory until backward.
+        """Make a block with undefined weights.
+
+        `layer`: its number in `base`.
+        `kernels`: "reference" or "triton".
+        `linear`: the linear layers' format, shared by all blocks.
+        `offloader`: shared by all blocks.
+        `offloads`: keep this block's gate_up in host memory until the backward.
         """
         super().__init__()
         self.linear = linear
-        self.shape, self.layer, self.base = shape, layer, base
-        self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
-        self.scale, self.dropout = adapters.alpha / adapters.rank, adapters.dropout
+        self.shape = shape
+        self.layer = layer
+        self.base = base
+        self.ops = ENGINES[kernels]
+        self.lora = lora.ENGINES[kernels]
+        self.scale = adapters.alpha / adapters.rank
+        self.dropout = adapters.dropout
         self.quantizers = BlockQuantizers.frozen(linear)
-        self.offloader, self.offloads = offloader, offloads
+        self.offloader = offloader
+        self.offloads = offloads
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.qkv = Adapter(shape.hidden_size, shape.qkv_size, adapters.rank)
@@ -82,20 +97,20 @@ class FusedLoraBlock(nn.Module):
         self.o = Adapter(shape.attention_size, shape.hidden_size, adapters.rank)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Without gradients there is no dropout, and nothing is kept."""
+        """Run the block. Without gradients there is no dropout, and nothing is kept."""
         adapters = [self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
         return FusedBlockFunction.apply(self, keep, False, x_BSD, cos, sin, *adapters)
 
     def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
-        """Masks for one forward, of the device's generator."""
+        """Draw the seeds of both masks for one forward from the device's generator."""
         if not (self.training and self.dropout):
             return None, None
         seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
         return Dropout(seeds[:1], self.dropout), Dropout(seeds[1:], self.dropout)
 
     def cast_adapters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A and B of qkv, A and B of o, as the kernels compute with them."""
+        """Return A and B of qkv, then A and B of o, in the dtype in which the kernels compute."""
         a_qkv, b_qkv, a_o, b_o = (
             t.detach().to(dtype)
             for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b)
@@ -105,13 +120,11 @@ class FusedLoraBlock(nn.Module):
     def run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
     ) -> tuple[Tensor, Saved | None]:
-        """The forward; with `keep`, also what backward needs."""
-        ops, linear, shape, weights = (
-            self.ops,
-            self.linear,
-            self.shape,
-            self.base.forward_weights(self.layer),
-        )
+        """Compute the forward. With `keep`, also return the tensors that the backward needs."""
+        ops = self.ops
+        linear = self.linear
+        shape = self.shape
+        weights = self.base.forward_weights(self.layer)
         quantizers = linear.stored(self.quantizers)
         dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
@@ -137,9 +150,9 @@ class FusedLoraBlock(nn.Module):
         del branch
         gate_up = linear.fprop(n_2, weights["gate_up"])
         del n_2
-        h, kept = ops.swiglu(
-            gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None
-        )  # an evaluation keeps nothing
+        # An evaluation keeps nothing.
+        kept_quantizer = quantizers.stored_gate_up if self.training else None
+        h, kept = ops.swiglu(gate_up, quantizers.h, kept_quantizer)
         del gate_up
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
@@ -147,25 +160,29 @@ class FusedLoraBlock(nn.Module):
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
             self.offloader.offload(kept.rowwise)
             kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
-        saved = (
-            Saved(
+        saved = None
+        if keep:
+            saved = Saved(
                 x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts
             )
-            if keep
-            else None
-        )
         return out, saved
 
     def run_backward(
         self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
-        ops, linear, weights = self.ops, self.linear, self.base.backward_weights(self.layer)
+        """Return the gradients of the input, of A and B of qkv, and of A and B of o.
+
+        Those of the adapters are in fp32. Removes the members of `saved` as soon as they are used.
+        """
+        ops = self.ops
+        linear = self.linear
+        weights = self.base.backward_weights(self.layer)
         quantizers = linear.stored(self.quantizers)
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.offloader is not None:
-            self.offloader.prefetch()  # also in blocks that offload nothing: the copy then has a whole block's time
+            # Also in blocks that offload nothing: the copy then has the time of a whole block.
+            self.offloader.prefetch()
         d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
         gate_up = saved.pop("gate_up")
         if self.offloads:
@@ -195,10 +212,11 @@ class FusedLoraBlock(nn.Module):
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del out, leaves, o, d_attention
-        d_qkv = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, None)[
-            0
-        ].rowwise
-        del gradients
+        d_qkv_unquantized, _ = self.rotation.backward(
+            gradients, saved.pop("qk_before_norm"), cos, sin, None
+        )
+        d_qkv = d_qkv_unquantized.rowwise
+        del gradients, d_qkv_unquantized
         p, d_b_qkv, g = self.lora.up_backward(
             d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv
         )

@@ -1,4 +1,7 @@
-"""Initial weights: equal for any number of ranks and on any device, because each tensor has its own generator and is drawn whole on the CPU."""
+"""Initial weights, equal for any number of ranks and on any device.
+
+Each tensor has its own generator and is drawn whole on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,15 @@ def init_weights(
     std: float,
     set_weight: Callable[[nn.Parameter, Tensor], None],
 ) -> None:
-    """N(0, std), output projections of each block N(0, std / sqrt(2 * num_layers)), norms 1; handed to `set_weight(parameter, full)`.
+    """Draw all weights and pass each to `set_weight(parameter, full)`.
 
-    Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual outputs (GPT-2, section 2.3).
-    8.0e9 numbers take some 60 core-seconds, hence the threads.
+    Matrices are drawn from N(0, std), output projections of blocks from
+    N(0, std / sqrt(2 * num_layers)). Norms are 1.
+
+    Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual
+    outputs (GPT-2, section 2.3).
+
+    Uses several threads, because 8.0e9 numbers take some 60 core-seconds.
     """
     residual_std = std / math.sqrt(2 * num_layers)
 
@@ -34,10 +42,11 @@ def init_weights(
         else:
             generator = torch.Generator().manual_seed(parameter_seed(seed, name))
             scaled = name.endswith((".o.weight", ".down.weight"))
-            full = torch.empty(parameter.shape).normal_(
-                0.0, residual_std if scaled else std, generator=generator
-            )
-            full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
+            full = torch.empty(parameter.shape)
+            full.normal_(0.0, residual_std if scaled else std, generator=generator)
+            # Turns -0.0 into 0.0: a step at learning rate 0 would flip its sign bit, and warmup.py
+            # compares bits.
+            full += 0.0
         set_weight(parameter, full)
 
     with torch.no_grad(), ThreadPoolExecutor(thread_count()) as pool:
@@ -46,10 +55,10 @@ def init_weights(
 
 @torch.no_grad()
 def copy_weight(parameter: nn.Parameter, full: Tensor) -> None:
-    """For `init_weights` where nothing is sharded."""
+    """Copy `full` to the parameter: `set_weight` of `init_weights` without sharding."""
     parameter.copy_(full)
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for one tensor's generator."""
+    """Return a 63-bit seed for the generator of the tensor `name`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1

@@ -1,10 +1,12 @@
-"""The linear layers of a model's blocks in one number format: how operands are made and multiplied, and the state of that.
+"""Linear layers of a model's blocks in one number format: operands, products and state.
 
-One LinearLayers serves all blocks of a model. `LinearLayers` itself computes in the precision of the run and is the base class
-of every format; `DelayedScaling` computes in FP8. common/linear_formats.py lists the formats by their names in a config.
+One LinearLayers object serves all blocks of a model. `LinearLayers` itself computes in the
+precision of the run and is the base class of every format. `DelayedScaling` computes in FP8.
+common/linear_formats.py lists the formats by their names in a config.
 
-A block makes a quantizer for each operand, and its kernels store the operand as the quantizer says; without a quantizer they
-store it in the precision of the run. A format that no kernel stores returns no quantizers and casts in the products instead.
+A block makes a quantizer for each operand, and its kernels store the operand as the quantizer says.
+Without a quantizer they store it in the precision of the run. A format that no kernel can store
+returns no quantizers and casts in the products instead.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of
 
 @dataclass(frozen=True)
 class BlockQuantizers:
-    """The quantizers of a block's operands; None for one that kernels store in the precision of the run."""
+    """Quantizers of a block's operands. None: kernels store it in the precision of the run."""
 
     n_1: Quantizer | None = None
     o: Quantizer | None = None
@@ -46,12 +48,12 @@ class BlockQuantizers:
     d_attention: Quantizer | None = None  # gradient of the output projection's result
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
-    # SwiGLU's input, kept in 8 bits for backward: LoRA only
+    # LoRA only: SwiGLU's input, kept in 8 bits for the backward.
     stored_gate_up: Quantizer | None = None
 
     @staticmethod
     def training(linear: LinearLayers) -> BlockQuantizers:
-        """Return those of a block whose matrices train."""
+        """Return the quantizers of a block whose matrices train."""
         forward = {name: linear.quantizer() for name in ("n_1", "o", "n_2", "h")}
         names = [field.name for field in fields(BlockQuantizers)]
         backward = {
@@ -61,34 +63,38 @@ class BlockQuantizers:
 
     @staticmethod
     def frozen(linear: LinearLayers) -> BlockQuantizers:
-        """Return those of a block whose matrices are frozen: rowwise only, since columnwise copies are for weight gradients."""
-        names = [field.name for field in fields(BlockQuantizers)]
-        return BlockQuantizers(
-            **{
-                name: linear.quantizer(gradient=name.startswith("d_"), transposed=False)
-                for name in names
-            }
-        )
+        """Return the quantizers of a block whose matrices are frozen.
+
+        They store rowwise only, because columnwise copies are for gradients of weights.
+        """
+        quantizers = {}
+        for field in fields(BlockQuantizers):
+            gradient = field.name.startswith("d_")
+            quantizers[field.name] = linear.quantizer(gradient=gradient, transposed=False)
+        return BlockQuantizers(**quantizers)
 
 
 class FrozenWeights(Protocol):
-    """Where the frozen matrices qkv, o, gate_up and down of every layer are, [N, K] each: LoRA only."""
+    """LoRA's frozen matrices: qkv, o, gate_up and down of every layer, [N, K] each."""
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """Rowwise, [N, K]."""
+        """Return the layer's matrices, rowwise [N, K]."""
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """In FP8 columnwise, [K, N], and rowwise may be empty; otherwise rowwise."""
+        """Return the layer's matrices for dgrad.
+
+        In FP8 they are columnwise [K, N], and rowwise can be empty. Otherwise they are rowwise.
+        """
 
     def release(self, layer: int) -> None:
-        """This pass has used the layer."""
+        """Call when the current pass no longer needs the layer's matrices."""
 
 
 class LinearLayers:
-    """Products in the precision of the run. Stateless."""
+    """Linear layers in the precision of the run, without state."""
 
     def __init__(self, form: LinearFormat | None = None):
-        """`form`: for a class that implements several formats."""
+        """Prepare the format `form`, which only a class that implements several formats needs."""
         self.quantizers: list[Quantizer] = []
 
     # Operands.
@@ -96,70 +102,92 @@ class LinearLayers:
     def quantizer(
         self, gradient: bool = False, transposed: bool = True, weight: bool = False
     ) -> Quantizer | None:
-        """Return a new quantizer of one tensor of the network; arguments as of `Quantizer`."""
+        """Return a new quantizer of one tensor of the network. Arguments as in `Quantizer`."""
         return None
 
     def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
-        """Return the quantizers of a block with which its kernels store operands now."""
+        """Return the quantizers with which a block's kernels store operands at this time."""
         return quantizers
 
     def weight(
         self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize
     ) -> QuantizedTensor:
-        """weight: [N, K] -> the weight as products read it, cast once per optimizer step."""
+        """Return `weight` [N, K] in the form that products read, cast once per optimizer step.
+
+        `quantize`: the function that casts.
+        """
         return fp8.quantize_weight(weight, quantizer, quantize)
 
     def frozen_base(self, base: FrozenWeights) -> FrozenWeights:
-        """Return a frozen base whose weights are as products read them."""
+        """Return a frozen base whose weights have the form that products read."""
         return base
 
     # Products, as in kernels/fp8.py.
 
     def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        """x: [M, K], weight: [N, K] -> x W^T, [M, N]."""
+        """Return x W^T, [M, N], of `x` [M, K] and `weight` [N, K]."""
         return fp8.matmul(x, weight)
 
     def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        """g: [M, N], weight: [N, K] -> g W, [M, K]."""
+        """Return g W, [M, K], of `g` [M, N] and `weight` [N, K]."""
         return fp8.dgrad(g, weight)
 
     def wgrad(self, g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-        """g: [M, N], x: [M, K] -> g^T x, [N, K]."""
+        """Return g^T x, [N, K], of `g` [M, N] and `x` [M, K]."""
         return fp8.wgrad(g, x)
 
     # State.
 
     def allocate(self, device: torch.device) -> None:
-        """Make the state on `device`: once, after the last `quantizer()` and before the first step."""
+        """Allocate the state on `device`.
+
+        Call once, after the last `quantizer()` and before the first step.
+        """
 
     def state(self) -> dict[str, Tensor]:
-        """Return name -> tensor that training changes in place, float or uint8. Each rank has its own; checkpoints use the names."""
+        """Return the tensors that training changes in place, float or uint8, by name.
+
+        Each rank has its own. Checkpoints use the names.
+        """
         return {}
 
     def reset(self) -> None:
-        """Set the state to what it was before the first step."""
+        """Restore the state from before the first step."""
 
     def resume(
         self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
-        """Go on from `state()` after `steps` steps: of this rank alone, or of all ranks of a run with another number of ranks.
+        """Continue from a saved state.
 
-        `gradient_ratio`: how many times larger gradients are now. The loss is multiplied by the number of ranks before the backward.
+        `ranks`: `state()` of this rank only, or of all ranks of a run with another number of ranks.
+        `steps`: the optimizer steps that were done.
+        `gradient_ratio`: how many times larger gradients are now. It is not 1 if the number of
+            ranks changes, because the loss is multiplied by that number before the backward.
         """
 
     def start_pass(self, training: bool) -> None:
-        """Call before each forward of the model: a micro-batch's, or an evaluation's, which must leave no trace in the state."""
+        """Call before each forward of the model.
+
+        `training`: a micro-batch's forward. Otherwise it is an evaluation's, which must not change
+            the state.
+        """
 
     def step_done(self) -> None:
         """Call after each optimizer step."""
 
     def evaluated(self, loss: float) -> dict[str, object]:
-        """Call after each evaluation. Returns what the run's records say of it; the host may wait for the device."""
+        """Call after each evaluation. Returns entries for the run's records.
+
+        The host may wait for the device.
+        """
         return {}
 
 
 class DelayedScaling(LinearLayers):
-    """Products in FP8: the scales of all quantizers of a model, on one device, and how they follow the amaxes."""
+    """Linear layers in FP8, with the scales of all quantizers of a model on one device.
+
+    The scales follow the amaxes of the last HISTORY steps (kernels/fp8.py).
+    """
 
     def quantizer(
         self, gradient: bool = False, transposed: bool = True, weight: bool = False
@@ -196,14 +224,19 @@ class DelayedScaling(LinearLayers):
         self._start_step()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the quantizers' states [quantizers, 4] and the amaxes of earlier steps [HISTORY, quantizers], both fp32."""
+        """Return the states of the quantizers and the amaxes of earlier steps.
+
+        They are fp32, [quantizers, 4] and [HISTORY, quantizers].
+        """
         return {"fp8_state": self.scales, "fp8_history": self.history}
 
     def resume(
         self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
-        """Of several ranks, a quantizer takes the smallest scale and the largest amaxes that any of them had; those of gradients
-        follow `gradient_ratio`."""
+        """Continue with the smallest scale and the largest amaxes that any of the ranks had.
+
+        Those of gradients are adapted to `gradient_ratio`.
+        """
         scales = torch.stack([rank["fp8_state"] for rank in ranks])
         history = torch.stack([rank["fp8_history"] for rank in ranks])
         smallest = scales[:, :, SCALE].argmin(0)
@@ -225,12 +258,12 @@ class DelayedScaling(LinearLayers):
             quantizer.cached = None
 
     def start_pass(self, training: bool) -> None:
-        """Record amaxes in training alone."""
+        """Turn the recording of amaxes on for training and off for an evaluation."""
         for quantizer in self.quantizers:
             quantizer.recording = training
 
     def step_done(self) -> None:
-        """Compute new scales from the amaxes of the last HISTORY steps, on the device without a host sync."""
+        """Compute new scales from the amaxes of the last HISTORY steps, without a host sync."""
         self.history[1:] = self.history[:-1].clone()
         self.history[0] = self.scales[:, AMAX]
         old = self.scales[:, SCALE]
@@ -247,7 +280,10 @@ class DelayedScaling(LinearLayers):
         return {"clipped_elements": self.take_clipped()}
 
     def take_clipped(self) -> int:
-        """Return the number of elements that saturated since the last call. The host waits for the device."""
+        """Return the number of elements that saturated since the last call.
+
+        The host waits for the device.
+        """
         clipped = int(self.scales[:, CLIPPED].sum())
         self.scales[:, CLIPPED] = 0.0
         return clipped

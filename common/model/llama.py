@@ -1,7 +1,7 @@
-"""One Llama for every benchmark and the miniature: embedding, the blocks it is given, head.
+"""The Llama model of all benchmarks: embedding, given blocks, output head.
 
-Legend of tensor names: B batch, S sequence, D hidden. How blocks compute, in which precision, and how weights are sharded is decided in
-common/training/build.py; nothing here depends on it.
+Suffixes of tensor names: B batch, S sequence, D hidden. common/training/build.py decides how blocks
+compute, in which precision, and how weights are sharded. Nothing here depends on that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from common.model.shapes import ModelShape
 
 
 class RMSNorm(nn.Module):
+    """A root-mean-square norm over the last dimension (kernels/rms_norm.py)."""
+
     def __init__(self, hidden_size: int, eps: float, kernels: str = "reference"):
         super().__init__()
         self.rms_norm = rms_norm.ENGINES[kernels]
@@ -69,15 +71,18 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
+    """A Llama model built from given blocks: embedding, blocks, output head."""
+
     cos: Tensor  # fp32 [max_sequence_length, head_dim / 2]
     sin: Tensor
 
     def __init__(
         self, shape: ModelShape, max_sequence_length: int, blocks: Sequence[nn.Module], head: Head
     ):
-        """`blocks`: called as block(x_BSD, cos, sin), one after the other."""
+        """Build the model. `blocks` are called as block(x_BSD, cos, sin), one after the other."""
         super().__init__()
-        self.shape, self.max_sequence_length = shape, max_sequence_length
+        self.shape = shape
+        self.max_sequence_length = max_sequence_length
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.blocks = nn.ModuleList(blocks)
         self.head = head
@@ -85,12 +90,18 @@ class Llama(nn.Module):
         self.make_rope_tables("cpu")
 
     def tie_embedding(self) -> None:
-        """In shapes with it, the head's projection is the embedding's parameter. Moving a meta model to memory makes two of them."""
+        """Make the head's projection the embedding's parameter, in shapes with `tied_embedding`.
+
+        Call it again after moving a meta model to memory, which makes two parameters of it.
+        """
         if self.shape.tied_embedding:
             self.head.output.weight = self.embedding.weight
 
     def make_rope_tables(self, device: torch.device | str) -> None:
-        """cos and sin of all positions, on `device`: fp32 and equal on every device. Moving a meta model to memory loses them."""
+        """Compute cos and sin of all positions in fp32 on `device`. They are equal on every device.
+
+        Call it again after moving a meta model to memory, which loses them.
+        """
         cos, sin = rope_tables(self.shape, self.max_sequence_length, device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -98,12 +109,15 @@ class Llama(nn.Module):
     def forward(
         self, tokens_BS: Tensor, labels_BS: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens, labels: int [batch, sequence]; label -100 does not count.
+        """Return the losses of the sequences or, without labels, logits [batch, sequence, vocab].
 
-        With labels: (loss_sum, count), fp32 [batch], per sequence. Without: logits [batch, sequence, vocab].
+        `tokens_BS`, `labels_BS`: int [batch, sequence]. Tokens with label -100 do not count.
+
+        The losses are (loss_sum, count), both fp32 [batch].
         """
         sequence_length = tokens_BS.shape[1]
-        cos, sin = self.cos[:sequence_length], self.sin[:sequence_length]
+        cos = self.cos[:sequence_length]
+        sin = self.sin[:sequence_length]
         x_BSD = self.embedding(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, cos, sin)

@@ -1,7 +1,10 @@
-"""Low-rank adapters on a frozen Llama (Hu et al., arXiv:2106.09685): y = x W^T + (alpha / rank) * dropout(x) A^T B^T.
+"""Low-rank adapters (LoRA) of a frozen Llama (Hu et al., arXiv:2106.09685).
 
-They sit on the fused query-key-value projection, one A and one B for all three, and on the attention's output projection. Only A
-and B train: fp32, whole on every rank, so only they have optimizer state and only their gradients are communicated.
+    y = x W^T + (alpha / rank) * dropout(x) A^T B^T
+
+The fused query, key and value projection has one adapter with one A and one B for all three, and
+the attention's output projection has one. Only A and B train. They are fp32 and whole on every
+rank. Only they have optimizer state, and only their gradients are communicated.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from common.model.initialization import parameter_seed
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What the rules fix about the adapters."""
+    """The adapters' settings, which the rules fix."""
 
     rank: int
     alpha: int  # the adapter's output is multiplied by alpha / rank
@@ -25,7 +28,7 @@ class AdapterSettings:
 
 
 class Adapter(nn.Module):
-    """`lora_a`: fp32 [rank, in]; `lora_b`: fp32 [out, rank]."""
+    """An adapter's weights: `lora_a`, fp32 [rank, inputs], and `lora_b`, fp32 [outputs, rank]."""
 
     def __init__(self, inputs: int, outputs: int, rank: int):
         super().__init__()
@@ -34,7 +37,7 @@ class Adapter(nn.Module):
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter of all adapters, names as in `model.named_parameters()`."""
+    """Return the parameters of all adapters, by their names in `model.named_parameters()`."""
     return {
         name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))
     }
@@ -42,13 +45,16 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """A: Kaiming uniform with a = sqrt(5), i.e. U(-1/sqrt(in), 1/sqrt(in)), as peft and NeMo do; B: zero, so the model starts as its base."""
+    """Initialize all adapters as peft and NeMo do.
+
+    A: Kaiming uniform with a = sqrt(5), that is U(-1/sqrt(inputs), 1/sqrt(inputs)). B: zero, so
+    that the model starts as its base.
+    """
     for name, parameter in adapter_parameters(model).items():
         full = torch.zeros(parameter.shape)
         if name.endswith(".lora_a"):
             bound = 1 / math.sqrt(parameter.shape[1])
-            full.uniform_(
-                -bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name))
-            )
-            full += 0.0  # no -0.0: see init_weights
+            generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+            full.uniform_(-bound, bound, generator=generator)
+            full += 0.0  # turns -0.0 into 0.0, as in `init_weights`
         parameter.copy_(full)

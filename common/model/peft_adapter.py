@@ -1,7 +1,10 @@
-"""The trained adapters for other programs, in the format of `peft` (0.21: `PeftModel.save_pretrained` and `LoraConfig`).
+"""Save trained adapters in the format of `peft`, for other programs.
 
-We train one adapter on the fused query, key and value projection, A [rank, hidden] and B [query, key and value rows, rank], and one on the
-output projection. In `peft` q_proj, k_proj and v_proj have an adapter each: all three get the same A, and their rows of B.
+The format is that of peft 0.21: `PeftModel.save_pretrained` and `LoraConfig`.
+
+We train one adapter on the fused query, key and value projection, A [rank, hidden] and
+B [query, key and value rows, rank], and one on the output projection. In `peft`, q_proj, k_proj and
+v_proj have one adapter each: all three get the same A, and their rows of B.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from torch import Tensor
 from common.errors import StorageError
 from common.model.shapes import ModelShape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-SPLIT, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
-PLAIN_LORA = {  # alpha / rank * B @ A, and nothing else
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+SPLIT = ("q_proj", "k_proj", "v_proj")
+OUTPUT = "o_proj"
+# Plain LoRA: alpha / rank * B @ A, without variants.
+PLAIN_LORA = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": "base",
@@ -37,21 +43,25 @@ def save_peft_adapter(
     alpha: int,
     dropout: float,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors into the new `folder`, which is there when both are complete, or not at all.
+    """Write adapter_config.json and adapter_model.safetensors into the new `folder`.
 
-    Raises FileExistsError: adapters are never overwritten; StorageError, and then leaves nothing.
+    The folder exists only when both files are complete.
 
-    `tensors`: for every block N, `blocks.N.qkv.lora_a` [rank, hidden], `blocks.N.qkv.lora_b` [qkv_size, rank] with the rows of Q, K,
-    V in this order, `blocks.N.o.lora_a` and `blocks.N.o.lora_b` [hidden, rank]; whole tensors, stored in the dtype they have.
+    `tensors`: for every block N, whole tensors that are stored in their own dtype:
+        `blocks.N.qkv.lora_a` [rank, hidden]
+        `blocks.N.qkv.lora_b` [qkv_size, rank], with the rows of Q, K, V in this order
+        `blocks.N.o.lora_a` [rank, attention_size]
+        `blocks.N.o.lora_b` [hidden, rank]
+
+    Raises FileExistsError if `folder` exists, because adapters are never overwritten. Raises
+    StorageError if writing fails, and then leaves no files.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists")
     config = PLAIN_LORA | {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    data, partial = (
-        save(peft_tensors(tensors, shape), metadata={"format": "pt"}),
-        folder.with_name(f"{folder.name}.partial"),
-    )
-    shutil.rmtree(partial, ignore_errors=True)  # what a kill left
+    data = save(peft_tensors(tensors, shape), metadata={"format": "pt"})
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left behind by a killed process
     try:
         partial.mkdir(parents=True)
         (partial / WEIGHTS).write_bytes(data)
@@ -59,23 +69,27 @@ def save_peft_adapter(
         partial.rename(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        what = f"the adapter was not saved in {folder}: {error.strerror}"
-        why = f"it needs {len(data) / 1e6:.0f} MB; the disk is full or read-only"
-        raise StorageError(what, why, "free space before the next run") from error
+        raise StorageError(
+            f"the adapter was not saved in {folder}: {error.strerror}",
+            f"it needs {len(data) / 1e6:.0f} MB, and the disk is full or read-only",
+            "free space before the next run",
+        ) from error
 
 
 def peft_tensors(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """The same adapters under peft's names, on the CPU. Raises KeyError if one is missing."""
-    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    found: dict[str, Tensor] = {}
+    """Return the adapters under peft's names, on the CPU. Raises KeyError if one is missing."""
+    query = shape.num_heads * shape.head_dim
+    key_value = shape.num_kv_heads * shape.head_dim
+    renamed: dict[str, Tensor] = {}
     for layer in range(shape.num_layers):
-        a, b = tensors[f"blocks.{layer}.qkv.lora_a"], tensors[f"blocks.{layer}.qkv.lora_b"]
+        a = tensors[f"blocks.{layer}.qkv.lora_a"]
+        b = tensors[f"blocks.{layer}.qkv.lora_b"]
         parts = dict(zip(SPLIT, b.split([query, key_value, key_value]), strict=True))
         pairs = {name: (a, rows) for name, rows in parts.items()}
         pairs[OUTPUT] = (tensors[f"blocks.{layer}.o.lora_a"], tensors[f"blocks.{layer}.o.lora_b"])
         for name, pair in pairs.items():
             for letter, tensor in zip("AB", pair, strict=True):
-                # A copy each: the file format takes no two names for one memory.
                 key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{letter}.weight"
-                found[key] = tensor.detach().to("cpu", copy=True).contiguous()
-    return found
+                # A copy each, because two names in the file must not share memory.
+                renamed[key] = tensor.detach().to("cpu", copy=True).contiguous()
+    return renamed

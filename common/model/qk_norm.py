@@ -1,4 +1,7 @@
-"""The norms of query and key heads in a fused block (kernels/qk_norm.py); imported only for a shape that has them."""
+"""Norms of query and key heads in a fused block (kernels/qk_norm.py).
+
+Imported only for a shape that has them.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from common.model.shapes import ModelShape
 
 
 class QKNormRotaryEmbedding(RotaryEmbedding):
+    """Norms of the query and key heads, followed by RoPE."""
+
     def __init__(self, shape: ModelShape, ops: Engine, kernels: str):
         super().__init__(shape, ops)
         self.norm_rope_, self.norm_rope_backward = qk_norm.ENGINES[kernels]
-        self.q_norm, self.k_norm = (
-            RMSNorm(shape.head_dim, shape.norm_eps),
-            RMSNorm(shape.head_dim, shape.norm_eps),
-        )
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
     def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
-        weights, shape = (self.q_norm.weight, self.k_norm.weight), self.shape
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        shape = self.shape
         return self.norm_rope_(
             qkv, weights, shape.norm_eps, cos, sin, shape.num_heads, shape.num_kv_heads, keep
         )
@@ -35,8 +39,8 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
         quantizer: Quantizer | None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         assert qk_before_norm is not None
-        weights, (d_q, d_k, d_v) = (self.q_norm.weight, self.k_norm.weight), gradients
-        trains = weights[0].requires_grad
+        d_q, d_k, d_v = gradients
+        weights = (self.q_norm.weight, self.k_norm.weight)
         return self.norm_rope_backward(
             (d_q, d_k, d_v),
             qk_before_norm,
@@ -45,5 +49,5 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
             cos,
             sin,
             quantizer,
-            trains,
+            weights[0].requires_grad,
         )

@@ -1,4 +1,7 @@
-"""Shapes of the Llama models and what their arithmetic costs. No torch here: the launcher and the plan read it too."""
+"""Shapes of Llama models, with their numbers of parameters and FLOPs.
+
+Standard library only, because the launcher and `plan` use it, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's change of the rotation frequencies (Llama 3.1 model card; `rope_type: llama3` in Hugging Face)."""
+    """Llama 3.1's scaling of the rotation frequencies.
+
+    Source: Llama 3.1 model card; `rope_type: llama3` in Hugging Face.
+    """
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -18,6 +24,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
+    """Sizes and variants of a Llama-like model.
+
+    Raises ValueError if the hidden size is not a multiple of the number of heads, unless
+    `explicit_head_dim` is set, or if the query heads are not a multiple of the key heads, or if the
+    head dimension is odd.
+    """
+
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -27,10 +40,11 @@ class ModelShape:
     rope_base: float
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    explicit_head_dim: int | None = (
-        None  # None: hidden_size / num_heads; a field apart, so that replace(shape, hidden_size=...) changes it
-    )
-    qk_norm: bool = False  # an RMSNorm over each head of the queries and of the keys, before the rotation (Qwen3)
+    # None: hidden_size / num_heads. Not the field `head_dim` itself, so that replace(shape,
+    # hidden_size=...) changes that.
+    explicit_head_dim: int | None = None
+    # An RMSNorm over each query and key head, before the rotation (Qwen3).
+    qk_norm: bool = False
     tied_embedding: bool = False  # the head's projection is the embedding's weight
 
     def __post_init__(self):
@@ -44,7 +58,7 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of attention's output, all query heads side by side: the output projection's input."""
+        """Width of all query heads: of attention's output, and of the output projection's input."""
         return self.num_heads * self.head_dim
 
     @property
@@ -59,44 +73,51 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one block: four matrices, two norms, and with `qk_norm` the two of the heads."""
-        return (
-            self.matrix_parameters
-            + 2 * self.hidden_size
-            + (2 * self.head_dim if self.qk_norm else 0)
-        )
+        """Weights of one block: four matrices, two norms, and with `qk_norm` two norms of heads."""
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return self.matrix_parameters + 2 * self.hidden_size + head_norms
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that take part in a matrix product per token: all linears and the head, not the embedding's lookup."""
+        """Weights that each token is multiplied with: all linear layers and the head."""
         return self.num_layers * self.matrix_parameters + self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        tables = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * self.layer_parameters + self.hidden_size + tables
+        """All weights: blocks, final norm, embedding and head. A tied embedding counts once."""
+        tables = 1 if self.tied_embedding else 2
+        return (
+            self.num_layers * self.layer_parameters
+            + self.hidden_size
+            + tables * self.vocab_size * self.hidden_size
+        )
 
     def attention_flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward of causal attention: 6*L*S*H, i.e. half of the square, counted once forward, twice backward.
+        """Return the FLOPs of causal attention, forward and backward: 6*L*S*H.
 
-        H is the width of all query heads, which is the hidden size unless the shape has a head_dim of its own.
+        Half of the square counts, once for the forward and twice for the backward. H is the width
+        of all query heads, which is the hidden size unless the shape has `explicit_head_dim`.
         """
         return 6 * self.num_layers * sequence_length * self.attention_size
 
     def training_flops_per_token(self, sequence_length: int) -> int:
-        """6*N + 6*L*S*H with a multiply-add as 2 FLOPs (PaLM, arXiv:2204.02311, appendix B, with causal attention halved)."""
+        """Return 6*N + 6*L*S*H, where a multiply-add counts as 2 FLOPs.
+
+        Source: PaLM, arXiv:2204.02311, appendix B, with causal attention halved.
+        """
         return 6 * self.matmul_parameters + self.attention_flops_per_token(sequence_length)
 
     def lora_parameters(self, rank: int) -> int:
-        """A and B of the adapters on the fused qkv and the output projection of every layer."""
-        return (
-            self.num_layers
-            * rank
-            * (self.hidden_size + self.qkv_size + self.attention_size + self.hidden_size)
-        )
+        """Return the weights of A and B of all adapters: fused qkv and output projections."""
+        qkv = self.hidden_size + self.qkv_size
+        output = self.attention_size + self.hidden_size
+        return self.num_layers * rank * (qkv + output)
 
     def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
-        """4*N + 6*N_lora + 6*L*S*H: frozen weights need no gradient of their own, so two products instead of three."""
+        """Return 4*N + 6*N_lora + 6*L*S*H.
+
+        Frozen weights have no gradient, so they take part in two products instead of three.
+        """
         return (
             4 * self.matmul_parameters
             + 6 * self.lora_parameters(rank)

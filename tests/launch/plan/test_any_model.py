@@ -310,7 +310,7 @@ def test_remarks_on_implausible_utilization():
         ("--model llama3.1-8b", "which GPU"),
         ("--model llama3.1-8b --gpu TPU", "--gpu TPU is unknown"),
         ("--model llama3.1-8b --gpu H200 --gpus 12", "--gpus 12"),
-        ("--model lama3.1-8b --gpu H200", "no model is called"),
+        ("--model lama3.1-8b --gpu H200", "unknown model"),
         ("--mfu --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --model llama3.1-8b --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --peak 1e15", "needs --seconds"),
