@@ -90,26 +90,30 @@ class RunConfig:
         self.require(
             self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds"
         )
-        do = f"choose one of {', '.join(FORMATS)}; an emulated one takes options and an end (docs/number_formats.md)"
         self.require(
-            linear_format(self.linear) is not None, "linear", "no number format is written so", do
+            linear_format(self.linear) is not None,
+            "linear",
+            "it is not a known number format",
+            f"choose one of {', '.join(FORMATS)}; "
+            "an emulated one takes options and an end (docs/number_formats.md)",
         )
-        good = all(
-            n and "=" not in n and "\0" not in n + value and len((n + value).encode()) < 131_071
-            for n, value in self.env.items()
-        )
-        self.require(
-            good,
-            "env",
-            "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both",
-            "correct name or value",
-        )
+        for name, value in self.env.items():
+            both = name + value
+            size = len(both.encode())
+            self.require(
+                name != "" and "=" not in name and "\0" not in both and size < 131_071,
+                "env",
+                "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both",
+                "correct name or value",
+            )
         per_pass = self.micro_batch_size * self.world_size
         self.require(
             self.global_batch_size % per_pass == 0,
             "global_batch_size",
-            f"it is not a multiple of micro_batch_size x processes = {self.micro_batch_size} x {self.world_size} = {per_pass}",
-            "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
+            "it is not a multiple of micro_batch_size x processes = "
+            f"{self.micro_batch_size} x {self.world_size} = {per_pass}",
+            "change global_batch_size or micro_batch_size "
+            "so that every process gets whole micro-batches",
         )
 
     def require(self, good: bool, key: str, why: str, do: str) -> None:

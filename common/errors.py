@@ -119,28 +119,31 @@ def failure_of(error: BaseException) -> RunError | None:
     """
     if isinstance(error, RunError):
         return error
-    number, text = getattr(error, "errno", None), str(error).partition("\n")[0]
+    number = getattr(error, "errno", None)
+    text = str(error).partition("\n")[0]
     if number == errno.ELOOP or text.startswith("Symlink loop"):
-        what = f"{getattr(error, 'filename', None) or text.removeprefix('Symlink loop from ')} is a link that leads to itself"
+        path = getattr(error, "filename", None) or text.removeprefix("Symlink loop from ")
         return ConfigError(
-            what, "no file can be reached through it", "remove the link, or name the file itself"
+            f"{path} is a link that leads to itself",
+            "no file can be reached through it",
+            "remove the link, or name the file itself",
         )
     if (
         isinstance(error, MemoryError)
         or number in NO_MEMORY
         or any(words in text for words in _NO_MEMORY)
     ):
-        do = "end other programs; look at ulimit -u and -v, and at the container's limits of memory and processes"
         return OutOfMemory(
-            "the host gave no more memory, processes or threads", text or "MemoryError", do
+            "the host has no more memory, processes or threads",
+            text or "MemoryError",
+            "end other programs; check ulimit -u and -v, "
+            "and the container's limits of memory and processes",
         )
     if isinstance(error, OSError) and number in DISK:
-        what, why = (
+        return StorageError(
             f"{error.filename or 'a file of the run'}: {error.strerror}",
             "the disk is full, read-only or failing",
-        )
-        return StorageError(
-            what, why, "free space, or look at the mount and the kernel log; then start again"
+            "free space, or check the mount and the kernel log; then start again",
         )
     return None
 

@@ -134,14 +134,17 @@ def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
         )
     if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
         raise _partitioned(
-            f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}"
+            f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB "
+            f"of an {kind.name}"
         )
 
 
 def _partitioned(sign: str) -> PreflightError:
-    do = "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)"
     return PreflightError(
-        f"a GPU is partitioned: {sign}", "all configs and peaks are for whole cards", do
+        f"a GPU is partitioned: {sign}",
+        "all configs and peaks are for whole cards",
+        "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), "
+        "MIG off on NVIDIA (nvidia-smi -mig 0)",
     )
 
 
@@ -172,12 +175,14 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
         names = config_names(root, benchmark)
-        near = "".join(
-            f"did you mean {found}? Or " for found in difflib.get_close_matches(name, names, 1)
+        similar = difflib.get_close_matches(name, names, 1)
+        suggestion = f"did you mean {similar[0]}? Or " if similar else ""
+        raise ConfigError(
+            f"there is no config {name} for {benchmark}",
+            f"configs/{benchmark} holds {', '.join(names) or 'none'}",
+            f"{suggestion}set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has "
+            "one, or give a file with --config",
         )
-        why = f"configs/{benchmark} holds {', '.join(names) or 'none'}"
-        do = f"{near}set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config"
-        raise ConfigError(f"there is no config {name} for {benchmark}", why, do)
     return path
 
 
@@ -216,7 +221,8 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         for _, name, memory_mib, capability, *_ in rows:
             if not (name and memory_mib.isdigit() and re.fullmatch(r"\d+\.\d+", capability)):
                 raise DriverError(
-                    f"it says name {name!r}, memory {memory_mib!r}, compute capability {capability!r}"
+                    f"it says name {name!r}, memory {memory_mib!r}, "
+                    f"compute capability {capability!r}"
                 )
     except DriverError as error:
         if "No devices were found" in str(error):
@@ -259,9 +265,11 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     if not os.access(kfd, os.R_OK | os.W_OK):
         why = "" if kfd.exists() else "the container was started without the devices, or "
         why += "the user is not in the groups render and video"
-        do = "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu"
         raise PreflightError(
-            f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}", why, do
+            f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}",
+            why,
+            "start the container with --device /dev/kfd --device /dev/dri and these groups, "
+            "or run the miniature with --device cpu",
         )
     chosen = list(range(len(devices)))
     # ROCR_VISIBLE_DEVICES applies first. HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES without it,

@@ -70,7 +70,9 @@ def within(version: str, text: str) -> bool:
     """Return whether `version` is in a range like ">=3.7, <3.8". The comparisons are >= and <."""
     here = release(version)
     for part in text.split(","):
-        comparison, end = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part).groups()  # type: ignore[union-attr]
+        bound = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part)
+        assert bound is not None, text
+        comparison, end = bound.groups()
         if (here >= release(end)) != (comparison == ">="):
             return False
     return bool(here)

@@ -57,8 +57,10 @@ def documents(stdlib: Path | None = None) -> list[Document]:
     characters = sum(map(len, found))
     if characters < MIN_CORPUS_CHARACTERS:
         raise DataError(
-            f"{root}: expected at least {MIN_CORPUS_CHARACTERS} characters of documentation, got {characters}",
-            "this Python has no sources of its standard library (a minimal or compiled-only install)",
+            f"{root}: expected at least {MIN_CORPUS_CHARACTERS} characters of documentation, "
+            f"got {characters}",
+            "this Python has no sources of its standard library "
+            "(a minimal or compiled-only install)",
             "use a full Python, e.g. Debian's python3 instead of python3-minimal",
         )
     return sorted(
@@ -140,8 +142,9 @@ def load_sentencepiece(path: Path) -> Any:
     except RuntimeError as error:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
-            "it is missing, or of another kind: Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
-            "take a SentencePiece model, or the tokenizer.json beside Llama 3's tokenizer.model",
+            "it is missing, or of another kind: Llama 3's tokenizer.model is a tiktoken list of "
+            "base64 lines, which this package does not read",
+            "use a SentencePiece model, or the tokenizer.json next to Llama 3's tokenizer.model",
         ) from error
 
 

@@ -88,9 +88,11 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
         # Errors of httpx, of the hub's package or of the system, depending on the version of the
         # package.
         text = str(error).strip().partition("\n")[0]
-        do = "check the network; for a gated repository accept its license on its page, then: hf auth login"
         raise failure_of(error) or DataError(
-            f"{repository} could not be downloaded", f"{type(error).__name__}: {text}", do
+            f"{repository} could not be downloaded",
+            f"{type(error).__name__}: {text}",
+            "check the network; for a gated repository accept its license on its page, "
+            "then: hf auth login",
         ) from error
 
 
@@ -141,8 +143,12 @@ def _require_names(entry: Any, repository: str) -> None:
         or not re.fullmatch(f"[0-9a-f]{{{length}}}", name)
         or type(entry.size) is not int
     ):
-        what = f"{repository} lists {entry.path} with the sum {str(name)[:80]!r} and the size {entry.size!r}"
-        raise DataError(what, f"a sum is {length} hexadecimal digits", "do not trust this server")
+        raise DataError(
+            f"{repository} lists {entry.path} with the sum {str(name)[:80]!r} "
+            f"and the size {entry.size!r}",
+            f"a sum is {length} hexadecimal digits",
+            "do not trust this server",
+        )
 
 
 class TooLarge(Exception):

@@ -99,7 +99,8 @@ class Index:
         if got != expected:
             raise wrong(
                 path,
-                f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes, from the .idx)",
+                f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes, "
+                "from the .idx)",
                 f"{got} bytes",
             )
 

@@ -40,7 +40,8 @@ class Bar:
             self.shown = now
             left_s = (now - self.began) * (self.total - done) / done
             say(
-                f"{self.title} {done / self.total:.0%} ({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)"
+                f"{self.title} {done / self.total:.0%} "
+                f"({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)"
             )
 
 
@@ -56,7 +57,8 @@ def locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
                 say(
-                    f"note: {path.parent} is on a file system without locks: do not start two preparations of it at once"
+                    f"note: {path.parent} is on a file system without locks: "
+                    "do not start two preparations of it at once"
                 )
             else:
                 say(f"waiting: another process holds {path}")

@@ -126,9 +126,11 @@ def append(path: Path, line: dict) -> None:
         finally:
             os.close(descriptor)  # also releases the lock
     except OSError as error:
-        why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
         raise StorageError(
-            f"cannot write the ledger {path}", why, "free space, then continue with --resume"
+            f"cannot write the ledger {path}",
+            f"{error.strerror} (errno {error.errno}); "
+            "an attempt that is not in the ledger would be lost",
+            "free space, then continue with --resume",
         ) from None
 
 

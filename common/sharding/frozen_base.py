@@ -148,7 +148,8 @@ class PrefetchBuffers:
         buffer = self.find(key) or self._start(key, self._free(upcoming) or self._free([]))
         if buffer is None:
             raise RuntimeError(
-                f"no buffer for layer {key.layer}: all {len(self.buffers)} are in use, none was released"
+                f"no buffer for layer {key.layer}: "
+                f"all {len(self.buffers)} are in use, none was released"
             )
         self.stream.wait_event(buffer.filled)
         buffer.in_use = True

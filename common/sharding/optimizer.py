@@ -73,7 +73,8 @@ def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
     for parameter in parameters:
         if getattr(parameter, "owning_optimizer", owner) is not owner:
             raise ValueError(
-                "this parameter belongs to another optimizer, which alone updates the weights that the model reads"
+                "this parameter belongs to another optimizer, and only that one updates the "
+                "weights that the model reads"
             )
         parameter.owning_optimizer = owner  # type: ignore[attr-defined]
 

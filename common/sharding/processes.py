@@ -93,10 +93,12 @@ def require_world_size(processes: Processes, expected: int) -> None:
     """
     started = processes.world_size
     if started != expected:
+        plural = "es" if started > 1 else ""
         raise ConfigError(
-            f"{started} process{'es' if started > 1 else ''} started, but the config is for {expected}",
-            "gradients would be accumulated for another number, and the global batch would not be the one in the log",
-            "start it through ./run_and_time.sh, or change nodes and gpus_per_node",
+            f"{started} process{plural} started, but the config is for {expected}",
+            "gradients would be accumulated for another number, "
+            "and the global batch would not be the one in the log",
+            "start it with ./run_and_time.sh, or change nodes and gpus_per_node",
         )
 
 

@@ -70,6 +70,7 @@ def _refuse_without_peer_access() -> Iterator[None]:
     except RuntimeError as error:
         raise ConfigError(
             'reduce_scatter = "copy_engine" cannot be used here',
-            f"the GPUs of this node cannot access each other's memory: {str(error).splitlines()[0]}",
+            "the GPUs of this node cannot access each other's memory: "
+            f"{str(error).splitlines()[0]}",
             'set reduce_scatter = "nccl"',
         ) from error

@@ -152,7 +152,8 @@ class ZeroOptimizer:
         """
         if missing := [shard for shard in self.shards if not shard.filled]:
             raise RuntimeError(
-                f"{len(missing)} of {len(self.shards)} weights were never set: use set_weight, not the module's parameter"
+                f"{len(missing)} of {len(self.shards)} weights were never set: "
+                "use set_weight, not the module's parameter"
             )
         torch._foreach_copy_(
             [shard.local for shard in self.shards], [shard.master for shard in self.shards]

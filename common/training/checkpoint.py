@@ -331,15 +331,18 @@ class Checkpoints:
             torch.cuda.set_rng_state(ranks[self.rank]["gpu_generator"], self.processes.device)
 
 
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the exceptions of the ranks in a CheckpointException, or `error` itself."""
+    if isinstance(error, CheckpointException):
+        return [cause for cause, _ in error.failures.values()]
+    return [error]
+
+
 def _cause(error: BaseException) -> str:
     """Return the cause of `error` in one line. Raises the exception of a signal that arrived inside
     DCP.
     """
-    causes = (
-        [cause for cause, _ in error.failures.values()]
-        if isinstance(error, CheckpointException)
-        else [error]
-    )
+    causes = _causes(error)
     for cause in causes:
         if isinstance(cause, RunError):
             raise cause
@@ -347,18 +350,14 @@ def _cause(error: BaseException) -> str:
 
 
 def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
-    causes = (
-        [cause for cause, _ in error.failures.values()]
-        if isinstance(error, CheckpointException)
-        else [error]
-    )
+    causes = _causes(error)
     full = next((cause for cause in causes if isinstance(cause, OSError)), None)
     if full is None:
         raise error
-    why = "the disk is full or read-only; it must hold two checkpoints, since the one before stays until the new one is whole"
     raise StorageError(
         f"no checkpoint was saved in {folder}: {full.strerror}",
-        why,
+        "the disk is full or read-only; it must hold two checkpoints, "
+        "because the previous one is kept until the new one is complete",
         "free space, then --continue this run",
     ) from error
 

@@ -61,7 +61,10 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     ):
         do = f"{GAPS}; or {do}"
     share = gaps / (allocated + gaps)
-    why = f"{asked:.2f} GiB more were needed at {allocated:.2f} GiB allocated; {gaps:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
+    why = (
+        f"{asked:.2f} GiB more were needed at {allocated:.2f} GiB allocated; "
+        f"{gaps:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
+    )
     return OutOfMemory("the GPU's memory is full", why, do)
 
 

@@ -208,8 +208,9 @@ def train(
         checkpoints.finish()
     raise TargetMissed(
         f"target {goal.target_loss} not reached within {samples:,} samples",
-        "the last evaluation was above the target when max_samples was used up",
-        "compare the loss curve in report.html with an earlier run; raise max_samples if it is still falling",
+        f"the loss was still above the target after max_samples ({goal.max_samples:,}) sequences",
+        "compare the loss curve in report.html with an earlier run; "
+        "raise max_samples if it is still falling",
     )
 
 

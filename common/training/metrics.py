@@ -118,7 +118,10 @@ class Rate:
     def text(self, one: str = "GPU") -> str:
         """Format the rate. `one`: the unit that computes, a GPU or a process."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
-        return f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, {self.tflops_per_gpu:.3g} TFLOP/s/{one}{mfu}"
+        return (
+            f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, "
+            f"{self.tflops_per_gpu:.3g} TFLOP/s/{one}{mfu}"
+        )
 
 
 class Meter:
@@ -200,16 +203,16 @@ class Meter:
                 values |= {"mfu": self.rate.mfu, **memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
-                what = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}"
-                # AdamW's `skip` left the weights unchanged
-                skipped = not math.isfinite(norms[index])
-                why = (
-                    "this step did not update the weights"
-                    if skipped
-                    else "the gradient norm is finite: this step updated the weights"
+                why = "the gradient norm is finite: this step updated the weights"
+                if not math.isfinite(norms[index]):
+                    # AdamW's `skip` left the weights unchanged.
+                    why = "this step did not update the weights"
+                raise NonFinite(
+                    f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
+                    why,
+                    f"look at events.jsonl before step {step}; "
+                    "a lower learning rate or a longer warm-up is the usual cure",
                 )
-                do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
-                raise NonFinite(what, why, do)
         self.pending.clear()
 
 

@@ -121,13 +121,14 @@ def median_ratios(history: list[list[float]]) -> list[float]:
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
     """Return the slow ranks. The list is empty until there are LOOKS comparisons."""
-    return (
-        [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW]
-        if len(history) >= LOOKS
-        else []
-    )
+    if len(history) < LOOKS:
+        return []
+    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW]
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:
     named = ", ".join(f"rank {rank} takes {ratios[rank] - 1:.1%} longer" for rank in slow)
-    return f"SLOW: {named} than the median rank for the same work: all wait for it; see gpu_samples.jsonl and the report"
+    return (
+        f"SLOW: {named} than the median rank for the same work: all wait for it; "
+        "see gpu_samples.jsonl and the report"
+    )

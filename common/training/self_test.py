@@ -243,7 +243,8 @@ def decibels(truth: Tensor, value: Tensor) -> float:
 
 def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check]:
     shape = sizes.shape
-    text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {shape.num_heads}/{shape.num_kv_heads}, {shape.head_dim}]"
+    heads = f"{shape.num_heads}/{shape.num_kv_heads}"
+    text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
     kept: dict[str, tuple[Tensor, ...]] = {}
 
     def forward() -> float:
@@ -293,7 +294,7 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
         raise RuntimeError(
-            f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads"
+            f"no allowed backend takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads"
         )
     names = [chosen.name.lower().removesuffix("_attention")]
     if torch.version.hip:

@@ -57,18 +57,19 @@ def warm_up(
             evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)
         ]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
-        why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
         raise NonFinite(
             "the synthetic warm-up gave a loss or a gradient norm that is not finite",
-            why,
+            "a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not "
+            "finite: training on real data would fail in the same way",
             'run preflight; try linear = "bf16"',
         )
     assembly.reset()
     if (after := state_digest(state, device)) != before:
         raise PreflightError(
             "the synthetic warm-up changed the training state",
-            f"the digest of weights, optimizer, scales and generators was {before[:16]} and is {after[:16]}",
-            "this is a defect: please report it, with the config and the versions",
+            "the digest of weights, optimizer, scales and generators "
+            f"was {before[:16]} and is {after[:16]}",
+            "this is an internal error: please report it with the config and the versions",
         )
     return after
 

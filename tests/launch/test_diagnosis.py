@@ -147,7 +147,7 @@ def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phas
     assert diagnosis.finished(tmp_path, 2) == stands
 
 
-FULL, HOST = "the GPU's memory is full", "the host gave no more memory, processes or threads"
+FULL, HOST = "the GPU's memory is full", "the host has no more memory"
 
 
 @pytest.mark.parametrize(
