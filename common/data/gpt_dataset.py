@@ -78,10 +78,8 @@ class TrainData:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         j = int(self.sample_order[i])
-        (first, skip), (last, end) = (
-            self.sample_starts[j].tolist(),
-            self.sample_starts[j + 1].tolist(),
-        )
+        first, skip = self.sample_starts[j].tolist()
+        last, end = self.sample_starts[j + 1].tolist()
         sample = np.empty(self.sequence_length + 1, np.int32)
         filled = 0
         for position in range(first, last + 1):
@@ -135,7 +133,8 @@ def validation_tokens(
     available = whole_sequences(index.num_tokens, sequence_length)
     if available < eval_samples:
         raise DataError(
-            f"{index_path(prefix)}: expected at least {eval_samples} sequences of {sequence_length} tokens, got {available}",
+            f"{index_path(prefix)}: expected at least {eval_samples} sequences "
+            f"of {sequence_length} tokens, got {available}",
             "every evaluation must see all of them",
             "fetch or build the validation data again",
         )
@@ -165,22 +164,19 @@ def build_order(
     tokens = index.num_tokens
     if num_samples < 1 or whole_sequences(tokens, sequence_length) < 1:
         raise DataError(
-            f"{index_path(index.prefix)}: {num_samples} samples of {sequence_length} tokens cannot be drawn from {tokens} tokens",
+            f"{index_path(index.prefix)}: {num_samples} samples of {sequence_length} tokens "
+            f"cannot be drawn from {tokens} tokens",
             "one pass must hold at least one whole sequence and its last label",
             "check the data and max_samples",
         )
     epochs = -(-(num_samples * sequence_length + 1) // tokens)
     before_final = whole_sequences((epochs - 1) * tokens, sequence_length)  # samples
-    separate = epochs > 1 and num_samples - before_final < int(
-        FINAL_EPOCH_THRESHOLD * whole_sequences(tokens, sequence_length)
-    )
+    threshold = int(FINAL_EPOCH_THRESHOLD * whole_sequences(tokens, sequence_length))
+    separate = epochs > 1 and num_samples - before_final < threshold
     random = np.random.RandomState(seed)
     document_order = np.tile(np.arange(index.num_sequences, dtype=np.int32), epochs)
-    _shuffle(
-        document_order,
-        (epochs - 1) * index.num_sequences if separate else len(document_order),
-        random,
-    )
+    documents_before = (epochs - 1) * index.num_sequences
+    _shuffle(document_order, documents_before if separate else len(document_order), random)
     sample_starts = _sample_starts(index.sequence_lengths, document_order, sequence_length)
     samples = len(sample_starts) - 1
     sample_order = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 2 else np.int64)
@@ -207,10 +203,8 @@ def _sample_starts(
     """
     parts: list[np.ndarray] = []
     # Token numbers in the stream need 64 bits: an epoch of C4 group 6 has 2e10 tokens.
-    stream, next_start = (
-        0,
-        0,
-    )
+    stream = 0
+    next_start = 0
     for first in range(0, len(document_order), CHUNK):
         chunk = lengths[document_order[first : first + CHUNK]]
         ends = np.cumsum(chunk, dtype=np.int64) + stream
@@ -230,8 +224,9 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
     """
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
         raise DataError(
-            f"{path}: {where}: expected token ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
+            f"{path}: {where}: expected token ids from 0 to {vocab_size - 1}, got {wrong}",
             "the file was tokenized with another vocabulary, or is damaged",
             "check the file against the tokenizer (prepare verify --full)",
         )

@@ -17,7 +17,8 @@ from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.llama import Llama
 
-FOLDER, PARTIAL = "model", "model.partial"  # a complete folder is renamed to the first name
+FOLDER = "model"
+PARTIAL = "model.partial"  # name of the folder until it is complete
 # A file ends with the tensor that reaches its share: at most 5.05 GB, with the embedding of the 8B.
 FILE_BYTES = 4_000_000_000
 
@@ -38,7 +39,8 @@ def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> 
 
     Raises StorageError. After any failure no part of the model is left.
     """
-    partial, total = run_dir / PARTIAL, sum(parameter.nbytes for parameter in model.parameters())
+    partial = run_dir / PARTIAL
+    total = sum(parameter.nbytes for parameter in model.parameters())
     try:
         write_checkpoint(
             model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor

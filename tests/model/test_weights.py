@@ -271,7 +271,7 @@ DAMAGE = {
     ),
     "a tensor twice": (
         lambda d: shutil.copy(d / FIRST, d / LAST),
-        f"{LAST}: {EMBEDDING} is also in {FIRST}",
+        f"{EMBEDDING} is also in {LAST}",
     ),
     "truncated": (lambda d: truncate(d / FIRST, -1), "safetensors file"),
     "truncated in the header": (lambda d: truncate(d / FIRST, 40), "safetensors file"),
