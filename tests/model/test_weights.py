@@ -221,7 +221,7 @@ DAMAGE = {
     ),
     "two checkpoints": (
         lambda d: shutil.copy(d / FIRST, d / checkpoint_names.SINGLE),
-        f"{EMBEDDING} is in model-00001-of-00003",
+        f"{EMBEDDING} is also in model-00001-of-00003",
     ),
     "missing tensor": (
         lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)),
@@ -271,7 +271,7 @@ DAMAGE = {
     ),
     "a tensor twice": (
         lambda d: shutil.copy(d / FIRST, d / LAST),
-        f"{EMBEDDING} is also in {LAST}",
+        f"{EMBEDDING} is also in {FIRST}",
     ),
     "truncated": (lambda d: truncate(d / FIRST, -1), "safetensors file"),
     "truncated in the header": (lambda d: truncate(d / FIRST, 40), "safetensors file"),
