@@ -21,10 +21,8 @@ LAUNCHED = "LAUNCH_RUN_DIR"
 # Removed from a run's directory when the disk is full, so that the records of that failure fit.
 RESERVE_FILE = ".reserve"
 TRIES = 20  # with a tenth of a second in between
-NO_MEMORY, DISK = (
-    (errno.ENOMEM, errno.EAGAIN),
-    (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
-)
+NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)
+DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _NO_MEMORY = (
     "can't start new thread",
     "can't allocate memory",
@@ -42,7 +40,9 @@ class RunError(Exception):
 
     def __init__(self, what: str, why: str = "", do: str = ""):
         super().__init__(what)
-        self.what, self.why, self.do = what, why, do
+        self.what = what
+        self.why = why
+        self.do = do
 
     def as_dict(self) -> dict:
         return {
@@ -59,47 +59,58 @@ class RunError(Exception):
 
 
 class ConfigError(RunError):
-    kind, exit_code = "config", 2
+    kind = "config"
+    exit_code = 2
 
 
 class TargetMissed(RunError):
-    kind, exit_code = "target_missed", 10
+    kind = "target_missed"
+    exit_code = 10
 
 
 class NonFinite(RunError):
-    kind, exit_code = "non_finite", 11
+    kind = "non_finite"
+    exit_code = 11
 
 
 class OutOfMemory(RunError):
-    kind, exit_code = "out_of_memory", 12
+    kind = "out_of_memory"
+    exit_code = 12
 
 
 class Hang(RunError):
-    kind, exit_code = "hang", 13
+    kind = "hang"
+    exit_code = 13
 
 
 class RankLost(RunError):
-    kind, exit_code = "rank_lost", 14
+    kind = "rank_lost"
+    exit_code = 14
 
 
 class DataError(RunError):
-    kind, exit_code = "data", 15
+    kind = "data"
+    exit_code = 15
 
 
 class WeightsError(RunError):
-    kind, exit_code = "weights", 16
+    kind = "weights"
+    exit_code = 16
 
 
 class StorageError(RunError):
-    kind, exit_code = "storage", 17
+    kind = "storage"
+    exit_code = 17
 
 
 class PreflightError(RunError):
-    kind, exit_code = "preflight", 18
+    kind = "preflight"
+    exit_code = 18
 
 
 class CheckFailed(RunError):
-    kind, exit_code = "check_failed", 20
+    kind = "check_failed"
+    exit_code = 20
 
 
 class Interrupted(RunError):

@@ -97,7 +97,8 @@ def memory(root: Path) -> dict[str, str]:
     reserved by kernel and firmware. The modules come from EDAC, which every user may read, while
     the firmware's table needs root.
     """
-    folder, modules = root / "sys/devices/system/memory", Counter[str]()
+    folder = root / "sys/devices/system/memory"
+    modules = Counter[str]()
     online = sum(read_text(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
     installed = online * int(read_text(folder / "block_size_bytes") or "0", 16)
     for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
@@ -146,7 +147,8 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
     """Return counts and names from the driver, and the other values from common/gpu_kinds.py if the
     kind is known.
     """
-    count, kind = len(found.devices), None
+    count = len(found.devices)
+    kind = None
     if not count:
         return {}
     with contextlib.suppress(PreflightError):
@@ -171,11 +173,9 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
 def software(root: Path, found: Probe) -> dict[str, str]:
     system = _key_values(read_text(root / "etc/os-release"), "=")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
-    name, torch, rocm = (
-        system.get("PRETTY_NAME", "").strip('"'),
-        version_of("torch"),
-        read_text(root / "opt/rocm/.info/version"),
-    )
+    name = system.get("PRETTY_NAME", "").strip('"')
+    torch = version_of("torch")
+    rocm = read_text(root / "opt/rocm/.info/version")
     stack = (
         [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"]
         if found.driver

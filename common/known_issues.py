@@ -108,7 +108,8 @@ def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
 
     For a version newer than the list, an issue whose range has no upper end only warns.
     """
-    unseen, found = newer(versions), []
+    unseen = newer(versions)
+    found = []
     for issue in ISSUES:
         on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
         if on_this_gpu and all(

@@ -60,7 +60,8 @@ class TrainData:
         self, prefix: Path, sequence_length: int, num_samples: int, seed: int, vocab_size: int
     ):
         index = Index.read(prefix)
-        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
         self.document_order, self.sample_starts, self.sample_order = build_order(
             index, sequence_length, num_samples, seed
         )

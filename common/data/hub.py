@@ -161,7 +161,8 @@ class _Bounded:
     """
 
     def __init__(self, file: IO[bytes], limit: int):
-        self.file, self.limit = file, limit
+        self.file = file
+        self.limit = limit
 
     def write(self, chunk: bytes) -> int:
         if self.file.tell() + len(chunk) > self.limit:
@@ -198,7 +199,8 @@ def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
         thread.join(0.2)
         now = progress()
         if now != before:
-            before, moved = now, time.monotonic()
+            before = now
+            moved = time.monotonic()
         elif time.monotonic() - moved > SILENCE_S:
             why = f"nothing came for {SILENCE_S:.0f} s, or less than {CHUNK:,} bytes"
             raise DataError("the server is too slow", why, "start again: what has come is kept")
@@ -213,10 +215,9 @@ def _difference(path: Path, entry) -> str:
     if size != entry.size:
         return f"{size:,} bytes, {entry.size:,} expected"
     if entry.lfs is not None:
-        found, expected = sha256_of(path), entry.lfs.sha256
+        found = sha256_of(path)
+        expected = entry.lfs.sha256
     else:
-        found, expected = (
-            hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest(),
-            entry.blob_id,
-        )
+        found = hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
+        expected = entry.blob_id
     return f"its sum is {found}, {expected} expected" if found != expected else ""

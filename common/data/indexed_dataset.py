@@ -60,13 +60,13 @@ class Index:
         offsets: np.ndarray,
         boundaries: np.ndarray,
     ):
-        self.prefix, self.dtype = prefix, dtype
-        self.sequence_lengths, self.sequence_offsets, self.document_boundaries = (
-            lengths,
-            offsets,
-            boundaries,
-        )
-        self.num_sequences, self.num_documents = len(lengths), len(boundaries) - 1
+        self.prefix = prefix
+        self.dtype = dtype
+        self.sequence_lengths = lengths
+        self.sequence_offsets = offsets
+        self.document_boundaries = boundaries
+        self.num_sequences = len(lengths)
+        self.num_documents = len(boundaries) - 1
         self.num_tokens = (
             (int(offsets[-1]) // dtype.itemsize + int(lengths[-1])) if len(lengths) else 0
         )
@@ -91,7 +91,8 @@ class Index:
 
     def check_token_file_size(self) -> None:
         """Compare the size of the `.bin` with the header, without opening it. Raises DataError."""
-        path, expected = tokens_path(self.prefix), self.num_tokens * self.dtype.itemsize
+        path = tokens_path(self.prefix)
+        expected = self.num_tokens * self.dtype.itemsize
         try:
             got = path.stat().st_size
         except OSError as error:
@@ -119,7 +120,8 @@ class Tokens(AbstractContextManager):
     """
 
     def __init__(self, index: Index):
-        self.index, self.path = index, tokens_path(index.prefix)
+        self.index = index
+        self.path = tokens_path(index.prefix)
         try:
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
@@ -132,7 +134,8 @@ class Tokens(AbstractContextManager):
         Raises DataError if the file ends early, StorageError if it cannot be read.
         """
         itemsize = self.index.dtype.itemsize
-        size, data = count * itemsize, b""
+        size = count * itemsize
+        data = b""
         while len(data) < size:  # one pread returns at most 2 GiB
             try:
                 part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
@@ -242,8 +245,6 @@ def wrong(path: Path, expected: str, got: str) -> DataError:
 
 
 def _cannot_open(path: Path, error: OSError) -> DataError:
-    what, why = (
-        f"{path}: cannot be opened: {error.strerror}",
-        "the token files are named by rules.py and DATADIR",
-    )
+    what = f"{path}: cannot be opened: {error.strerror}"
+    why = "the token files are named by rules.py and DATADIR"
     return DataError(what, why, "check DATADIR, or prepare the data")

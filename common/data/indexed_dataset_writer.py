@@ -38,7 +38,9 @@ class Writer:
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        self.prefix, self.vocab_size, self.dtype = Path(prefix), vocab_size, token_dtype(vocab_size)
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
         self.lengths = array("i")
         self._partial_bin, self._partial_index = (
             Path(f"{prefix}.{kind}.partial") for kind in ("bin", "idx")

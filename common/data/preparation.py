@@ -31,7 +31,9 @@ class Bar:
     """Progress of long work: a line every five seconds."""
 
     def __init__(self, title: str, total: int, unit: str):
-        self.title, self.total, self.unit = title, total, unit
+        self.title = title
+        self.total = total
+        self.unit = unit
         self.began = self.shown = time.monotonic()
 
     def at(self, done: int) -> None:
@@ -107,7 +109,8 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
     where this recipe was never built, because they were not made here.
     """
     outlive_readers()
-    manifest, lock = folder / recipe.manifest, folder / f".{recipe.manifest}.lock"
+    manifest = folder / recipe.manifest
+    lock = folder / f".{recipe.manifest}.lock"
     if not _defect(folder, recipe):  # before the lock, because the folder may be read-only
         say(f"{recipe.title} in {folder}: complete and verified")
         return

@@ -151,7 +151,8 @@ def adamw_triton(
 ) -> None:
     """Triton version of `adamw_reference`, in one pass. All tensors must be contiguous."""
     assert_contiguous("AdamW", weight, gradient, first, second, rounded)
-    size, decay = weight.numel(), step.learning_rate * weight_decay
+    size = weight.numel()
+    decay = step.learning_rate * weight_decay
     tile = adamw_settings(architecture(weight.device))
     _adamw_kernel[(triton.cdiv(size, tile.columns),)](
         weight,

@@ -125,10 +125,13 @@ class Quantizer:
         `transposed`: write both layouts, if products on the device need both.
         `weight`: always scale by the current amax.
         """
-        self.gradient, self.transposed, self.weight = gradient, transposed, weight
+        self.gradient = gradient
+        self.transposed = transposed
+        self.weight = weight
         self.dtype = torch.float8_e4m3fn
         self.state = torch.empty(4, device="meta")
-        self.two_pass, self.recording = True, True
+        self.two_pass = True
+        self.recording = True
         self.cached: QuantizedTensor | None = None  # see `quantize_weight`
 
     @property

@@ -419,7 +419,8 @@ def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
 def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
     """Triton version of `down_reference`. All tensors must be contiguous."""
     assert_contiguous("the adapter", x, *(norm or ()), lora_a)
-    (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
+    num_rows, num_columns = x.shape
+    rank = lora_a.shape[0]
     tile = down_settings(architecture(x.device))
     each = _each(num_columns, tile.columns, tile.parts)
     parts = triton.cdiv(num_columns, each)
@@ -463,10 +464,12 @@ def up_backward_triton(
     """
     assert_contiguous("the adapter's backward", g, t, lora_b)
     assert quantizer is None or not quantizer.transposed, "the transpose is not written"
-    (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
+    num_rows, num_columns = g.shape
+    rank = lora_b.shape[1]
     tile = up_backward_settings(architecture(g.device))
     each = _each(num_rows, tile.rows, tile.parts)
-    parts, column_parts = triton.cdiv(num_rows, each), triton.cdiv(num_columns, tile.columns)
+    parts = triton.cdiv(num_rows, each)
+    column_parts = triton.cdiv(num_columns, tile.columns)
     p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
     b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
 
@@ -510,7 +513,8 @@ def down_backward_triton_(
 ) -> Tensor:
     """Triton version of `down_backward_reference_`. All tensors must be contiguous."""
     assert_contiguous("the adapter's backward", d_n, x, *(norm or ()), p, lora_a)
-    (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
+    num_rows, num_columns = x.shape
+    rank = lora_a.shape[0]
     tile = down_backward_settings(architecture(x.device))
     each = _each(num_rows, tile.rows, tile.parts)
     parts = triton.cdiv(num_rows, each)

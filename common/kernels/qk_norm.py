@@ -96,7 +96,9 @@ def qk_norm_rope_backward_reference(
     `quantizer`: of the packed gradient. Without one, it is in the dtype of `gradients`.
     `weight_grad`: False returns () instead of the weights' gradients.
     """
-    (d_q, d_k, d_v), (heads, kv_heads) = gradients, (gradients[0].shape[2], gradients[1].shape[2])
+    d_q, d_k, d_v = gradients
+    heads = d_q.shape[2]
+    kv_heads = d_k.shape[2]
     x_hat, rstd = _normalized(before.view(*d_q.shape[:2], heads + kv_heads, -1), eps)
     d_n = torch.cat([rope_reference(d.float(), cos, -sin) for d in (d_q, d_k)], dim=2)
     g = d_n * _weight_of_heads(weights, heads, kv_heads)
@@ -344,8 +346,10 @@ def qk_norm_rope_backward_triton(
         "attention's gradients must be contiguous along head_dim"
     )
     assert_contiguous("the head norms' backward", before, *weights, cos, sin)
-    (batch, sequence, heads, head_dim), kv_heads = gradients[0].shape, gradients[1].shape[2]
-    num_rows, all_heads = batch * sequence, heads + 2 * kv_heads
+    batch, sequence, heads, head_dim = gradients[0].shape
+    kv_heads = gradients[1].shape[2]
+    num_rows = batch * sequence
+    all_heads = heads + 2 * kv_heads
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
@@ -357,10 +361,8 @@ def qk_norm_rope_backward_triton(
     state, largest = state_and_largest(quantizer)
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
-        first_heads, sums = (
-            (0, heads, heads + kv_heads),
-            (*partials, None) if weight_grad else (None, None, None),
-        )
+        first_heads = (0, heads, heads + kv_heads)
+        sums = (*partials, None) if weight_grad else (None, None, None)
         for gradient, weight, partial, first_head in zip(
             gradients, (*weights, None), sums, first_heads, strict=True
         ):

@@ -99,7 +99,8 @@ def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
 
 def fill_columnwise(quantized: QuantizedTensor) -> None:
     """Write `columnwise`, unless None, from `rowwise`: 1 byte read and 1 written per element."""
-    rowwise, columnwise = quantized.rowwise, quantized.columnwise
+    rowwise = quantized.rowwise
+    columnwise = quantized.columnwise
     if columnwise is None:
         return
     if rowwise.element_size() > 1:  # tests of the kernels store unrounded values

@@ -90,7 +90,8 @@ def rms_norm_backward_reference(
     d_x is in d_n's dtype, and this rounded d_x is quantized. Without `quantizer` the quantized d_x
     is None. d_weight is [D], or None without `weight_grad`.
     """
-    d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
+    d_n_fp32 = d_n.float()
+    x_hat = residual.float() * rstd[:, None]
     g = d_n_fp32 * weight.float()
     d_x = rstd[:, None] * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
     if d_residual is not None:

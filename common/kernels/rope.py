@@ -80,7 +80,8 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin: fp32 [sequence, head_dim / 2].
     """
     first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos = cos[:, None, :]
+    sin = sin[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -294,7 +295,8 @@ def rope_packed_backward_triton(
     )
     assert_contiguous("RoPE's backward", cos, sin)
     batch, sequence, heads, head_dim = d_q.shape
-    kv_heads, num_rows = d_k.shape[2], batch * sequence
+    kv_heads = d_k.shape[2]
+    num_rows = batch * sequence
     tile = rope_packed_backward_settings(architecture(d_q.device), head_dim // 2)
     grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, tile.rows))
     state, largest = state_and_largest(quantizer)

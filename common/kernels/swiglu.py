@@ -161,7 +161,8 @@ def swiglu_quantized_triton(
         "no product reads the kept copy: its transpose is not written"
     )
     assert_contiguous("SwiGLU", gate_up)
-    num_rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    num_rows = gate_up.shape[0]
+    ffn = gate_up.shape[1] // 2
     tile = swiglu_quantized_settings(architecture(gate_up.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
     h = new_quantized(quantizer, (num_rows, ffn), gate_up)

@@ -68,7 +68,8 @@ def transpose_triton(x: Tensor, out: Tensor) -> None:
     if num_rows % 4 or num_columns % 4:
         transpose_reference(x, out)
         return
-    row_words, column_words = num_rows // 4, num_columns // 4
+    row_words = num_rows // 4
+    column_words = num_columns // 4
     tile = transpose_settings(architecture(x.device))
     grid = (triton.cdiv(row_words, tile.rows), triton.cdiv(column_words, tile.columns))
     _transpose_kernel[grid](

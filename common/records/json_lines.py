@@ -45,7 +45,8 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
 
     A missing file has no objects. Other JSON values are skipped. Raises OSError.
     """
-    found, notes = [], []
+    found = []
+    notes = []
     if not path.is_file():
         return [], [
             f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file"
@@ -66,7 +67,8 @@ class Tail:
     """Reader of the complete lines that were appended to a file since the last call."""
 
     def __init__(self, path: Path | int):
-        self.path, self.offset = path, 0
+        self.path = path
+        self.offset = 0
 
     def lines(self, to_the_end: bool = False) -> list[str]:
         with (

@@ -65,7 +65,8 @@ class Record:
         """Add a line of this series. Raises KeyError if a key is missing."""
         event = line["event"]
         if event == "goal":
-            self.goal, self.closed = line["goal"], False
+            self.goal = line["goal"]
+            self.closed = False
         elif event == "closed":
             self.closed = True
         elif event in ("start", "end"):

@@ -177,7 +177,8 @@ def parse(line: int, text: str) -> Event | BadLine:
     metadata = record["metadata"] if isinstance(record["metadata"], dict) else {}
     if not is_number(record["time_ms"]) or type(record["key"]) is not str:
         return BadLine(line, "time_ms or key has the wrong type")
-    namespace, event_type = str(record.get("namespace") or ""), str(record.get("event_type") or "")
+    namespace = str(record.get("namespace") or "")
+    event_type = str(record.get("event_type") or "")
     return Event(
         line,
         record["time_ms"],

@@ -33,7 +33,8 @@ class ActivationOffloader:
 
         Raises ConfigError if the host has too little memory.
         """
-        self.device, self.stream = device, make_side_stream(device)
+        self.device = device
+        self.stream = make_side_stream(device)
         # the tensor offloaded last, and the event at the end of its copy
         self.outgoing: tuple[Tensor, Any] | None = None
         # the tensor to reload next, and the event at the end of its copy
@@ -61,7 +62,8 @@ class ActivationOffloader:
         self._free_outgoing()
         if self.incoming is not None:
             self.stream.wait_event(self.incoming[1])
-        self.incoming, self.height = None, 0
+        self.incoming = None
+        self.height = 0
 
     def offload(self, x: Tensor) -> None:
         """Start to copy the contiguous tensor `x` to the host. The caller must keep no reference to
@@ -103,7 +105,8 @@ class ActivationOffloader:
             raise RuntimeError(
                 "reload without a matching offload: the stack of activations is empty"
             )
-        (x, copied), self.incoming = self.incoming, None
+        x, copied = self.incoming
+        self.incoming = None
         self.prefetch()
         self.stream.wait_event(copied)
         return x

@@ -44,7 +44,9 @@ class AdamW:
         `rounded`: for each weight a tensor of its shape, to which `update` writes the new weight in
             that tensor's dtype; None if no copy is needed.
         """
-        self.weights, self.settings, self.adamw = list(weights), settings, adamw.ENGINES[kernels]
+        self.weights = list(weights)
+        self.settings = settings
+        self.adamw = adamw.ENGINES[kernels]
         self.rounded: Sequence[Tensor | None] = (
             rounded if rounded is not None else [None] * len(self.weights)
         )

@@ -46,11 +46,9 @@ class CopyEngineReduceScatter:
         `make`: creates buffers from the number of buffers and the bytes of each.
         """
         shards = list(itertools.chain(*modules))
-        self.dtype, self.accumulate, self.weights = (
-            dtype,
-            accumulate,
-            make(1, sum(_aligned(shard.padded.nbytes) for shard in shards)),
-        )
+        self.dtype = dtype
+        self.accumulate = accumulate
+        self.weights = make(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
         self.buffers = make(
             2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules)
         )
@@ -66,10 +64,8 @@ class CopyEngineReduceScatter:
             self.rows[shard.parameter] = [
                 whole.chunk(self.weights.ranks)[peer] for peer, whole in enumerate(wholes)
             ]
-            shard.padded, shard.local = (
-                wholes[self.weights.rank],
-                self.rows[shard.parameter][self.weights.rank],
-            )
+            shard.padded = wholes[self.weights.rank]
+            shard.local = self.rows[shard.parameter][self.weights.rank]
             shard.parameter.data = shard.padded[: len(shard.parameter)]
             offset += _aligned(shard.padded.nbytes)
         self.phase = 0  # index of the buffer in use
@@ -89,7 +85,8 @@ class CopyEngineReduceScatter:
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
-        ranks, rank = self.buffers.ranks, self.buffers.rank
+        ranks = self.buffers.ranks
+        rank = self.buffers.rank
         padded = [
             pad_rows(g, len(s.master) * ranks).to(self.dtype)
             for s, g in zip(shards, gradients, strict=True)
@@ -104,7 +101,8 @@ class CopyEngineReduceScatter:
     def finish(self) -> list[Tensor]:
         if self.sent is None:
             return []
-        (shards, padded, gradients), self.sent = self.sent, None
+        shards, padded, gradients = self.sent
+        self.sent = None
         self.buffers.barrier()
         rank = self.buffers.rank
         for shard, gradient, received in zip(
@@ -120,7 +118,8 @@ class CopyEngineReduceScatter:
         """Yield the memory of what the other ranks send to `rank`: for each shard [ranks - 1, rows,
         ...].
         """
-        buffer, offset = self.buffers.buffers[rank][self.phase], 0
+        buffer = self.buffers.buffers[rank][self.phase]
+        offset = 0
         for shard in shards:
             shape = (self.buffers.ranks - 1, *shard.master.shape)
             yield (

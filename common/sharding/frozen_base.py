@@ -81,14 +81,16 @@ def layer_layout(
 
     `itemsize`: bytes per value.
     """
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    hidden = shape.hidden_size
+    ffn = shape.ffn_hidden_size
     sizes = {
         "qkv": (shape.qkv_size, hidden),
         "o": (hidden, shape.attention_size),
         "gate_up": (2 * ffn, hidden),
         "down": (hidden, ffn),
     }
-    slices, end = {}, 0
+    slices = {}
+    end = 0
     for name, (rows, columns) in sizes.items():
         slices[name] = MatrixSlice(end, rows, columns)
         end = _round_up(end + rows * columns * itemsize, ALIGNMENT)
@@ -133,11 +135,9 @@ class PrefetchBuffers:
     """
 
     def __init__(self, memories: list[Tensor], fetch: Fetch, stream: SideStream):
-        self.buffers, self.fetch, self.stream = (
-            [Buffer(memory) for memory in memories],
-            fetch,
-            stream,
-        )
+        self.buffers = [Buffer(memory) for memory in memories]
+        self.fetch = fetch
+        self.stream = stream
 
     def acquire(self, key: LayerKey, upcoming: list[LayerKey]) -> Tensor:
         """Return the bytes of `key`, readable on the compute stream until `release`.
@@ -170,7 +170,8 @@ class PrefetchBuffers:
         """
         for buffer in self.buffers:
             if buffer.in_use and buffer.key is not None and buffer.key.layer == layer:
-                buffer.in_use, buffer.released = False, self.stream.record_event()
+                buffer.in_use = False
+                buffer.released = self.stream.record_event()
 
     def find(self, key: LayerKey) -> Buffer | None:
         """Return the buffer that holds this layer or is being filled with it."""
@@ -185,7 +186,8 @@ class PrefetchBuffers:
 
     def _start(self, key: LayerKey, buffer: Buffer | None) -> Buffer | None:
         if buffer is not None:
-            buffer.key, memory = key, buffer.memory
+            buffer.key = key
+            memory = buffer.memory
             buffer.filled = self.stream.run(lambda: self.fetch(key, memory), after=buffer.released)
         return buffer
 
@@ -228,15 +230,15 @@ class FrozenBase:
         `timeout_s`: timeout of a gather in seconds.
         """
         assert storage in FROZEN_BASE_STORAGE and dtype in (None, torch.bfloat16, torch.float32)
-        self.device, self.num_layers, self.in_fp8 = (
-            processes.device,
-            shape.num_layers,
-            dtype is None,
-        )
+        self.device = processes.device
+        self.num_layers = shape.num_layers
+        self.in_fp8 = dtype is None
         self.dtype = fp8.fp8_dtypes(self.device)[0] if dtype is None else dtype
-        self.quantize, self.transpose = quantize.ENGINES[kernels], transpose.ENGINES[kernels]
+        self.quantize = quantize.ENGINES[kernels]
+        self.transpose = transpose.ENGINES[kernels]
         self.node = node_group(processes, timeout_s)
-        self.ranks, self.rank = self.node.size(), self.node.rank()
+        self.ranks = self.node.size()
+        self.rank = self.node.rank()
         self.shards = self.ranks if storage == "sharded" else 1
         self.matrices, self.layer_bytes = layer_layout(shape, self.shards, self.dtype.itemsize)
         self.transposes = self.in_fp8 and not fp8.takes_every_layout(self.device)
@@ -291,7 +293,8 @@ class FrozenBase:
                 self._store(LayerKey(ROWWISE, layer), full.to(self.dtype), matrix.offset)
                 continue
             quantizer = Quantizer(weight=True, transposed=COLUMNWISE in self.orientations)
-            quantizer.dtype, quantizer.state = self.dtype, torch.zeros(4, device=self.device)
+            quantizer.dtype = self.dtype
+            quantizer.state = torch.zeros(4, device=self.device)
             quantized = self.quantize(full, quantizer)
             assert quantized.scale is not None
             self.scales[layer, number] = quantized.scale
@@ -303,7 +306,8 @@ class FrozenBase:
         """Copy the part of a matrix that this rank stores. The matrix begins at byte `offset` of
         its layer.
         """
-        stored, data = self.stored[key], matrix.view(torch.uint8).view(-1)
+        stored = self.stored[key]
+        data = matrix.view(torch.uint8).view(-1)
         begin = self.rank * len(stored) if self.shards > 1 else 0
         low, high = max(begin, offset), min(begin + len(stored), offset + len(data))
         if low < high:
@@ -357,7 +361,8 @@ class FrozenBase:
             self.buffers.release(layer)
 
     def _weights(self, key: LayerKey) -> dict[str, QuantizedTensor]:
-        layer, found = self._layer(key), {}
+        layer = self._layer(key)
+        found = {}
         for (name, matrix), scale in zip(
             self.matrices.items(), self.scales[key.layer], strict=True
         ):
@@ -388,7 +393,8 @@ class FrozenBase:
         """Return the next layers to fetch, and move the position in the pass behind `key`, even if
         it is requested out of order.
         """
-        order, count = self.order, len(self.order)
+        order = self.order
+        count = len(self.order)
         from_here = (at % count for at in range(self.position, self.position + count))
         at = next((at for at in from_here if order[at] == key), None)
         if at is not None:

@@ -57,7 +57,8 @@ def start_processes(
     """
     # torch 2.13 renames collectives, and 2.9 has only the old names
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (
         torch.device(device_type, local_rank)

@@ -69,7 +69,10 @@ class NcclReduceScatter:
         `nodes`: on several nodes, the ranks that hold the same rows.
         `dtype`: dtype of the sent values.
         """
-        self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
+        self.group = group
+        self.nodes = nodes
+        self.dtype = dtype
+        self.accumulate = accumulate
 
     def gather(self, shards: Sequence[Shard]) -> None:
         with coalesced(self.group):

@@ -26,7 +26,8 @@ class ReplicatedOptimizer:
 
         Raises ValueError if another optimizer owns one of them.
         """
-        self.parameters, self.processes = list(parameters), processes
+        self.parameters = list(parameters)
+        self.processes = processes
         claim(self.parameters, self)
         self.weights = [parameter.detach() for parameter in self.parameters]  # fp32
         self.update = make_update(self.weights, None)

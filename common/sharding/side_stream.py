@@ -40,7 +40,8 @@ class CudaSideStream(SideStream):
     def __init__(self, device: torch.device):
         # High priority: the few thread blocks of a gather must not queue behind the thousands of a
         # matrix product.
-        self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], object], after: torch.cuda.Event | None) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):

@@ -39,7 +39,8 @@ class SymmetricBuffers:
         # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails
         # where the host does not provide it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        self.rank, self.ranks = group.rank(), group.size()
+        self.rank = group.rank()
+        self.ranks = group.size()
         shape = (count, num_bytes)
         with _refuse_without_peer_access():
             own = symmetric.empty(*shape, dtype=torch.uint8, device=device)

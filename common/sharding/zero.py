@@ -96,8 +96,10 @@ class ZeroOptimizer:
         Raises ValueError if another optimizer owns a parameter. Weights are undefined until
         `set_weight` and `gather`.
         """
-        self.group, self.world_size = processes.shard_group, processes.world_size
-        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.group = processes.shard_group
+        self.world_size = processes.world_size
+        self.rank = self.group.rank()
+        self.ranks = self.group.size()
         self.device = processes.device
         self.shard_of: dict[nn.Parameter, Shard] = {}
         self.buckets = [self._bucket(module) for module in modules]
@@ -198,7 +200,8 @@ class ZeroOptimizer:
         # torch keeps a parameter's hooks where the garbage collector cannot see them, so objects
         # they refer to would never be freed. The module's hook, which the collector sees, keeps
         # this object alive as long as the model can run.
-        optimizer, arrived = weakref.proxy(self), weakref.proxy(bucket)
+        optimizer = weakref.proxy(self)
+        arrived = weakref.proxy(bucket)
         for shard in shards:
             self.shard_of[shard.parameter] = shard
             shard.parameter.register_post_accumulate_grad_hook(
@@ -265,15 +268,14 @@ class ZeroOptimizer:
         Each rank receives the tokens and rows of all ranks, and adds those that belong to its
         shard.
         """
-        (shard,), (gradient,) = shards, gradients
-        ids, rows = gradient._indices()[0], gradient._values()
+        (shard,) = shards
+        (gradient,) = gradients
+        ids = gradient._indices()[0]
+        rows = gradient._values()
         if self.world_size > 1:
-            own, (ids, rows) = (
-                (ids, rows),
-                (
-                    part.new_empty(self.world_size * len(part), *part.shape[1:])
-                    for part in (ids, rows)
-                ),
+            own = (ids, rows)
+            ids, rows = (
+                part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in (ids, rows)
             )
             dist.all_gather_into_tensor(ids, own[0])
             dist.all_gather_into_tensor(rows, own[1])

@@ -96,8 +96,11 @@ class Checkpoints:
     def __init__(self, run: Run, reports: Reports, assembly: Assembly, processes: Processes):
         """Raise ConfigError for configs that do not support checkpoints."""
         require_possible(run.config)
-        self.run, self.reports, self.assembly = run, reports, assembly
-        self.processes, self.rank = processes, processes.rank
+        self.run = run
+        self.reports = reports
+        self.assembly = assembly
+        self.processes = processes
+        self.rank = processes.rank
         self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
         self.folder = run.run_dir / FOLDER
         # A separate group: a save runs during training steps, and DCP's messages between ranks need
@@ -109,7 +112,9 @@ class Checkpoints:
         }
         self.own: dict[str, Tensor] = {}  # state that only this rank has
         self.saving: Future | None = None
-        self.step, self.evaluations, self.last = 0, 0, time.monotonic()
+        self.step = 0
+        self.evaluations = 0
+        self.last = time.monotonic()
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -124,7 +129,8 @@ class Checkpoints:
         """Return name -> (this rank's rows, number of rows on all ranks), or 0 if each rank holds
         the whole.
         """
-        model, optimizer = self.assembly.model, self.assembly.optimizer
+        model = self.assembly.model
+        optimizer = self.assembly.optimizer
         names = {parameter: name for name, parameter in model.named_parameters()}
         tensors = {}
         per_weight = {"master": optimizer.weights}
@@ -254,7 +260,8 @@ class Checkpoints:
         while not self.saving.done():
             time.sleep(0.02)
             self._write_heartbeat()
-        error, self.saving = self.saving.exception(), None
+        error = self.saving.exception()
+        self.saving = None
         if error is not None:
             if self.rank == 0:
                 for partial in self.folder.glob(f"*{PARTIAL}"):
@@ -277,7 +284,8 @@ class Checkpoints:
             return 0
         folder, facts = newest(self.run.continues)
         require_same(folder, facts, **self.identity() | {"config": self.run.config})
-        ranks, step = facts["ranks"], facts["step"]
+        ranks = facts["ranks"]
+        step = facts["step"]
         own = self._own()
         every = {
             f"rank_{rank}.{name}": torch.empty_like(tensor)
@@ -383,7 +391,8 @@ class Writer(dcp.HuggingFaceStorageWriter):
 
     def __init__(self, folder: Path, facts: dict):
         super().__init__(path=str(folder) + PARTIAL, save_distributed=True)
-        self.folder, self.facts = folder, facts
+        self.folder = folder
+        self.facts = facts
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner

@@ -17,7 +17,9 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import ConfigError, WeightsError
 
-FOLDER, FACTS, PARTIAL = "checkpoints", "facts.json", ".partial"
+FOLDER = "checkpoints"
+FACTS = "facts.json"
+PARTIAL = ".partial"
 EVERY_FACT = {
     "benchmark": str,
     "seed": int,
@@ -139,7 +141,8 @@ def damaged(folder: Path, why: str) -> WeightsError:
 
 def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: RunConfig) -> None:
     """Raise ConfigError unless the checkpoint is of a run with this benchmark, seed and config."""
-    before, now = facts["config"], asdict(config)
+    before = facts["config"]
+    now = asdict(config)
     different = (
         []
         if facts["benchmark"] == benchmark

@@ -29,7 +29,8 @@ def assemble_full(
 
     `fill`: sets every master with `set_weight` of the optimizer.
     """
-    shape, kernels = rules.shape, config.kernels
+    shape = rules.shape
+    kernels = config.kernels
     linear = linear_layers(config.linear_format)
 
     def layers() -> tuple[list[nn.Module], Head]:

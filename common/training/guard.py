@@ -121,7 +121,8 @@ def is_secondary(error: BaseException) -> bool:
     """Return whether this rank only saw the failure of another one, through an error that a
     collective raised.
     """
-    ours, signs = ("gloo", "NCCL", "c10d", "TCPStore", "socket"), (*_TIMED_OUT, *_PEER_GONE)
+    ours = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
+    signs = (*_TIMED_OUT, *_PEER_GONE)
     known = all(any(word in str(error) for word in words) for words in (ours, signs))
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and known)
 

@@ -61,7 +61,8 @@ class Draw:
     """Random tensors from a separate generator, which leaves the run's generators unchanged."""
 
     def __init__(self, device: torch.device):
-        self.device, self.generator = device, torch.Generator(device).manual_seed(1)
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(1)
 
     def __call__(
         self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
@@ -79,14 +80,13 @@ class Quantizers:
     """
 
     def __init__(self, sizes: Sizes, device: torch.device):
-        self.scaling, trains = DelayedScaling(), not sizes.lora_rank
+        self.scaling = DelayedScaling()
+        trains = not sizes.lora_rank
         make: Callable[..., Quantizer | None] = (
             self.scaling.quantizer if sizes.fp8 else lambda **_: None
         )
-        self.forward, self.gradient = (
-            make(transposed=trains),
-            make(gradient=True, transposed=trains),
-        )
+        self.forward = make(transposed=trains)
+        self.gradient = make(gradient=True, transposed=trains)
         self.kept = None if trains else make(transposed=False)
         if sizes.fp8:
             self.scaling.allocate(device)
@@ -110,7 +110,9 @@ def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
-    shape, size, eps = sizes.shape, (sizes.tokens, sizes.shape.hidden_size), sizes.shape.norm_eps
+    shape = sizes.shape
+    size = (sizes.tokens, sizes.shape.hidden_size)
+    eps = sizes.shape.norm_eps
     x, branch, d_n, d_x = (draw(*size, dtype=sizes.dtype) for _ in range(4))
     weight = draw(shape.hidden_size, dtype=sizes.dtype)
     rstd = (x.float().square().mean(-1) + eps).rsqrt()
@@ -132,8 +134,10 @@ def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
-    shape, size = sizes.shape, (sizes.tokens, sizes.shape.qkv_size)
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    shape = sizes.shape
+    size = (sizes.tokens, sizes.shape.qkv_size)
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
     cos, sin = rope_tables(shape, sizes.sequence_length, draw.device)
     qkv = draw(*size, dtype=sizes.dtype)
     yield (
@@ -159,10 +163,8 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:
     size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size)
-    gate_up, d_h = (
-        draw(*size, dtype=sizes.dtype),
-        draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype),
-    )
+    gate_up = draw(*size, dtype=sizes.dtype)
+    d_h = draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype)
     yield "SwiGLU", size, lambda engine, q: ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
@@ -188,7 +190,8 @@ def loss_cases(sizes: Sizes, draw: Draw) -> Cases:
 def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
     size = (sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
-    one, zero = torch.ones((), device=draw.device), torch.zeros((), device=draw.device)
+    one = torch.ones((), device=draw.device)
+    zero = torch.zeros((), device=draw.device)
 
     def update(engine: str, _: Quantizers) -> tuple[Output, ...]:
         state = (
@@ -218,13 +221,15 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:
-    (hidden, outputs), rank, tokens = (
-        (sizes.shape.hidden_size, sizes.shape.qkv_size),
-        sizes.lora_rank,
-        sizes.tokens,
-    )
+    hidden = sizes.shape.hidden_size
+    outputs = sizes.shape.qkv_size
+    rank = sizes.lora_rank
+    tokens = sizes.tokens
     new = partial(draw, dtype=sizes.dtype)
-    x, a, b, t = new(tokens, hidden), new(rank, hidden), new(outputs, rank), new(tokens, rank)
+    x = new(tokens, hidden)
+    a = new(rank, hidden)
+    b = new(outputs, rank)
+    t = new(tokens, rank)
     norm = lora.Norm(draw(tokens, dtype=torch.float32).abs() + 0.5, new(hidden))
     dropout = lora.Dropout(torch.tensor([2**40 + 7], device=draw.device), 0.1)
     yield (

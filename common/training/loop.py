@@ -162,7 +162,8 @@ def train(
     """
     step = checkpoints.step if checkpoints else 0
     samples = step * batching.global_batch_size
-    log, meter = reports.log, reports.meter
+    log = reports.log
+    meter = reports.meter
     assert meter is not None
     # The lambda reads the current step.
     on_phase = lambda phase: reports.heartbeat.write(step, phase)  # noqa: E731
@@ -174,11 +175,13 @@ def train(
     gc.disable()
     meter.start()
     log.block_start(samples)
-    block_samples, block_began = samples, time.monotonic()
+    block_samples = samples
+    block_began = time.monotonic()
     while samples < goal.max_samples:
         lr = lr_at(step)
         loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, on_phase)
-        step, samples = step + 1, samples + batching.global_batch_size
+        step += 1
+        samples += batching.global_batch_size
         meter.record(step, lr, loss_part, grad_norm)
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
@@ -194,7 +197,8 @@ def train(
         loss, eval_s = _evaluate_and_log(
             assembly, eval_batches, processes, reports, meter, step, samples
         )
-        phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
+        phases["train"] += block_s
+        phases["eval"] += eval_s
         if goal.reached(samples, loss):
             for name, seconds in phases.items():
                 meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
@@ -203,7 +207,8 @@ def train(
             checkpoints.offer(step, evaluated=True)
         meter.clock.restart()
         log.block_start(samples)
-        block_samples, block_began = samples, time.monotonic()
+        block_samples = samples
+        block_began = time.monotonic()
     if checkpoints:
         checkpoints.finish()
     raise TargetMissed(

@@ -41,7 +41,9 @@ def assemble_lora(
     head (1.05 GB at 70B in bf16), are whole on every rank. Sharding them would save less than a
     gigabyte, for two collectives in every pass.
     """
-    shape, kernels, device = rules.shape, config.kernels, processes.device
+    shape = rules.shape
+    kernels = config.kernels
+    device = processes.device
     dtype = None if config.linear_format.stores_fp8 else DTYPES[config.precision]
     base = FrozenBase(
         shape,

@@ -54,7 +54,8 @@ class Progress:
     """
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
-        self.stream, self.enabled = stream or sys.stderr, enabled
+        self.stream = stream or sys.stderr
+        self.enabled = enabled
 
     def show(self, text: str) -> None:
         if self.enabled:
@@ -88,7 +89,8 @@ class StepClock:
 
     def drain_ms(self) -> list[float]:
         """Return the milliseconds of each step since the last call. Waits for the device."""
-        marks, self.marks = self.marks, self.marks[-1:]
+        marks = self.marks
+        self.marks = self.marks[-1:]
         if self.on_gpu:
             marks[-1].synchronize()
         return [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)]
@@ -137,9 +139,12 @@ class Meter:
         flops_per_token: int,
         peak_tflops: float | None,
     ):
-        self.processes, self.events = processes, events
-        self.tokens_per_step, self.samples_per_step = tokens_per_step, samples_per_step
-        self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
+        self.processes = processes
+        self.events = events
+        self.tokens_per_step = tokens_per_step
+        self.samples_per_step = samples_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_tflops = peak_tflops
         self.clock = StepClock(processes.device)
         # step, learning rate, this rank's part of the loss, gradient norm
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []

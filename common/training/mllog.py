@@ -37,7 +37,9 @@ RESERVED_SUBSTRINGS = (
     TOKEN,
 )
 
-POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
+POINT = "POINT_IN_TIME"
+START = "INTERVAL_START"
+END = "INTERVAL_END"
 # A key of this project, only in the logs of emulated runs. No checker knows it, and no submission
 # may contain it.
 EMULATED = "emulated_block_format"
@@ -59,7 +61,8 @@ class RunLog:
 
     def __init__(self, path: Path | None):
         """Create `path`, which must not exist. None: this rank does not write."""
-        self._wall_at_anchor_ns, self._monotonic_at_anchor_ns = time.time_ns(), time.monotonic_ns()
+        self._wall_at_anchor_ns = time.time_ns()
+        self._monotonic_at_anchor_ns = time.monotonic_ns()
         self._file = None if path is None else LineFile(path)
         # Copy lines to stdout unless it is closed: its number then went to the next file that was
         # opened.
@@ -270,7 +273,8 @@ class RunLog:
 
     def _finish(self) -> None:
         """Bring the file to the disk and close it, after the last line."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
@@ -287,10 +291,8 @@ class LineFile:
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            why, do = (
-                "a run never overwrites or continues the log of another",
-                "give the run a directory of its own",
-            )
+            why = "a run never overwrites or continues the log of another"
+            do = "give the run a directory of its own"
             raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
             raise _storage_error(path, error) from error

@@ -47,7 +47,8 @@ class BlockTimes:
             self.marks[-1].record()
 
     def __call__(self) -> float:
-        marks, self.marks = self.marks, []
+        marks = self.marks
+        self.marks = []
         marks[-1].synchronize()
         return statistics.fmean(
             begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True)
@@ -67,7 +68,10 @@ class RankComparison:
     def __init__(
         self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]
     ):
-        self.processes, self.events, self.progress, self.probe = processes, events, progress, probe
+        self.processes = processes
+        self.events = events
+        self.progress = progress
+        self.probe = probe
         # for each comparison: each rank's time over the median rank's
         self.history: list[list[float]] = []
         self.slow: list[int] = []
@@ -83,7 +87,9 @@ class RankComparison:
         times[self.processes.rank] = self.probe()
         times_ms = self.processes.sum(times).tolist()
         self.history.append(over_median(times_ms))
-        ratios, before, self.slow = median_ratios(self.history), self.slow, slow_ranks(self.history)
+        ratios = median_ratios(self.history)
+        before = self.slow
+        self.slow = slow_ranks(self.history)
         self.events.write(
             "ranks", step=step, samples=samples, time_s=time_s, block_ms=times_ms, slow=self.slow
         )

@@ -53,7 +53,10 @@ from common.training.reports import Reports
 # Minimum dB: correct results have more, wrong ones less. A bf16 result alone rounds at 56 dB.
 # Attention rounds its probabilities to bf16 as well. FP8 products sum in some 14 bits on Hopper.
 # Kernels round like their references except for ties.
-ATTENTION_DB, PRODUCT_DB, FP8_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
+ATTENTION_DB = 30.0
+PRODUCT_DB = 40.0
+FP8_PRODUCT_DB = 25.0
+KERNEL_DB = 40.0
 SLICE = 256  # number of rows and columns of a product that are compared
 # Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
 SPLIT_K = (
@@ -117,7 +120,8 @@ def self_test(
 
     `on_op`: called before each op.
     """
-    began, result = time.monotonic(), Result()
+    began = time.monotonic()
+    result = Result()
     draw = Draw(device)
     choices = {
         attention_checks: partial(attention_engine, device, sizes.dtype),
@@ -205,7 +209,8 @@ def require_sound(result: Result, device: torch.device) -> None:
     """Raise PreflightError for the first bad finding, with the versions and their known issues."""
     if not result.bad:
         return
-    arch, versions = architecture(device), known_issues.installed()
+    arch = architecture(device)
+    versions = known_issues.installed()
     have = ", ".join(f"{name} {text}" for name, text in versions.items())
     more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
@@ -272,7 +277,8 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
         return compared(0)
 
     def compared(index: int) -> float:
-        found, truth = kept["found"][index], kept["truth"][index]
+        found = kept["found"][index]
+        truth = kept["truth"][index]
         return decibels(truth, found) if found.shape == truth.shape else math.nan
 
     yield "attention", text, ATTENTION_DB, forward
@@ -336,7 +342,9 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
     """Yield a check per matrix product. Sizes are (M, N, K): rows, columns, and the dimension
     summed over.
     """
-    shape, tokens, trains = sizes.shape, sizes.tokens, not sizes.lora_rank
+    shape = sizes.shape
+    tokens = sizes.tokens
+    trains = not sizes.lora_rank
     linears = {
         "qkv": (shape.hidden_size, shape.qkv_size),
         "o": (shape.attention_size, shape.hidden_size),

@@ -80,7 +80,8 @@ def train(
         the given number of steps, and all micro-batches of an evaluation.
     `save`: saves the trained weights after run_stop, also if the run missed its target.
     """
-    config, log = run.config, reports.log
+    config = run.config
+    log = reports.log
     on_phase = partial(reports.heartbeat.write, 0)
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     checkpoints = None

@@ -22,7 +22,8 @@ from common.training.assembly import Assembly, Batching
 from common.training.digest import state_digest
 from common.training.loop import evaluate, train_step
 
-TRAIN_STEPS, EVAL_STEPS = 2, 1
+TRAIN_STEPS = 2
+EVAL_STEPS = 1
 
 
 def warm_up(
@@ -40,7 +41,8 @@ def warm_up(
     Returns the digest. Raises PreflightError if the state afterwards differs from the state before,
     and NonFinite if a loss or norm is not finite: the run must not start then.
     """
-    device, model = processes.device, assembly.model
+    device = processes.device
+    model = assembly.model
     batches, eval_batches = (
         synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
         for size in micro_batch_sizes
