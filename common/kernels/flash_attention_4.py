@@ -25,7 +25,10 @@ from common.paths import cache_folder
 
 
 def require() -> None:
-    """Import the package, with its cache of compiled kernels. Raises ImportError, AttributeError."""
+    """Import the package, with its cache of compiled kernels.
+
+    Raises ImportError, AttributeError.
+    """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault(
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attention_4"))

@@ -3,10 +3,11 @@
 An optional package (common/engines.py). Signatures as read in NVIDIA's 2.20.2 and in ROCm/
 TransformerEngine at 01b52037; both are those of 2.10.
 
-Products are `general_gemm`, with operands and scales of this package. Like torch, it takes the first
-algorithm of cuBLASLt or hipBLASLt, but may use a workspace. Attention is `DotProductAttention` with
-fused attention only: cuDNN's on NVIDIA GPUs, CK's and AITER's on AMD GPUs, where dQ is summed in 32
-bits: 16 bits overflow on gfx942 at 8,192 positions (common/known_issues.toml).
+Products are `general_gemm`, with operands and scales of this package. Like torch, it takes the
+first algorithm of cuBLASLt or hipBLASLt, but may use a workspace. Attention is
+`DotProductAttention` with fused attention only: cuDNN's on NVIDIA GPUs, CK's and AITER's on AMD
+GPUs, where dQ is summed in 32 bits: 16 bits overflow on gfx942 at 8,192 positions
+(common/known_issues.toml).
 """
 
 from __future__ import annotations
