@@ -89,7 +89,7 @@ def load_weights(
     `full`: the whole weight in fp32, on the parameter's device, one at a time. Everything is
     checked before the first weight is read. Every rank calls this and reads all weights.
 
-    Raises WeightsError where the checkpoint does not fit the model, StorageError where reading fails.
+    Raises WeightsError if the checkpoint does not fit the model, and StorageError if reading fails.
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(Path(folder), model.shape)
