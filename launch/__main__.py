@@ -23,11 +23,13 @@ def main(arguments: list[str]) -> None:
     install = arguments[:1] == ["--install"]
     # Read the arguments first: a typo or --help needs no installation.
     needs, words = cli.read(arguments[install:])
-    python = str(
-        environment.python_for(ROOT / needs, ROOT / ".venv")
-        if install and needs
-        else sys.executable
-    )
+    python = sys.executable
+    if install and needs:
+        folder = ROOT / ".venv"
+        found = environment.python_for(ROOT / needs, folder)
+        if needs == environment.ALL:
+            environment.add_hopper_packages(found, ROOT, folder)
+        python = str(found)
     os.execve(python, [python, *words], os.environ | finding_modules(os.environ))
 
 

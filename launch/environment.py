@@ -34,7 +34,7 @@ from common.packages import OLDEST_TORCH, requirements
 from common.paths import ROOT
 from common.terminal import duration, inform, is_quiet, print_stderr, shown
 from launch.processes.supervise import raise_at_signals, supervise
-from launch.torch_build import BUILDS, installed_build, suitable_builds
+from launch.torch_build import BUILDS, has_hopper, installed_build, suitable_builds
 
 # Package -> module, for packages whose module has another name.
 MODULES = {
@@ -49,6 +49,10 @@ LOGS = "requirements-logs.txt"  # packages of the subcommands that read logs
 LOCK = "requirements.lock"
 CUDA12 = "requirements-cuda12.txt"  # versions of torch and triton for CUDA 12, and their lock
 CUDA12_LOCK = "requirements-cuda12.lock"
+# The fastest attention on Hopper with CUDA 13, which a run does not need, and its lock.
+HOPPER = "requirements-hopper.txt"
+HOPPER_LOCK = "requirements-hopper.lock"
+INDEX = "https://pypi.org/simple"
 # Builds of torch in a stamp, besides those of launch.torch_build: no torch is listed, or the
 # running Python's torch is used.
 NO_TORCH, OWN_TORCH = (
@@ -252,22 +256,32 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
             if not name.startswith(("nvidia-", "cuda-"))
         }
     (folder / LOCK).write_text("".join(entries.values()))
-    installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
-    if uv := shutil.which("uv"):  # ten times as fast; the option searches indices in pip's order
-        installer = [
-            uv,
-            "pip",
-            "install",
-            "--python",
-            str(python),
-            "--index-strategy",
-            "unsafe-best-match",
-        ]
-    command = [*installer, "--require-hashes", "--no-deps", *cpu_source, "-r", str(folder / LOCK)]
     log_path, began = folder / PIP_LOG, time.monotonic()
     inform(
         f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(log_path)})"
     )
+    if _run_pip(folder, folder / LOCK, log_path, cpu_source):
+        print_stderr(*_tail(log_path)[-10:])
+        raise PreflightError(
+            "pip could not install the packages",
+            "its last words are above",
+            f"see {log_path}, correct that and start again",
+        )
+    inform(f"installed in {duration(time.monotonic() - began)}")
+    return "cuda" if build == "cpu" and not cpu_source else build
+
+
+def _run_pip(folder: Path, lock: Path, log_path: Path, options: list[str]) -> int:
+    """Install the entries of `lock` in `folder` by pip or uv, and return the exit code.
+
+    The last line of the log is shown on a terminal. Raise Interrupted after a signal.
+    """
+    began, python = time.monotonic(), folder / "bin" / "python"
+    installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    if uv := shutil.which("uv"):  # ten times as fast; the option searches indices in pip's order
+        installer = [uv, "pip", "install", "--python", str(python)]
+        installer += ["--index-strategy", "unsafe-best-match"]
+    command = [*installer, "--require-hashes", "--no-deps", *options, "-r", str(lock)]
 
     def show() -> bool:
         if sys.stderr.isatty() and not is_quiet():
@@ -294,15 +308,32 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
-    if ending.returncode:
-        print_stderr(*_tail(log_path)[-10:])
-        raise PreflightError(
-            "pip could not install the packages",
-            "its last words are above",
-            f"see {log_path}, correct that and start again",
-        )
-    inform(f"installed in {duration(time.monotonic() - began)}")
-    return "cuda" if build == "cpu" and not cpu_source else build
+    return ending.returncode
+
+
+def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
+    """Install FlashAttention-4 in the project's .venv, once, if this machine has Hopper GPUs.
+
+    It never fails: a run works without it, and the first screen then says what installs it. Nothing
+    is done without CUDA 13, without the package index, or for a Python that is not the .venv's.
+    """
+    lock, stamp = root / HOPPER_LOCK, _stamp(folder, root / HOPPER)
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    is_ours = python == folder / "bin" / "python"
+    if not is_ours or _read_stamp(stamp)[0] == digest or not has_hopper(os.environ):
+        return
+    if not answers_at(os.environ.get("PIP_INDEX_URL") or INDEX):
+        return
+    log_path = folder / "pip-hopper.log"
+    inform(f"installing FlashAttention-4 in {shown(folder)} (once; see {shown(log_path)})")
+    try:
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            if _run_pip(folder, lock, log_path, []):
+                inform(f"NOTE       FlashAttention-4 was not installed; see {shown(log_path)}")
+                return
+            stamp.write_text(f"{digest} {NO_TORCH} {platform.machine()}")
+    except OSError as error:
+        inform(f"NOTE       FlashAttention-4 was not installed: {error}")
 
 
 def _cpu_source(torch: str) -> list[str]:

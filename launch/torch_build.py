@@ -58,6 +58,20 @@ def suitable_builds(
     return nvidia_builds(rows[0][0], capabilities, environment)
 
 
+def has_hopper(environment: Mapping[str, str], dev: Path = Path("/dev")) -> bool:
+    """Return whether the GPUs are of compute capability 9.0 and their driver supports CUDA 13."""
+    if not (dev / "nvidiactl").exists() and not shutil.which(
+        "nvidia-smi", path=environment.get("PATH")
+    ):
+        return False
+    try:
+        rows = ask_nvidia_smi("driver_version,compute_cap", environment)
+    except DriverError:
+        return False
+    is_hopper = all(capability == "9.0" for _, capability in rows)
+    return is_hopper and _effective_driver(rows[0][0], environment) >= CUDA13_DRIVER
+
+
 def nvidia_builds(
     driver: str,
     capabilities: list[tuple[int, ...]],

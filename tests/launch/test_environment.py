@@ -135,6 +135,52 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     )
 
 
+@pytest.fixture
+def hopper(pip, tmp_path, monkeypatch):
+    """A .venv on a machine with Hopper GPUs and a package index; returns the call."""
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    (tmp_path / environment.HOPPER).write_text("flash-attn-4==4.0.0b36\n")
+    (tmp_path / environment.HOPPER_LOCK).write_text("flash-attn-4==4.0.0b36 \\\n    --hash=x\n")
+    monkeypatch.setattr(environment, "has_hopper", lambda env: True)
+    monkeypatch.setattr(environment, "answers_at", lambda url: True)
+    folder = tmp_path / ".venv"
+    python = environment.python_for(tmp_path / "r.txt", folder)
+    return lambda python=python: environment.add_hopper_packages(python, tmp_path, folder)
+
+
+def test_flash_attention_is_installed_once_on_hopper_by_its_hashes(hopper, pip, tmp_path):
+    before = len(pip.commands)
+    for _ in range(2):
+        hopper()
+    assert len(pip.commands) == before + 1 and "--require-hashes" in pip.commands[-1]
+    assert pip.lists[-1] == ["flash-attn-4==4.0.0b36"]
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert len(pip.commands) == before + 1, "the .venv is not made anew for it"
+    (tmp_path / environment.HOPPER_LOCK).write_text("flash-attn-4==4.0.0b37 \\\n    --hash=y\n")
+    hopper()
+    assert len(pip.commands) == before + 2, "a new version"
+
+
+def test_a_failed_installation_of_flash_attention_stops_nothing(hopper, pip, tmp_path):
+    before = len(pip.commands)
+    pip.code = 1
+    hopper()
+    pip.code = 0
+    hopper()
+    assert len(pip.commands) == before + 2, "tried again"
+
+
+@pytest.mark.parametrize("obstacle", ["no Hopper", "no index", "another Python"])
+def test_flash_attention_is_left_out(hopper, pip, monkeypatch, obstacle):
+    before = len(pip.commands)
+    if obstacle == "no Hopper":
+        monkeypatch.setattr(environment, "has_hopper", lambda env: False)
+    if obstacle == "no index":
+        monkeypatch.setattr(environment, "answers_at", lambda url: False)
+    hopper(*([Path(sys.executable)] if obstacle == "another Python" else []))
+    assert len(pip.commands) == before
+
+
 def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):
     """`check` after a run installs nothing; a run after `check` does."""
     small, large, folder = (

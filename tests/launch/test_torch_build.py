@@ -187,3 +187,19 @@ def test_compiler_and_header_are_asked_for_by_their_packages(tmp_path, monkeypat
     assert missing_compiler(bare | {"CC": "icx"}) == "" and "nowhere" in missing_compiler(
         bare | {"CC": "nowhere"}
     )
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        ("580.1, 9.0", True),
+        ("580.1, 9.0\n580.1, 10.0", False),
+        ("575.1, 9.0", False),
+        ("580.1, 10.0", False),
+        (None, False),
+    ],
+)
+def test_hopper_with_cuda_13_is_recognized(tmp_path, output, found):
+    script = "exit 9" if output is None else f"printf '{output}\\n'"
+    assert has_hopper(fake_nvidia_smi(tmp_path, script), tmp_path) == found
+    assert not has_hopper({"PATH": str(tmp_path / "empty")}, tmp_path), "no nvidia-smi"

@@ -120,7 +120,9 @@ def write_checked(path: Path, head: list[str], text: str) -> None:
     path.write_text("\n".join([*head, f"{CHECKED} sha256:{content_digest(path)}"]) + "\n" + text)
 
 
-def compile_lock(path: Path, options: list[str]) -> str:
+def compile_lock(
+    path: Path, options: list[str], requirements: str = "requirements-test.txt"
+) -> str:
     """Let uv resolve the packages into `path`, whose versions it keeps where it can, and return the text."""
     command = [
         "uv",
@@ -137,12 +139,25 @@ def compile_lock(path: Path, options: list[str]) -> str:
         "--default-index",
         INDEX,
         *options,
-        "requirements-test.txt",
+        requirements,
         "--output-file",
         str(path),
     ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return path.read_text()
+
+
+def hopper_lock() -> str:
+    """Return the entries for requirements-hopper.txt that the main lock lacks.
+
+    What the main lock has is there already, in a container perhaps in another version.
+    """
+    path = ROOT / environment.HOPPER_LOCK
+    constraints = ["--constraints", environment.LOCK]
+    text = compile_lock(path, constraints, environment.HOPPER)
+    installed = set(re.findall(r"^(\S+?)==", (ROOT / environment.LOCK).read_text(), re.MULTILINE))
+    entries = re.findall(r"^\w.*\n(?: .*\n)*", text, re.MULTILINE)
+    return "".join(entry for entry in entries if entry.partition("==")[0] not in installed)
 
 
 def read(url: str) -> str:
@@ -172,6 +187,13 @@ def main(arguments: list[str]) -> None:
         [head[0], pip],
         compile_lock(cuda12, [*arguments, "--overrides", environment.CUDA12]),
     )
+    hopper = hopper_lock()
+    path = ROOT / environment.HOPPER_LOCK
+    path.write_text(
+        f"# Made by tests/tools/lock.py: {environment.HOPPER}, beside the other lock.\n"
+    )
+    with path.open("a") as file:
+        file.write(hopper)
 
 
 if __name__ == "__main__":
