@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
-from common.gpu_kinds import GIB, GpuKind
+from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.model.shapes import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -90,6 +90,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     # running. LoRA has no such gradients.
     gradient = 0 if work.lora_rank else 2 * element
     forward, backward = _working_bytes(config, work)
+    backward = max(backward, attention_backward_bytes(config, shape))
     # The last block is recomputed too, so its forward runs within its backward.
     if _recomputed_layers(config, work) == shape.num_layers:
         block = saved | {
@@ -268,6 +269,24 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
             element + 4 - 1
         ) * ffn
     return 2 * element * hidden, element * (hidden + 2 * ffn)
+
+
+def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes per token that a block holds temporarily at attention's backward.
+
+    They are the gradients of the block's result, of attention's result and of its inputs. On Hopper
+    FlashAttention-4 adds up dQ in fp32, and with grouped heads dK and dV, unless the config pins
+    another engine: 134 MB of dQ per sequence of the 8B, 268 MB of the 70B.
+    """
+    element = BYTES[config.precision]
+    gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
+    kind = KINDS.get(config.gpu)
+    engine = config.env.get("ATTENTION_ENGINE", "flash_attention_4")
+    if kind is None or kind.arch != "sm_90" or engine != "flash_attention_4":
+        return gradients
+    is_grouped = shape.num_kv_heads < shape.num_heads
+    key_values = 2 * shape.num_kv_heads * shape.head_dim if is_grouped else 0
+    return gradients + 4 * (shape.attention_size + key_values)
 
 
 def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import torch_build
 from launch.torch_build import (
+    has_hopper,
     missing_compiler,
     nvidia_builds,
     require_fitting_torch,

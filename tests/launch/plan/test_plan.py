@@ -362,6 +362,30 @@ def test_working_sets_by_hand():
     assert plan.memory_peak(config, work).parts["a block's working set"] == 8192 * 5 * 28672
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "d_q", "d_kv"),
+    [(PRETRAINING, 4 * 4096, 2 * 4 * 1024), (LORA, 4 * 8192, 2 * 4 * 1024)],
+)
+def test_flash_attention_4_adds_fp32_buffers_on_hopper(benchmark, d_q, d_kv):
+    config, work = shipped(benchmark, "H200_1x1")
+    shape = work.shape
+    with_buffers = plan.attention_backward_bytes(config, shape)
+    pinned = replace(config, env={"ATTENTION_ENGINE": "sdpa"})
+    without = plan.attention_backward_bytes(pinned, shape)
+    assert with_buffers - without == d_q + d_kv
+    assert 8192 * d_q == {PRETRAINING: 134_217_728, LORA: 268_435_456}[benchmark]
+    elsewhere = replace(config, gpu="B200")
+    assert plan.attention_backward_bytes(elsewhere, shape) == without
+
+
+def test_attentions_backward_can_be_a_blocks_peak():
+    config, work = shipped(PRETRAINING, "H200_1x1", recompute_layers=0)
+    narrow = replace(work, shape=replace(work.shape, ffn_hidden_size=1024, vocab_size=256))
+    pinned = replace(config, env={"ATTENTION_ENGINE": "sdpa"})
+    more = plan.memory_peak(config, narrow).allocated - plan.memory_peak(pinned, narrow).allocated
+    assert 0 < more <= config.micro_batch_size * 8192 * 4 * (4096 + 2 * 1024)
+
+
 def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
     config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=31)
     layer, token = 2 * 8192 * 57344, 2 * 8192 * 8192
