@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +127,11 @@ def names() -> tuple[str, ...]:
 
 def config_class(name: str) -> type[RunConfig]:
     return _module(name).Config
+
+
+def config_keys(name: str) -> list[str]:
+    """Return the keys of benchmark `name` that --set changes, each with "=", to be completed."""
+    return [f"{field.name}=" for field in fields(config_class(name))]
 
 
 def rules_of(name: str, config: RunConfig) -> Rules:

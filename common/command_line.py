@@ -1,7 +1,7 @@
-"""The parser of every command: errors in three lines, suggestions for typos, examples in --help,
-and exit codes.
+"""The argument parser of every command: suggestions for typos, help as wide as the terminal, and
+exit codes.
 
-Standard library only.
+Standard library only: a command line is parsed before any package is installed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -37,7 +40,7 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         # The interpreter flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print_stderr("note: the output was closed before all was written")
+        print_stderr("note: the reader closed the output before everything was written")
         return PIPE_CLOSED
     except (Exception, KeyboardInterrupt) as error:
         failure = (
@@ -46,11 +49,13 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
             else failure_of(error)
         )
         if failure is None and isinstance(error, OSError):
-            what = f"{error.filename}: " * bool(error.filename) + str(error.strerror or error)
+            what = str(error.strerror or error)
+            if error.filename:
+                what = f"{error.filename}: {what}"
             failure = StorageError(
                 what,
-                "the system refused a file operation",
-                "check space, permissions and the mount",
+                "the operating system refused a file operation",
+                "check free space, permissions and the mount",
             )
         if failure is None:
             raise
@@ -71,11 +76,9 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu does not match cpu
-    return (
-        f"did you mean {names[near[0]]}?"
-        if near
-        else otherwise or f"there are: {', '.join(names.values())}"
-    )
+    if near:
+        return f"did you mean {names[near[0]]}?"
+    return otherwise or f"choose one of: {', '.join(names.values())}"
 
 
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
@@ -90,8 +93,51 @@ def count(text: str) -> int:
     """Parse an argument that is a whole number of at least 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
+
+
+def help_width() -> int:
+    """Return the width of help texts: that of the terminal (COLUMNS), at most 100."""
+    return min(shutil.get_terminal_size().columns - 2, 100)
+
+
+def reflow(text: str, width: int) -> str:
+    """Fold paragraphs to `width` columns between words. Indented lines stay as they are."""
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        is_prose = not re.search(r"^(  |usage)", block, re.MULTILINE)
+        blocks.append(_fill(block, width) if is_prose else block)
+    return "\n\n".join(blocks)
+
+
+def _fill(text: str, width: int) -> str:
+    return textwrap.fill(
+        " ".join(text.split()), width, break_long_words=False, break_on_hyphens=False
+    )
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help without lines that break inside a word or an option."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return reflow(text, width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _fill(text, width).split("\n")
+
+
+def complete(action: argparse.Action, words: Iterable[str]) -> None:
+    """Let shells complete the values of `action` with `words`. Other values are accepted, too."""
+    action.words = list(words)  # type: ignore[attr-defined]
+
+
+def complete_below(action: argparse.Action, parsers: Callable[[], dict[str, Parser]]) -> None:
+    """Let shells complete what follows each choice of `action`: the options of its parser."""
+    action.parsers = parsers  # type: ignore[attr-defined]
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         **settings: Any,
     ):
         lines = "".join(f"\n  {PROGRAM} {example}" for example in examples)
-        settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        settings |= {"allow_abbrev": False, "formatter_class": Help}
         prog = prog if prog.startswith(PROGRAM) else f"{PROGRAM} {prog}"
         super().__init__(
             prog, description=description, epilog="examples:" + lines if lines else None, **settings
@@ -122,11 +168,11 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if name.startswith("-"):
             raise ConfigError(
-                f"unknown option {name}",
+                f"unknown option: {name}",
                 f"{self.prog} has no such option",
                 meant(name, dict.fromkeys([*self.options(), *EVERYWHERE])),
             )
-        self.error(f"{name}: one word too many")
+        self.error(f"unexpected argument: {name}")
 
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
@@ -145,14 +191,14 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            name = (action.option_strings or [f"unknown {action.metavar or action.dest}"])[-1]
+            name = (action.option_strings or [f"unknown {action.metavar or action.dest}:"])[-1]
             known = [str(choice) for choice in action.choices]
             raise ConfigError(
                 f"{name} {value}",
-                f"{self.prog} takes {', '.join(known)}",
-                meant(str(value), known, "choose one of them"),
+                f"it must be one of: {', '.join(known)}",
+                meant(str(value), known, f"choose one; {self.prog} --help describes them"),
             )
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
-        raise ConfigError(message, usage, f"{self.prog} --help says more")
+        raise ConfigError(message, usage, f"see {self.prog} --help")

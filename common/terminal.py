@@ -1,31 +1,53 @@
-"""Terminal output on stderr: color, lines that --quiet leaves out, durations, a sparkline. Standard
-library only.
+"""Terminal output: messages on stderr, tables and progress bars, drawn by rich.
 
-stdout and stderr may go to someone who only watches. So a reader that ends, a closed terminal or a
-full disk behind them must not end a run.
+rich is imported by the functions that draw with it. Ranks, and a Python without packages, import
+this module and print plain lines. Output that is not a terminal is always plain.
+
+stdout and stderr may go to a program that only watches. If that program ends, the terminal is
+closed or the disk is full, the run must go on.
 """
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import os
+import re
 import sys
+import textwrap
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
 
 QUIET = "RUN_QUIET"  # set by --quiet
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 24  # characters of a sparkline
+UNLIMITED = 10_000  # columns where the output is not a terminal: nothing is folded
+DEFAULT_COLUMNS = 80  # of a terminal that does not know its width
+_live: Live | None = None  # the display that is redrawn now; messages are printed above it
+LABEL = re.compile(r" *(\w+:?  +|(error|why|do|note|warning): +)")  # start of a line
+
+
+# --- messages -------------------------------------------------------------------------------------
 
 
 def print_stderr(*lines: str) -> None:
-    text = "\n".join(lines)
-    print(
-        paint("error:", "1;31") + text[6:] if text.startswith("error:") else text,
-        file=sys.stderr,
-        flush=True,
-    )
+    """Print `lines` on stderr. A terminal gets them folded between words, with colored errors."""
+    if not sys.stderr.isatty() or not has_rich():
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return
+    from rich.text import Text
+
+    out = _live.console if _live else console(sys.stderr)
+    for line in "\n".join(lines).split("\n"):
+        text = Text(fold(line, columns(sys.stderr)))
+        text.highlight_regex(r"^error:", "bold red")
+        text.highlight_regex(r"^ +(why|do):", "bold")
+        out.print(text, soft_wrap=True)
+    sys.stderr.flush()
 
 
 def inform(*lines: str) -> None:
@@ -38,14 +60,19 @@ def is_quiet() -> bool:
     return bool(os.environ.get(QUIET))
 
 
-def paint(text: str, code: str) -> str:
-    """Return `text` in the style of an ANSI code (1: bold, 31: red) if stderr is a terminal with
-    colors (no-color.org).
-    """
-    plain = (
-        os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+def fold(line: str, width: int) -> str:
+    """Fold a line between words. Further lines are indented to the text after its label."""
+    if len(line) <= width:
+        return line
+    label = LABEL.match(line)
+    indent = label.end() if label else len(line) - len(line.lstrip())
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * min(indent, width // 2),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def shown(path: Path) -> str:
@@ -53,24 +80,212 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def sparkline(values: Sequence[float], floor: float) -> str:
-    """Return a sparkline of at most WIDTH means of `values`. The lowest bar means `floor` or
-    less.
-    """
-    size = max(1, -(-len(values) // WIDTH))
-    groups = [
-        [value for value in values[at : at + size] if math.isfinite(value)]
-        for at in range(0, len(values), size)
-    ]
-    means = [sum(group) / len(group) for group in groups if group]
-    span = max(max(means, default=floor) - floor, 1e-9)
-    return "".join(BARS[round(max(0.0, mean - floor) / span * (len(BARS) - 1))] for mean in means)
-
-
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"
+
+
+# --- rich -----------------------------------------------------------------------------------------
+
+
+def has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def columns(stream: TextIO) -> int:
+    """Return the width of `stream`: that of its terminal, or UNLIMITED."""
+    if not stream.isatty():
+        return UNLIMITED
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_COLUMNS
+    except OSError:  # the terminal was closed
+        return DEFAULT_COLUMNS
+
+
+def console(stream: TextIO, indent: int = 0) -> Console:
+    """Return a rich Console that writes to `stream`, without styles if NO_COLOR is set."""
+    from rich.console import Console
+
+    is_terminal = stream.isatty()
+    has_styles = is_terminal and not os.environ.get("NO_COLOR")
+    return Console(
+        file=stream,
+        width=columns(stream) - indent,
+        force_terminal=is_terminal,
+        color_system="auto" if has_styles else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def render(content: RenderableType, out: Console) -> list[str]:
+    """Return the lines that rich draws on `out`, without spaces at their ends."""
+    with out.capture() as captured:
+        out.print(content)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def start_live(transient: bool) -> Live:
+    """Start a display on stderr that `draw` redraws. `transient`: it disappears at its end."""
+    global _live
+    from rich.live import Live
+
+    _live = Live(
+        console=console(sys.stderr),
+        auto_refresh=False,  # no thread, since callers fork
+        transient=transient,
+        redirect_stdout=False,
+    )
+    _live.start()
+    return _live
+
+
+def draw(live: Live, content: Callable[[int], RenderableType]) -> None:
+    """Redraw `live` with what `content` returns for the width of the terminal."""
+    live.console.width = columns(sys.stderr)
+    live.update(content(live.console.width), refresh=True)
+
+
+def stop_live(live: Live) -> None:
+    global _live
+    _live = None
+    live.stop()
+
+
+def table(rows: Sequence[Sequence[str]], alignment: str, indent: int = 0) -> list[str]:
+    """Return the lines of a table that fits the terminal behind stdout.
+
+    The first row is the head. `alignment` has one character for each column: "<" puts its cells to
+    the left, ">" to the right. The caller indents the lines by `indent`. Where the words of a row
+    do not fit side by side, each row becomes a block with one line for each cell.
+    """
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    head, *body = rows
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title, side in zip(head, alignment, strict=True):
+        drawn.add_column(title, justify="right" if side == ">" else "left", overflow="fold")
+    for row in body:
+        drawn.add_row(*row)
+    out = console(sys.stdout, indent)
+    if Measurement.get(out, out.options.update(max_width=UNLIMITED), drawn).minimum <= out.width:
+        return render(drawn, out)
+    blocks = Table.grid(padding=(0, 2, 0, 0))
+    for row in body:
+        for title, cell in zip(head, row, strict=True):
+            if cell:
+                blocks.add_row(title, cell)
+        blocks.add_row()
+    return render(blocks, out)[:-1]
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class Rate:
+    """Rate of counted work over the last 30 seconds, and the time that the rest of it takes."""
+
+    WINDOW_S = 30.0
+
+    def __init__(self, total: float, unit: str):
+        """`unit`: plural of what is counted; "B" for bytes."""
+        self.total, self.unit = total, unit
+        self.points: deque[tuple[float, float]] = deque()
+
+    def add(self, done: float) -> None:
+        """Record that `done` of `total` is done now."""
+        now = time.monotonic()
+        self.points.append((now, done))
+        while now - self.points[0][0] > self.WINDOW_S and len(self.points) > 2:
+            self.points.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """0 as long as it is unknown."""
+        if len(self.points) < 2:
+            return 0.0
+        (began, first), (ended, last) = self.points[0], self.points[-1]
+        return (last - first) / max(ended - began, 1e-9)
+
+    def text(self) -> str:
+        """Return what is done of the total, the rate and the remaining time."""
+        done = self.points[-1][1] if self.points else 0
+        parts = [self._amount(done)]
+        if rate := self.per_second:
+            speed = f"{rate / 1e6:,.0f} MB/s" if self.unit == "B" else f"{rate:,.1f} {self.unit}/s"
+            parts += [speed, f"{duration((self.total - done) / rate)} left"]
+        return " · ".join(parts)
+
+    def _amount(self, done: float) -> str:
+        if self.unit == "B":
+            return f"{done / 1e9:,.2f} of {self.total / 1e9:,.2f} GB"
+        return f"{done:,.0f} of {self.total:,.0f} {self.unit}"
+
+
+def progress_row(title: str, rate: Rate, width: int) -> RenderableType:
+    """Return one line of `width` columns: title, bar, amount, rate and remaining time."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    done = rate.points[-1][1] if rate.points else 0
+    text = rate.text()
+    room = width - len(title) - len(text) - 2
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_column(no_wrap=True, overflow="ellipsis")
+    if room >= 8:
+        row.add_row(title, ProgressBar(rate.total, done, width=min(room, 30)), text)
+    else:
+        row.add_row(Text(f"{title} {text}", no_wrap=True, overflow="ellipsis"))
+    return row
+
+
+class Progress:
+    """Progress of long work on stderr: one bar on a terminal, elsewhere a line every 30 seconds.
+
+    Use it as a context manager. The bar disappears at the end.
+    """
+
+    REDRAW_S = 0.1
+    LINE_S = 30.0
+
+    def __init__(self, title: str, total: float, unit: str):
+        self.title = title
+        self.rate = Rate(total, unit)
+        self.is_bar = sys.stderr.isatty() and has_rich()
+        self.live: Live | None = None
+        self.drawn = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self.is_bar and not is_quiet():
+            self.live = start_live(transient=True)
+        self.at(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            stop_live(self.live)
+
+    def at(self, done: float, title: str = "", total: float | None = None) -> None:
+        """Show that `done` of the total is done. A new title or total starts another rate."""
+        if (title and title != self.title) or (total is not None and total != self.rate.total):
+            self.title = title or self.title
+            self.rate = Rate(self.rate.total if total is None else total, self.rate.unit)
+        self.rate.add(done)
+        now = time.monotonic()
+        if is_quiet() or now - self.drawn < (self.REDRAW_S if self.live else self.LINE_S):
+            return
+        self.drawn = now
+        if not self.live:
+            print(f"{self.title}: {self.rate.text()}", file=sys.stderr, flush=True)
+            return
+        draw(self.live, lambda width: progress_row(self.title, self.rate, width))
+
+
+# --- readers that end -----------------------------------------------------------------------------
 
 
 class Copy:

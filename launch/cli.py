@@ -1,8 +1,8 @@
-"""Table of all subcommands, and the parser that maps a command line to a module.
+"""Table of all commands, and the parser that maps a command line to a module.
 
 A command line is read before any package is installed. Each module has `parser(benchmark)`, whose
-Parser (common/command_line.py) raises ConfigError. A module that cannot be imported without
-packages parses its arguments itself, later. This module uses only the standard library.
+Parser (common/command_line.py) raises ConfigError. If a module cannot be imported without packages,
+it parses its arguments after their installation. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import importlib
 import importlib.metadata
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 
 from common import benchmarks
-from common.command_line import EVERYWHERE, PROGRAM, SWITCHES, Parser, meant
+from common.command_line import (
+    EVERYWHERE,
+    PROGRAM,
+    SWITCHES,
+    Parser,
+    help_width,
+    meant,
+    reflow,
+)
 from common.errors import ConfigError
 from common.paths import ROOT
-from launch.environment import ALL, LOGS
+from launch.environment import ALL, CLI, LOGS
 from launch.run_directory import git
 
 PACKAGE = "mlperf-llama-training"
@@ -32,62 +40,69 @@ PACKAGES = ("launch.preflight", "throughput", "system_tuning")
 
 
 @dataclass(frozen=True)
-class Verb:
+class Command:
     about: str
     module: str  # {} is the benchmark; words after the module are its first arguments
-    benchmark: int = NEVER  # whether the subcommand accepts a benchmark
-    needs: str = ALL  # requirements file that the subcommand needs; "" for none
+    benchmark: int = NEVER  # whether the command accepts a benchmark
+    needs: str = ALL  # requirements file that the command needs; "" for none
 
 
-VERBS = {
-    "run": Verb(
-        "train to the target and check the log; the default after a benchmark",
-        "launch.commands run",
-        ALWAYS,
+COMMANDS = {
+    "run": Command(
+        "train to the target, then check the log (default)", "launch.commands run", ALWAYS
     ),
-    "prepare": Verb("fetch, convert or verify data", "{}.prepare", ALWAYS),
-    "bench": Verb("throughput on synthetic tokens", "launch.commands bench", ALWAYS),
-    "profile": Verb(
-        "bench, then steps under torch's profiler: a trace, and where the time went",
-        "launch.commands profile",
-        ALWAYS,
+    "prepare": Command("fetch, convert or verify data and weights", "{}.prepare", ALWAYS),
+    "bench": Command(
+        "measure training throughput on synthetic tokens", "launch.commands bench", ALWAYS
     ),
-    "gemms": Verb(
+    "profile": Command(
+        "profile training steps: kernel times or GPU memory", "launch.commands profile", ALWAYS
+    ),
+    "gemms": Command(
         "record, tune and check GEMM solutions of AMD's libraries",
         "throughput.gemm_tuning.cli",
         ALWAYS,
     ),
-    "merge": Verb("adapters into a base, where a benchmark has adapters", "{}.merge", ALWAYS),
-    "plan": Verb(
-        "memory and time of a config, or of any model with --model; no GPU needed",
+    "merge": Command("merge trained adapters into the base weights", "{}.merge", ALWAYS),
+    "plan": Command(
+        "calculate memory and time of a config or model (needs no GPU)",
         "launch.plan.command",
         MAY,
         "",
     ),
-    "preflight": Verb(
-        "is this machine fit? GPUs, host, versions, and their speed", "launch.preflight", MAY
+    "preflight": Command("check that this machine is ready for a run", "launch.preflight", MAY),
+    "throughput": Command(
+        "measure matrix products and training steps of many models", "throughput"
     ),
-    "throughput": Verb(
-        "how fast is this machine? matrix products, training steps of many models", "throughput"
+    "tuning": Command(
+        "check, apply or revert operating system settings", "system_tuning", NEVER, ""
     ),
-    "tuning": Verb(
-        "settings of the operating system: check, apply, revert", "system_tuning", NEVER, ""
+    "check": Command(
+        "check logs with the MLCommons checker and additional rules",
+        "submission.check",
+        NEVER,
+        LOGS,
     ),
-    "check": Verb("official checker and our lint on logs", "submission.check", NEVER, LOGS),
-    "runs": Verb("all runs of LOGDIR and how they ended", "submission.run_list", NEVER, LOGS),
-    "report": Verb("the HTML page of a run, or of a series", "submission.report"),
-    "score": Verb(
-        "RCP verdict and score of a series, and how much of it was luck",
+    "runs": Command(
+        "list all runs of LOGDIR and how they ended", "submission.run_list", NEVER, LOGS
+    ),
+    "report": Command("write the HTML report of a run or series", "submission.report"),
+    "score": Command(
+        "score a series and test it against the reference convergence points",
         "submission.score",
         NEVER,
         LOGS,
     ),
-    "describe": Verb("the system description of this machine", "submission.describe", NEVER, LOGS),
-    "package": Verb("the tree of a submission, checked", "submission.package", NEVER, LOGS),
-    "setup": Verb(
-        "install the packages into .venv, also for another machine", "launch.setup", NEVER, ""
+    "describe": Command(
+        "write the system description of this machine", "submission.describe", NEVER, LOGS
     ),
-    "completion": Verb("completion of this command in bash or zsh", "launch.completion", NEVER, ""),
+    "package": Command("assemble and check a submission", "submission.package", NEVER, LOGS),
+    "setup": Command(
+        "install the Python packages, also for another machine", "launch.setup", NEVER, ""
+    ),
+    "completion": Command(
+        "print the completion script for bash or zsh", "launch.completion", NEVER, CLI
+    ),
 }
 
 OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
@@ -96,7 +111,7 @@ OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 def read(arguments: list[str]) -> tuple[str, list[str]]:
     """Parse a command line: return its requirements file and Python's arguments for its module.
 
-    The requirements file is that of Verb.needs, "" for none. Raise ConfigError for a command line
+    The requirements file is that of Command.needs, "" for none. Raise ConfigError for a command line
     that is not valid. Raise SystemExit after printing the help or the version.
     """
     os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})
@@ -106,113 +121,119 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
         print(version() if "--version" in words else overview())
         raise SystemExit(0)
     benchmark, name, rest = _split(words, benchmarks.names())
-    verb = VERBS[name]
-    module, *own = verb.module.format(benchmark).split()
-    if not has_verb(benchmark, name):
-        others = ", ".join(each for each in benchmarks.names() if has_verb(each, name))
+    command = COMMANDS[name]
+    module, *own = command.module.format(benchmark).split()
+    if not has_command(benchmark, name):
+        others = ", ".join(each for each in benchmarks.names() if has_command(each, name))
         raise ConfigError(
-            f"{benchmark} has no verb {name}",
-            f"it is one of {others}",
+            f"{benchmark} has no command {name}",
+            f"{name} belongs to {others}",
             f"{PROGRAM} {others} {name} ...",
         )
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
     own += [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
-    return verb.needs, ["-m", module, *own, *rest]
+    return command.needs, ["-m", module, *own, *rest]
 
 
-def has_verb(benchmark: str, name: str) -> bool:
-    """Return whether the subcommand `name` exists for `benchmark`."""
-    return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
+def has_command(benchmark: str, name: str) -> bool:
+    """Return whether the command `name` exists for `benchmark`."""
+    return COMMANDS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
 
 
 def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return the benchmark ("" for none), the subcommand and the remaining words.
+    """Return the benchmark ("" for none), the command and the remaining words.
 
-    The benchmark may come before or after its subcommand. Raise ConfigError for words that are not
-    known.
+    The benchmark may come before or after its command. Raise ConfigError for unknown words.
     """
     if not words:
         raise ConfigError(
-            "which benchmark or verb?",
+            "no benchmark or command given",
             f"benchmarks: {', '.join(known)}",
-            f"{PROGRAM} --help lists the verbs, too",
+            f"{PROGRAM} --help lists the commands",
         )
     if variable := next((word for word in words[:2] if re.match("[A-Z_]+=", word)), ""):
         line = " ".join([variable, PROGRAM, *(word for word in words if word != variable)])
         raise ConfigError(
-            f"{variable} is no benchmark or verb",
-            "a variable of the environment stands before the command",
+            f"unexpected argument: {variable}",
+            "environment variables come before the command",
             line,
         )
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
-    if first in VERBS:
-        name, benchmark = first, second if VERBS[first].benchmark and second in known else ""
+    if first in COMMANDS:
+        name, benchmark = first, second if COMMANDS[first].benchmark and second in known else ""
     elif first in known:
         name, benchmark = second or "run", first
     elif first.startswith("-"):
-        found = next((word for word in words if word in known or word in VERBS), "")
+        found = next((word for word in words if word in known or word in COMMANDS), "")
         do = f"{PROGRAM} {found or known[-1]} {first} ..."
         raise ConfigError(
-            f"{first} comes before the benchmark or verb",
-            "options follow them",
+            f"{first} comes before the benchmark or command",
+            "options come after both",
             do if found else meant(first, EVERYWHERE, do),
         )
     else:
-        why = "no benchmark and no verb has this name"
         raise ConfigError(
-            f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE])
+            f"unknown benchmark or command: {first}",
+            f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands",
+            meant(first, [*known, *COMMANDS, *EVERYWHERE]),
         )
-    if name not in VERBS:
+    if name not in COMMANDS:
         raise ConfigError(
-            f"unknown verb {name}", f"no verb of {benchmark} has this name", meant(name, VERBS)
+            f"unknown command: {name}", f"{benchmark} has no such command", meant(name, COMMANDS)
         )
-    if benchmark and VERBS[name].benchmark == NEVER:
+    if benchmark and COMMANDS[name].benchmark == NEVER:
         raise ConfigError(
-            f"{name} takes no benchmark",
-            VERBS[name].about,
+            f"{name} does not accept a benchmark",
+            f"{name}: {COMMANDS[name].about}",
             f"{PROGRAM} {' '.join([name, *rest[1:]])}",
         )
-    if VERBS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
-        benchmark = benchmark or next(each for each in reversed(known) if has_verb(each, name))
-    if VERBS[name].benchmark == ALWAYS and not benchmark:
-        what = f"unknown benchmark {second}" if second else f"{name} needs a benchmark"
+    if COMMANDS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
+        benchmark = benchmark or next(each for each in reversed(known) if has_command(each, name))
+    if COMMANDS[name].benchmark == ALWAYS and not benchmark:
+        what = f"unknown benchmark: {second}" if second else f"{name} needs a benchmark"
         do = meant(second, known) if second else f"{PROGRAM} {known[-1]} {name} ..."
         raise ConfigError(what, f"benchmarks: {', '.join(known)}", do)
     return benchmark, name, rest[1:] if benchmark and second else rest
 
 
 def parser_of(name: str, benchmark: str) -> Parser | None:
-    """Return the parser of a subcommand, None if packages that its module imports are missing."""
-    module, *own = VERBS[name].module.format(benchmark).split()
-    module += ".__main__" * (module in PACKAGES)
+    """Return the parser of a command, None if packages that its module imports are missing."""
+    module, *own = COMMANDS[name].module.format(benchmark).split()
+    if module in PACKAGES:
+        module += ".__main__"
     try:
-        found = importlib.import_module(module)
+        command = importlib.import_module(module)
     except ImportError:
         return None
-    if hasattr(found, "parser"):
-        return found.parser(*own, benchmark)
+    if hasattr(command, "parser"):
+        return command.parser(*own, benchmark)
     # system_tuning imports nothing from this project, since it is also copied to bare hosts.
     parser = Parser(name)
-    found.add_arguments(parser)
+    command.add_arguments(parser)
     return parser
 
 
 def overview() -> str:
-    kinds = (ALWAYS, MAY, NEVER)
-    lists = (
-        "\n".join(
-            f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind
-        )
-        for kind in kinds
-    )
-    always, may, never = (indent(text, "  ") + "\n" for text in lists)
-    return (
-        OVERVIEW.read_text()
-        .rstrip()
-        .format(benchmarks=", ".join(benchmarks.names()), always=always, may=may, never=never)
-    )
+    """Return the text of --help, folded to the width of the terminal."""
+    width = help_width()
+    lists = {}
+    for kind, key in ((ALWAYS, "always"), (MAY, "may"), (NEVER, "never")):
+        rows = [
+            textwrap.fill(
+                command.about,
+                width,
+                initial_indent=f"  {name:<12}",
+                subsequent_indent=" " * 14,
+                break_on_hyphens=False,
+            )
+            for name, command in COMMANDS.items()
+            if command.benchmark == kind
+        ]
+        lists[key] = "\n".join(rows)
+    text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
+    return reflow(text, width)
 
 
 def version() -> str:

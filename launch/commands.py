@@ -1,15 +1,14 @@
 """Command line of `run`, `bench` and `profile`: `python -m launch.commands COMMAND BENCHMARK`.
 
-NEXP=10 makes ten good runs: the target reached and the log clean. A failed attempt is followed by
-another one, until more than --max-failures have failed. Every attempt has its own directory and a
-random seed. The page cache is cleared before each attempt. SEED fixes the seed of a single run, for
-debugging. LOGDIR/<benchmark>/attempts.jsonl records when every attempt started and how it ended.
-Nothing is ever overwritten.
+NEXP=10 makes ten good runs. A run is good if it reaches the target and its log passes the checks.
+After a failed attempt another one starts, until more than --max-failures have failed. Every attempt
+has its own directory and a random seed, and starts with an empty page cache. SEED sets the seed of
+a single run, for debugging. LOGDIR/<benchmark>/attempts.jsonl records the start and end of every
+attempt. No result is ever overwritten.
 
---checkpoint WHEN saves the training state into checkpoints/ in the run's directory and keeps only
-the newest checkpoint. --continue RUN resumes from there in a new directory, with the same seed and
-config, on the same or another number of GPUs. The new log says so and its clock starts again from
-zero, so `package` refuses it. See docs/checkpoints.md.
+--checkpoint saves the training state in checkpoints/ of the run's directory and keeps the newest
+one. --continue resumes from there in a new directory, with the same seed and config, on any number
+of GPUs. The clock starts again from zero, so `package` refuses the run. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.command_line import PROGRAM, Parser, count, exit_code_of
+from common.benchmarks import config_keys
+from common.command_line import PROGRAM, Parser, complete, count, exit_code_of
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -47,14 +47,12 @@ EXAMPLES = {
 
 
 def parser(name: str, benchmark: str) -> Parser:
-    """Return the argument parser of subcommand `name`."""
+    """Return the argument parser of command `name`."""
+    _, _, details = (__doc__ or "").partition("\n\n")
     about = {
-        "run": "Train to the target and check the log."
-        + (__doc__ or "")[(__doc__ or "").index("\n\n") :].rstrip()
-    }
-    about |= {
-        "bench": "Measure throughput on synthetic tokens; no data is read.",
-        "profile": "The same, then a profile of some steps.",
+        "run": f"Train to the target, then check the log.\n\n{details}",
+        "bench": "Measure training throughput on synthetic tokens. No data is read.",
+        "profile": "Measure throughput like `bench`, then profile some steps.",
     }
     parser = Parser(
         f"{benchmark} {name}",
@@ -70,85 +68,116 @@ def parser(name: str, benchmark: str) -> Parser:
         action="store_true",
         help="train the toy model, on one GPU of any kind or on the CPU",
     )
-    parser.add_argument(
+    changed = parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one value; the run is not for submission",
+        help="change one key of the config (can be repeated); such a run cannot be submitted",
     )
+    complete(changed, config_keys(benchmark))
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="default: the GPUs if there are any (ROCm's are cuda as well)",
+        help="device to use (default: the GPUs if there are any; ROCm is cuda, too)",
     )
     parser.add_argument(
-        "--print", action="store_true", help="print the config and the command, and start nothing"
+        "--print", action="store_true", help="print the config and the command, start nothing"
     )
     if name == "run":
-        limit = f"end the series when more than N attempts failed; default {series.MAX_FAILURES}, for a single run 0"
-        parser.add_argument("--max-failures", type=int, metavar="N", help=limit)
-        same = "with the same config, code, data and GPUs; a larger NEXP adds runs"
-        parser.add_argument(
-            "--resume",
-            action="store_true",
-            help=f"continue the last series in LOGDIR that lacks good runs, {same}",
-        )
-        help_save = "after the clock, write the trained model to model/ of the run's directory, for transformers"
-        parser.add_argument("--save", action="store_true", help=help_save)
-        help_tune = "make the settings of `tuning apply` while it runs, by sudo, and put them back at its end"
-        parser.add_argument("--tune", action="store_true", help=help_tune)
-        help_checkpoint = "save the state of training: WHEN is 2 for every second evaluation, 600s for every ten minutes"
-        parser.add_argument(
-            "--track",
-            action="append",
-            default=[],
-            choices=TRACKERS,
-            help="send losses, speed, GPU samples and config to this package during the run",
-        )
-        parser.add_argument("--checkpoint", metavar="WHEN", help=help_checkpoint)
-        help_continue = (
-            "go on from the checkpoint in this run's directory; for research, never for submission"
-        )
-        parser.add_argument(
-            "--continue",
-            dest="continues",
-            type=lambda run: Path(run).absolute(),
-            metavar="RUN",
-            help=help_continue,
-        )
+        _add_run_options(parser)
     else:
-        for key, text in {
-            "steps": "measure N steps",
-            "warmup": "after N steps",
-            "layers": "of a model with N layers",
-        }.items():
-            parser.add_argument(
-                f"--{key}",
-                type=count,
-                metavar="N",
-                help=text,
-                default=2 if (name, key) == ("profile", "steps") else None,
-            )
-        parser.add_argument(
-            "--eval-sequences",
-            type=count,
-            metavar="N",
-            help="time an evaluation of N sequences as well",
-        )
+        _add_bench_options(parser, name)
     if name == "profile":
-        parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="default: a new directory in LOGDIR/profiles"
-        )
-        other = parser.add_mutually_exclusive_group()
-        other.add_argument(
-            "--memory",
-            action="store_true",
-            help="instead of the time: what holds a GPU's memory at its peak",
-        )
-        help_with = f"instead: rank 0 under {', '.join(profilers.TOOLS)}; further options of it may follow its name, in quotes"
-        other.add_argument("--with", dest="tool", metavar="TOOL", help=help_with)
+        _add_profile_options(parser)
     return parser
+
+
+def _add_run_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        metavar="N",
+        help="end the series after more than N failed attempts "
+        f"(default: {series.MAX_FAILURES}; 0 for a single run)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the last unfinished series in LOGDIR, with the same config, code, data and "
+        "GPUs; a larger NEXP adds runs",
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="after the clock stops, save the trained model for transformers in model/ of the "
+        "run's directory",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="apply the settings of `tuning apply` for the duration of the run (needs sudo) and "
+        "restore them afterwards",
+    )
+    parser.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        choices=TRACKERS,
+        help="send losses, speed, GPU samples and config to this package during the run",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHEN",
+        help="save the training state: 2 for every second evaluation, 600s for every ten minutes",
+    )
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        type=_absolute,
+        metavar="RUN",
+        help="resume from the checkpoint in this run's directory; for research only, such a run "
+        "cannot be submitted",
+    )
+
+
+def _absolute(run: str) -> Path:
+    return Path(run).absolute()
+
+
+def _add_bench_options(parser: Parser, name: str) -> None:
+    steps = 2 if name == "profile" else None
+    parser.add_argument(
+        "--steps", type=count, metavar="N", default=steps, help="number of timed steps"
+    )
+    parser.add_argument("--warmup", type=count, metavar="N", help="untimed steps before them")
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
+    parser.add_argument(
+        "--eval-sequences", type=count, metavar="N", help="also time an evaluation of N sequences"
+    )
+
+
+def _add_profile_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="directory of the profile (default: a new one in LOGDIR/profiles)",
+    )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--memory",
+        action="store_true",
+        help="record what holds the GPU's memory at its peak, instead of times",
+    )
+    tool = other.add_argument(
+        "--with",
+        dest="tool",
+        metavar="TOOL",
+        help=f"run rank 0 under {', '.join(profilers.TOOLS)}; quote the name to add options of "
+        "the tool",
+    )
+    complete(tool, profilers.TOOLS)
 
 
 def main(arguments: list[str]) -> int:
@@ -192,9 +221,7 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
             )
         )
         if not options.tune and (advice := tuning.advice()):
-            inform(
-                f"NOTE       {advice}: ./run_and_time.sh tuning check; --tune sets them for this run"
-            )
+            inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
     if name == "profile":
         options.out = profile_directory(job, options)
     if options.print:

@@ -1,67 +1,143 @@
-"""Print a script that completes benchmarks, subcommands, options and choices in bash or zsh.
+"""Print the completion script for bash or zsh: commands, options and values of options.
 
-source <(./run_and_time.sh completion bash)          in ~/.bashrc, with the path of the project
+Save the script in a file, and let ~/.bashrc or ~/.zshrc read the file with `source`. The options of
+`throughput` measurements are included if torch is installed.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
+import contextlib
+import shlex
 import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common import benchmarks
-from common.command_line import SWITCHES, Parser
-from launch.cli import NEVER, VERBS, parser_of
+from common.command_line import Parser, exit_code_of
+from launch.cli import ALWAYS, COMMANDS, NEVER, has_command, parser_of
 
-SCRIPT = Path(__file__).with_suffix(".bash")
-ZSH = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\nautoload -U +X bashcompinit && bashcompinit\n"
+PROGRAM = "run_and_time.sh"
+FUNCTION = "_run_and_time"  # prefix of the functions that complete values
+# In front of zsh's script: compdef is defined by compinit.
+ZSH_HEAD = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\n"
+# Behind bash's script: no space after `key=`.
+BASH_TAIL = f"""
+{FUNCTION}() {{
+  _shtab_run_and_time_sh
+  [[ ${{COMPREPLY[0]-}} != *= ]] || compopt -o nospace
+}}
+complete -o bashdefault -F {FUNCTION} {PROGRAM}
+"""
 
 
-def parser(benchmark: str) -> Parser:
-    parser = Parser("completion", __doc__, ["completion zsh > ~/.run_and_time_completion"])
-    parser.add_argument("shell", choices=("bash", "zsh"))
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser("completion", __doc__, ["completion bash > ~/.run_and_time_completion"])
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that reads the script")
     return parser
 
 
-def words_of(parser: Parser) -> list[str]:
-    """Return the parser's options and the choices of its positional arguments."""
-    choices = [
-        str(choice)
-        for action in parser._actions
-        if not action.option_strings
-        for choice in action.choices or ()
-    ]
-    return [*choices, *dict.fromkeys(parser.options()), *SWITCHES]
-
-
 def script(shell: str) -> str:
+    """Return the completion script. A shell evaluates it."""
+    import shtab
+
+    text = shtab.complete(command_tree(), shell)
+    return ZSH_HEAD + text if shell == "zsh" else text + BASH_TAIL
+
+
+def command_tree() -> argparse.ArgumentParser:
+    """Return a parser of every command line, with a benchmark before or after its command."""
+    root = argparse.ArgumentParser(PROGRAM, description="MLPerf Training of Llama models")
+    first = root.add_subparsers()
     known = benchmarks.names()
-    found = {
-        name: dict.fromkeys(
-            word
-            for each in known
-            for parser in [parser_of(name, each)]
-            if parser
-            for word in words_of(parser)
-        )
-        for name in VERBS
+    for benchmark in known:
+        default = _add(first, benchmark, parser_of("run", benchmark))
+        commands = default.add_subparsers()
+        for name, command in COMMANDS.items():
+            if command.benchmark != NEVER and has_command(benchmark, name):
+                _add(commands, name, parser_of(name, benchmark))
+    for name, command in COMMANDS.items():
+        needs_benchmark = command.benchmark == ALWAYS
+        without = _add(first, name, None if needs_benchmark else parser_of(name, ""))
+        if command.benchmark == NEVER:
+            continue
+        second = without.add_subparsers()
+        for benchmark in known:
+            if has_command(benchmark, name):
+                _add(second, benchmark, parser_of(name, benchmark))
+    return root
+
+
+def _add(
+    words: argparse._SubParsersAction, word: str, parser: argparse.ArgumentParser | None
+) -> argparse.ArgumentParser:
+    """Add `word` with the arguments of `parser`, and return the new parser."""
+    about = COMMANDS[word].about if word in COMMANDS else word
+    if parser is None:
+        return words.add_parser(word, help=about)
+    added = words.add_parser(word, parents=[parser], add_help=False, help=about)
+    for action in list(added._actions):
+        if parsers := getattr(action, "parsers", None):
+            with contextlib.suppress(ModuleNotFoundError):  # they need torch
+                _replace(added, parsers())
+        else:
+            _set_values(action)
+    return added
+
+
+def _set_values(action: argparse.Action) -> None:
+    """Tell shtab how to complete the values of `action`, and of the parsers below it."""
+    if isinstance(action, argparse._SubParsersAction):
+        for parser in action.choices.values():
+            for each in parser._actions:
+                _set_values(each)
+    elif action.choices:
+        action.choices = [str(choice) for choice in action.choices]
+    elif words := getattr(action, "words", None):
+        _complete_with(action, _of_words(words))
+    elif action.type is Path or action.metavar in ("FILE", "DIR"):
+        _complete_with(action, _of_files())
+
+
+def _replace(parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser]) -> None:
+    """Replace the positional arguments of `parser` by subcommands, which shtab looks into."""
+    for action in parser._get_positional_actions():  # also the hidden rest of the command line
+        parser._remove_action(action)
+    commands = parser.add_subparsers()
+    for name, each in parsers.items():
+        _add(commands, name, each)
+
+
+def _complete_with(action: argparse.Action, complete: Any) -> None:
+    action.complete = complete  # type: ignore[attr-defined]
+
+
+def _of_files() -> Any:
+    import shtab
+
+    return shtab.FILE
+
+
+def _of_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return functions of bash and zsh that complete `words`, for shtab."""
+    name = f"{FUNCTION}_{zlib.crc32(' '.join(words).encode()):08x}"
+    listed = shlex.join(words)
+    endings = "-S ''" if all(word.endswith("=") for word in words) else ""
+    return {
+        "bash": name,
+        "zsh": name,
+        "preamble": {
+            "bash": f'{name}() {{ compgen -W {shlex.quote(" ".join(words))} -- "$1"; }}',
+            "zsh": f"{name}() {{ compadd {endings} -- {listed} }}",
+        },
     }
-    own = {name: known if VERBS[name].benchmark != NEVER else [] for name in VERBS}
-    cases = "\n".join(
-        f"        {name}) words='{' '.join([*own[name], *words])}' ;;"
-        for name, words in found.items()
-    )
-    first = " ".join([*known, *VERBS, "--help", "--version"])
-    places = {
-        "VERBS": "|".join(VERBS),
-        "BENCHMARKS": "|".join(known),
-        "CASES": cases,
-        "FIRST": first,
-    }
-    return ZSH * (shell == "zsh") + re.sub(
-        "@([A-Z]+)@", lambda place: places[place[1]], SCRIPT.read_text()
-    )
+
+
+def main(arguments: list[str]) -> None:
+    print(script(parser().parse_args(arguments).shell), end="")
 
 
 if __name__ == "__main__":
-    print(script(parser("").parse_args(sys.argv[1:]).shell), end="")
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

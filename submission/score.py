@@ -20,8 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.command_line import Parser, count, program
+from common.command_line import Parser, complete, count, program
 from common.errors import CheckFailed
+from common.gpu_kinds import KINDS
+from common.records import published
 from common.records.published import Published
 from common.records.rcp import SUBMISSION_RUNS
 from submission.comparison import (
@@ -91,7 +93,7 @@ def parser(benchmark: str = "") -> Parser:
         metavar="DIR_OR_LOG",
         help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs",
     )
-    parser.add_argument(
+    against = parser.add_argument(
         "--against",
         metavar="RESULT",
         help="compare with another directory, or with the published result that has these words"
@@ -110,12 +112,14 @@ def parser(benchmark: str = "") -> Parser:
         default="",
         help="MLPerf ruleset (default: detected from the log)",
     )
-    parser.add_argument(
+    gpu = parser.add_argument(
         "--gpu",
         type=str.upper,
         metavar="KIND",
         help="GPU kind, such as H200, if the logs do not contain it",
     )
+    complete(gpu, KINDS)
+    complete(against, {row.gpu: None for row in published.RESULTS if row.gpu})
     parser.add_argument(
         "--gpus", type=count, metavar="N", help="number of GPUs, if the logs do not contain it"
     )

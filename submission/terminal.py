@@ -1,14 +1,11 @@
-"""Shared parts of the commands: writing files, parsing NAME=VALUE, printing tables and numbers.
-
-Standard library only.
-"""
+"""Shared parts of the commands: writing files, parsing NAME=VALUE, printing tables and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common import text_tables
+from common import terminal
 from common.errors import ConfigError, StorageError, write_whole
 
 
@@ -46,7 +43,7 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return indented lines. The first and the last column are left-aligned, the others right."""
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
-    return ["  " + line for line in text_tables.terminal(rows, alignment)]
+    return ["  " + line for line in terminal.table(rows, alignment, indent=2)]
 
 
 def number(value: float | None, form: str) -> str:

@@ -12,7 +12,7 @@ from common import errors
 from common.benchmarks import config_class, load_all
 from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
-from launch.cli import VERBS
+from launch.cli import COMMANDS
 from launch.plan.derive_config import nearest_file
 from tests.tools import docs_tables
 from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
@@ -157,11 +157,19 @@ def test_commands_exist(page):
             continue
         assert (ROOT / words[0]).is_file(), words
         if words[0] in ("./run_and_time.sh", "./run_with_docker.sh") and len(words) > 1:
-            assert words[1] in (*BENCHMARKS, *VERBS, "benchmark", "name", "--help", "--version"), (
-                words
-            )
+            assert words[1] in (
+                *BENCHMARKS,
+                *COMMANDS,
+                "benchmark",
+                "name",
+                "--help",
+                "--version",
+            ), words
             assert (
-                len(words) < 3 or words[1] in VERBS or words[2].startswith("-") or words[2] in VERBS
+                len(words) < 3
+                or words[1] in COMMANDS
+                or words[2].startswith("-")
+                or words[2] in COMMANDS
             ), words
 
 

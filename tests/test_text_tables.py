@@ -15,17 +15,6 @@ def test_columns_are_padded_to_their_longest_cell():
         ["weights", "  1.5"],
         ["all    ", "10.25"],
     ]
-    assert text_tables.terminal(ROWS, "<>") == [
-        "name       GiB",
-        "weights    1.5",
-        "all      10.25",
-    ]
-
-
-def test_a_long_cell_does_not_widen_a_column_of_a_terminal():
-    rows = [("a", "b"), ("x" * 61, "c"), ("yy", "d")]
-    assert text_tables.terminal(rows, "<<")[2] == "yy  d"
-    assert text_tables.align(rows, "<<")[2][0] == "yy".ljust(61)
 
 
 def test_markdown_has_a_rule_and_escaped_cells():

@@ -19,7 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, complete_below, exit_code_of
 from common.errors import RunError, failure_of
 from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
@@ -57,7 +57,10 @@ def parser(benchmark: str = "") -> Parser:
         about,
         ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"],
     )
-    parser.add_argument("what", metavar="measurement", choices=WHATS, help="see above")
+    what = parser.add_argument(
+        "what", metavar="measurement", choices=tuple(WHATS), help="see above"
+    )
+    complete_below(what, lambda: {name: parser_of(name) for name in WHATS})
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
 
@@ -66,11 +69,8 @@ def main(arguments: list[str]) -> int:
     return exit_code_of(lambda: start(**vars(parser().parse_args(arguments))))
 
 
-def start(what: str, rest: list[str]) -> int:
-    """Run measurement or command `what` with the options `rest` and return the exit code.
-
-    Raises RunError, which includes ConfigError.
-    """
+def parser_of(what: str) -> Parser:
+    """Return the parser of a measurement's options. Its module may need torch."""
     module = importlib.import_module(f"throughput.{what}")
     parser = Parser(f"throughput {what}", module.__doc__)
     module.add_arguments(parser)
@@ -80,14 +80,24 @@ def start(what: str, rest: list[str]) -> int:
         metavar="DIR",
         help="new directory for the result (default: one in LOGDIR/throughput)",
     )
+    if what not in WITHOUT_RESULT:
+        parser.add_argument(
+            "--device",
+            choices=("cpu", "cuda"),
+            help="device to measure (default: the GPUs if there are any; ROCm is cuda, too)",
+        )
+    return parser
+
+
+def start(what: str, rest: list[str]) -> int:
+    """Run measurement or command `what` with the options `rest` and return the exit code.
+
+    Raises RunError, which includes ConfigError.
+    """
+    module = importlib.import_module(f"throughput.{what}")
+    chosen = parser_of(what).parse_args(rest)
     if what in WITHOUT_RESULT:
-        return module.main(parser.parse_args(rest))
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to measure (default: cuda if there are GPUs; ROCm's GPUs are cuda too)",
-    )
-    chosen = parser.parse_args(rest)
+        return module.main(chosen)
     detected = probe(os.environ)
     chosen.device = options.device_of(chosen.device, detected)
     options.check_torch(chosen.device, detected)

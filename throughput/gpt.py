@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from common.command_line import complete
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from launch.plan.estimate import largest
@@ -92,11 +93,12 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = parser.add_argument(
         "--model",
         metavar="NAME",
         help=f"one of {', '.join(SIZES)}; default: all, on a CPU {' and '.join(STAND_INS)}",
     )
+    complete(model, SIZES)
     parser.add_argument(
         "--sweep",
         action="store_true",

@@ -14,6 +14,7 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, divisions, measured_in
+from common.command_line import complete
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
@@ -92,7 +93,8 @@ TABLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = f"{', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json (llama, mistral, qwen3); default: llama3.1-8b, on a CPU {TINY}"
-    parser.add_argument("--model", metavar="NAME|FILE", help=known)
+    model = parser.add_argument("--model", metavar="NAME|FILE", help=known)
+    complete(model, [*FAMILIES, TINY])
     parser.add_argument(
         "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from common.command_line import complete
 from common.errors import Interrupted, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
@@ -128,11 +129,12 @@ TABLES = (SCALING, COLLECTIVES, LINKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = parser.add_argument(
         "--model",
         metavar="NAME",
         help=f"the GPT: one of {', '.join(SIZES)}; default: the largest up to 7b that fits",
     )
+    complete(model, SIZES)
     numbers = {
         "default": None,
         "help": "numbers of GPUs to measure; default: those of 1, 2, 4 and 8 that are there",

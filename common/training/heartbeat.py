@@ -23,14 +23,19 @@ class Heartbeat:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
 
-    def write(self, step: int, phase: str) -> None:
-        """Record that this rank has done `step` steps and is now in `phase`."""
+    def write(self, step: int, phase: str, done: int = 0, total: int = 0) -> None:
+        """Record that this rank has done `step` steps and is now in `phase`.
+
+        `done` of `total` parts of the phase are done; 0 if it has no parts.
+        """
         record = {
             "rank": self.rank,
             "pid": os.getpid(),
             "step": step,
             "phase": phase,
             "time": time.time(),
+            "done": done,
+            "total": total,
         }
         # One write of fixed length: a reader never sees the rest of an older record after a new
         # one.

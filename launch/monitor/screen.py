@@ -1,9 +1,9 @@
 """Display of a run while it trains.
 
-On a terminal it is a few lines that are redrawn. Elsewhere it is one line from time to time. All
-values come from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On
-a terminal the MLPerf log goes only to its file. The ranks' stderr passes through this process, so
-that their messages appear above the lines that are redrawn.
+On a terminal rich redraws a few lines. Elsewhere a line is printed every minute. All values come
+from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On a terminal
+the MLPerf log goes only to its file. The ranks' stderr passes through this process, so that their
+messages appear above the lines that are redrawn.
 """
 
 from __future__ import annotations
@@ -15,14 +15,31 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.records import rcp
 from common.records.json_lines import Tail
-from common.terminal import duration, inform, is_quiet, paint, print_stderr, sparkline
+from common.terminal import (
+    Rate,
+    draw,
+    duration,
+    has_rich,
+    inform,
+    is_quiet,
+    print_stderr,
+    progress_row,
+    start_live,
+    stop_live,
+)
 from launch.monitor import gpu_sampler as sampler
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
 
 # Phase of a heartbeat -> name on the screen.
 PHASES = {
@@ -30,8 +47,13 @@ PHASES = {
     "data": "training",
     "compute": "training",
     "optimizer": "training",
+    "loading": "loading the base weights",
 }
-PLAIN_S = 60.0  # between lines where nothing can be redrawn; each evaluation has its own line
+VERDICTS = {"success": "target reached", "aborted": "stopped"}  # status of a run that ended
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 24  # characters
+CEILING = 0.85  # share of a sparkline's values below its highest bar
+PLAIN_S = 60.0  # between lines where nothing is redrawn; each evaluation has its own line
 
 
 class Screen:
@@ -52,35 +74,44 @@ class Screen:
         leads: bool,
     ):
         """`leads`: whether this is node 0, which shows the run."""
-        self.run_dir, self.config, self.rules = run_dir, config, rules
+        self.run_dir = run_dir
+        self.config = config
+        self.rules = rules
         self.title = f"{benchmark} · {Path(config_name).stem}"
-        self.unit = (
-            "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
-        )
+        self.unit = "tok/s per process"
+        if on_gpus:
+            self.unit = "tok/s/GPU"
+        elif config.world_size == 1:
+            self.unit = "tok/s"
         # Both files are closed by __exit__.
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115
         # A file in memory still works for the ranks if the disk is full.
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115
         # A pipe such as | tee may end on the same terminal.
-        rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode)
-        self.rewrites = rewrites and not is_quiet() and leads
-        self.messages, self.events, self.samples = (
-            Tail(self.stderr.fileno()),
-            Tail(run_dir / "events.jsonl"),
-            Tail(run_dir / sampler.NAME),
-        )
+        redraws = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode) and has_rich()
+        self.redraws = redraws and not is_quiet() and leads
+        self.live: Live | None = None
+        self.messages = Tail(self.stderr.fileno())
+        self.events = Tail(run_dir / "events.jsonl")
+        self.samples = Tail(run_dir / sampler.NAME)
         self.step: dict = {}
         self.gpus: list[dict] = []
         self.losses: list[float] = []
         self.evaluations: list[dict] = []
+        self.verdict = ""  # phase shown after the end of the run
+        self.loaded: Rate | None = None  # while weights are loaded
         self.began = self.shown = time.monotonic()
-        self.ended, self.drawn = False, 0  # number of lines that the next drawing replaces
+        self.broken = False
 
     def __enter__(self) -> Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.verdict = self.verdict or VERDICTS["aborted"]
         self.update(to_the_end=True)
+        if self.live:
+            with contextlib.suppress(OSError):  # the terminal was closed
+                stop_live(self.live)
         with contextlib.suppress(OSError):  # the messages were shown already
             (self.run_dir / "stderr.txt").write_bytes(os.pread(self.stderr.fileno(), 2**26, 0))
         self.stderr.close()
@@ -88,43 +119,38 @@ class Screen:
             self.stdout.close()
 
     def update(self, to_the_end: bool = False) -> None:
-        """Redraw the display. A failure, such as a closed terminal or an odd file, does not end the
-        run.
+        """Redraw the display. A failure, such as a closed terminal or an unreadable file, does not
+        end the run.
         """
-        if self.ended:
+        if self.broken:
             return
         try:
             self._show(to_the_end)
         except Exception as error:
-            self.ended = True
+            self.broken = True
             with contextlib.suppress(OSError):
-                print_stderr(f"note: from here on nothing is shown, and the run goes on: {error!r}")
+                print_stderr(f"note: the display stops here, and the run goes on: {error!r}")
 
     def _show(self, to_the_end: bool) -> None:
-        messages, news = self.messages.lines(to_the_end), self._read_events()
-        if self.rewrites:
-            columns = 80
-            with contextlib.suppress(OSError):  # the terminal was closed
-                # The size is 0 if the terminal does not know it.
-                columns = os.get_terminal_size(sys.stderr.fileno()).columns or columns
-            lines = [line[: columns - 1] for line in self.lines()]
-            lines[0] = paint(lines[0], "1")
-            back = f"\x1b[{self.drawn}A\r\x1b[J" if self.drawn else ""
-            print_stderr(back + "\n".join([*messages, *news, *lines]))
-            self.drawn = len(lines)
+        messages = self.messages.lines(to_the_end)
+        news = self._read_events()
+        if self.redraws:
+            self.live = self.live or start_live(transient=False)
+            if messages or news:
+                print_stderr(*messages, *news)
+            draw(self.live, self.content)
             return
         if messages:
             print_stderr(*messages)
         if self.step and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
-            news.append(
-                f"{self.progress()} · loss {self.losses[-1]:.4f} · {self.speed()} · {self.outlook()}"
-            )
+            parts = [self.progress(), f"train loss {self.losses[-1]:.4f}", self.speed()]
+            news.append(" · ".join([*parts, f"limit in {self.time_to_limit()}"]))
         inform(*news)
 
     def _read_events(self) -> list[str]:
         """Read new events and samples, and return one line for each evaluation."""
-        found = []
+        news = []
         for line in self.events.lines():
             event = json.loads(line)
             if event["event"] == "step":
@@ -132,78 +158,133 @@ class Screen:
                 self.step = event if "tokens_per_s_per_gpu" in event else self.step
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
-                after = f"after {duration(event['time_s'])}" + (
-                    f"; {self.speed()}" if self.step else ""
-                )
-                loss = f"loss {event['loss']:.4f}, target {self.rules.target_loss}"
-                found.append(f"evaluation at {event['samples']:,} sequences: {loss}, {after}")
+                text = f"loss {event['loss']:.4f}, target {self.rules.target_loss}"
+                text += f", after {duration(event['time_s'])}"
+                if self.step:
+                    text += f"; {self.speed()}"
+                news.append(f"evaluation at {event['samples']:,} sequences: {text}")
+            elif event["event"] == "verdict":
+                self.verdict = VERDICTS.get(event["status"], event["status"])
         for line in self.samples.lines():
             self.gpus = json.loads(line).get("gpus") or self.gpus
-        return found
+        return news
 
-    def lines(self) -> list[str]:
-        phase, target = self.phase(), self.rules.target_loss
-        title = f"{self.title} · {phase} · {duration(time.monotonic() - self.began)}"
+    def content(self, width: int) -> RenderableType:
+        """Return the lines to draw: a title, and rows that are folded between words."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        for label, text in self.rows().items():
+            rows.add_row(f"  {label}", text)
+        parts: list[Any] = [Text(self.title_line(), style="bold"), rows]
+        if self.loaded and not self.step:
+            parts.append(progress_row("  loading", self.loaded, width))
+        return Group(*parts)
+
+    def title_line(self) -> str:
+        phase = self.verdict or self.phase()
+        return f"{self.title} · {phase} · {duration(time.monotonic() - self.began)}"
+
+    def rows(self) -> dict[str, str]:
+        """Return the text of each row by its label. Rows about the future end with the run."""
         if not self.step:
-            return [title]
-        last = f" · last evaluation {self.evaluations[-1]['loss']:.4f}" if self.evaluations else ""
-        rows = {
-            "loss": f"{self.losses[-1]:.4f} {sparkline(self.losses, target)} target {target}{last}",
-            "speed": self.speed(),
-        }
-        rows |= {"progress": self.progress(), "outlook": self.outlook()} if phase != "done" else {}
-        return [title, *(f"  {label:<9}{text}" for label, text in rows.items())]
+            return {}
+        is_over = bool(self.verdict)
+        rows = {"train": f"loss {self.losses[-1]:.4f}  {sparkline(self.losses)}"}
+        rows["evaluate"] = self.evaluation(is_over)
+        rows["speed"] = self.speed()
+        rows["progress"] = self.progress()
+        if not is_over:
+            rows["target"] = self.time_to_target()
+            limit = f"{self.config.max_samples:,} sequences, reached in {self.time_to_limit()}"
+            rows["limit"] = limit
+        return {label: text for label, text in rows.items() if text}
 
     def phase(self) -> str:
+        """Return the phase of rank 0, and read how much of the base weights it has loaded."""
         with contextlib.suppress(OSError, ValueError):
-            phase = json.loads((self.run_dir / "ranks" / "rank_0.heartbeat").read_text())["phase"]
-            return PHASES.get(phase, phase)
+            beat = json.loads((self.run_dir / "ranks" / "rank_0.heartbeat").read_text())
+            if beat.get("total"):
+                self.loaded = self.loaded or Rate(beat["total"], "layers")
+                self.loaded.add(beat["done"])
+            return PHASES.get(beat["phase"], beat["phase"])
         return "starting"
+
+    def evaluation(self, is_over: bool) -> str:
+        target = f"target {self.rules.target_loss}"
+        parts = [target]
+        if self.evaluations:
+            last = self.evaluations[-1]
+            parts = [f"loss {last['loss']:.4f} at {last['samples']:,} sequences", target]
+        if not is_over:
+            parts.append(f"next in {self.time_to_evaluation()}")
+        return " · ".join(parts)
 
     def speed(self) -> str:
         parts = [f"{self.step['tokens_per_s_per_gpu']:,.0f} {self.unit}"]
-        parts += [f"MFU {self.step['mfu']:.1%}"] if self.step["mfu"] else []
-        parts += [f"{self.step['memory_gib']:.1f} GiB"] if self.step["memory_gib"] else []
-        powers = [gpu["power_w"] for gpu in self.gpus if gpu.get("power_w")]
-        return " · ".join(
-            parts + ([f"{sum(powers):,.0f} W on {len(powers)} GPUs"] if powers else [])
-        )
+        if self.step["mfu"]:
+            parts.append(f"MFU {self.step['mfu']:.1%}")
+        if self.step["memory_gib"]:
+            parts.append(f"{self.step['memory_gib']:.1f} GiB")
+        if powers := [gpu["power_w"] for gpu in self.gpus if gpu.get("power_w")]:
+            parts.append(f"{sum(powers):,.0f} W on {len(powers)} GPUs")
+        return " · ".join(parts)
 
     def progress(self) -> str:
-        samples, batch, rules = self.step["samples"], self.config.global_batch_size, self.rules
-        interval = rules.eval_interval(batch)
-        due = max(rules.first_evaluation(batch), (samples // interval + 1) * interval)
-        return f"step {self.step['step']:,} · {samples:,} sequences · next evaluation in {self.time_of(due - samples)}"
+        return f"step {self.step['step']:,} · {self.step['samples']:,} sequences"
 
-    def outlook(self) -> str:
-        """Return the time to the target at the present speed, and to the limit of max_samples.
+    def time_to_evaluation(self) -> str:
+        samples = self.step["samples"]
+        batch = self.config.global_batch_size
+        interval = self.rules.eval_interval(batch)
+        due = max(self.rules.first_evaluation(batch), (samples // interval + 1) * interval)
+        return self.time_of(due - samples)
 
-        The target is expected at the mean of the MLPerf reference.
+    def time_to_target(self) -> str:
+        """Return when the target is expected: at the mean of the MLPerf reference runs.
+
+        Return "" if there is no reference, or if it is passed.
         """
-        samples, config = self.step["samples"], self.config
-        mean = rcp.mean_samples(self.rules, config.global_batch_size)
-        expects = mean is not None and mean > samples
-        about = (
-            f"target in {self.time_of(mean - samples)}, at the reference's mean of {mean:,.0f} · "
-            if expects
-            else ""
-        )
-        return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"
+        samples = self.step["samples"]
+        mean = rcp.mean_samples(self.rules, self.config.global_batch_size)
+        if mean is None or mean <= samples:
+            return ""
+        return f"expected in {self.time_of(mean - samples)} (reference mean {mean:,.0f} sequences)"
+
+    def time_to_limit(self) -> str:
+        return self.time_of(self.config.max_samples - self.step["samples"])
 
     def time_of(self, samples: float) -> str:
         """Return the time to train `samples` sequences at the displayed speed.
 
-        It includes the evaluations on the way, as long as one has been measured.
+        It includes the evaluations on the way, as long as the last one.
         """
-        seconds = (
-            samples
-            * self.rules.sequence_length
-            / (self.step["tokens_per_s_per_gpu"] * self.config.world_size)
-        )
+        tokens_per_s = self.step["tokens_per_s_per_gpu"] * self.config.world_size
+        seconds = samples * self.rules.sequence_length / tokens_per_s
         if self.evaluations:
-            seconds += (
-                samples
-                // self.rules.eval_interval(self.config.global_batch_size)
-                * self.evaluations[-1]["seconds"]
-            )
+            interval = self.rules.eval_interval(self.config.global_batch_size)
+            seconds += samples // interval * self.evaluations[-1]["seconds"]
         return duration(seconds)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a sparkline of at most SPARKLINE_WIDTH means of `values`.
+
+    Its lowest bar is the smallest mean. The few largest means share the highest bar, since the loss
+    of the first steps would make the rest look flat.
+    """
+    size = max(1, -(-len(values) // SPARKLINE_WIDTH))
+    means = []
+    for first in range(0, len(values), size):
+        group = [value for value in values[first : first + size] if math.isfinite(value)]
+        if group:
+            means.append(sum(group) / len(group))
+    if not means:
+        return ""
+    low = min(means)
+    high = sorted(means)[round(CEILING * (len(means) - 1))]
+    span = max(high - low, 1e-9)
+    heights = [min((mean - low) / span, 1.0) for mean in means]
+    return "".join(BARS[round(height * (len(BARS) - 1))] for height in heights)

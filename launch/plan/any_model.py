@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.command_line import Parser, count
+from common.command_line import Parser, complete, count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
@@ -84,13 +84,19 @@ def main(arguments: list[str]) -> int:
 
 def parser() -> Parser:
     parser = Parser("plan", __doc__)
-    parser.add_argument(
-        "--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json"
+    model = parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json",
     )
-    parser.add_argument(
-        "--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine"
+    complete(model, FAMILIES)
+    gpu = parser.add_argument(
+        "--gpu", metavar="KIND", help=f"{', '.join(KINDS)} (default: this machine's)"
     )
-    parser.add_argument("--gpus", type=count, default=1, metavar="N", help="default 1")
+    complete(gpu, KINDS)
+    parser.add_argument(
+        "--gpus", type=count, default=1, metavar="N", help="number of GPUs (default: 1)"
+    )
     parser.add_argument(
         "--lora",
         nargs="?",
@@ -98,31 +104,31 @@ def parser() -> Parser:
         const=LORA_RANK,
         default=0,
         metavar="RANK",
-        help=f"rank {LORA_RANK} unless given",
+        help=f"train adapters of this rank on a frozen base (default rank: {LORA_RANK})",
     )
     parser.add_argument(
         "--batch",
         type=count,
         default=1,
         metavar="N",
-        help="sequences on one GPU at once; default 1",
+        help="sequences per GPU and step (default: 1)",
     )
     parser.add_argument(
-        "--seq", type=count, default=8192, metavar="N", help="tokens of a sequence; default 8192"
+        "--seq", type=count, default=8192, metavar="N", help="tokens per sequence (default: 8192)"
     )
     parser.add_argument(
         "--precision",
         choices=("bf16", "fp8"),
         default="bf16",
-        help="of the blocks' products; default bf16",
+        help="precision of the blocks' matrix products (default: bf16)",
     )
     group = parser.add_argument_group("MFU of a measured step")
-    group.add_argument("--mfu", action="store_true", help="calculate it instead")
+    group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
     for name, text in {
-        "params": "weights, without --model",
-        "tokens": "of the step, on all GPUs; default gpus x batch x seq",
-        "seconds": "of the step",
-        "peak": "dense FLOP/s of one GPU; default that of --gpu in bf16, or with --precision fp8",
+        "params": "number of weights, if --model is not given",
+        "tokens": "tokens per step on all GPUs (default: gpus x batch x seq)",
+        "seconds": "seconds per step",
+        "peak": "dense FLOP/s of one GPU (default: of --gpu at --precision)",
     }.items():
         group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
     return parser

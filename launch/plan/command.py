@@ -23,8 +23,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import load_all, rules_of
-from common.command_line import Parser, exit_code_of, split_benchmark
+from common.benchmarks import config_keys, load_all, rules_of
+from common.command_line import Parser, complete, exit_code_of, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -89,8 +89,10 @@ def parser(benchmark: str = "") -> Parser:
         ],
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", metavar="FILE", help="this TOML")
-    which.add_argument("--all", action="store_true", help="all configs of the benchmark")
+    which.add_argument(
+        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
+    )
+    which.add_argument("--all", action="store_true", help="plan every config of the benchmark")
     which.add_argument(
         "--scaling",
         choices=scaling.KINDS,
@@ -107,13 +109,16 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
+    changed = parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key of the config (can be repeated)",
     )
+    complete(changed, config_keys(benchmark))
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="for programs: a JSON object, each config's numbers by its name",
+        "--json", action="store_true", help="print a JSON object with the numbers by config name"
     )
     return parser
 

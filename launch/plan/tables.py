@@ -1,10 +1,11 @@
-"""Tables of the plan: Markdown that is also aligned on a terminal."""
+"""Tables of the plan."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from common import text_tables
+from common import terminal, text_tables
 from launch.plan.estimate import Memory, gib
 
 
@@ -16,7 +17,12 @@ def memory_table(memory: Memory) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned Markdown table, the first column to the left, the others to the right."""
+    """Return a table, the first column to the left, the others to the right.
+
+    On a terminal rich fits it to the width. Elsewhere, and without rich, it is aligned Markdown.
+    """
     alignment = "<" + ">" * (len(head) - 1)
+    if sys.stdout.isatty() and terminal.has_rich():
+        return "\n".join(terminal.table([head, *rows], alignment))
     head, *rows = text_tables.align([head, *rows], alignment)
     return text_tables.markdown(head, rows, alignment).rstrip("\n")

@@ -1,15 +1,15 @@
-"""Row of one check, and the table of all rows. Standard library only."""
+"""Row of one check, and the table of all rows."""
 
 from __future__ import annotations
 
-import textwrap
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import text_tables
+from common import terminal
 
 VERDICTS = ("ok", "warn", "refuse", "skipped")
-WIDTH = 140
 Limits = tuple[float, float]  # limits for warn and for refuse
 
 
@@ -58,25 +58,12 @@ def overall(rows: Sequence[CheckRow]) -> str:
 
 
 def table(rows: Sequence[CheckRow]) -> str:
-    """Return the table of verdict, check, value and expected, with advice below some rows."""
-    cells = [
-        ("", "check", "value", "expected"),
-        *((row.verdict, row.check, row.value, row.expected) for row in rows),
-    ]
-    head, *texts = text_tables.terminal(cells, "<<<<")
-    lines = [head]
-    indent = " " * head.index("value")
-    for row, text in zip(rows, texts, strict=True):
-        lines.append(text)
-        if row.do:
-            lines += textwrap.wrap(
-                f"do: {row.do}",
-                WIDTH,
-                initial_indent=indent,
-                subsequent_indent=indent + "    ",
-                break_long_words=False,
-            )
-    counts = ", ".join(
-        f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS
-    )
-    return "\n".join([*lines, f"{overall(rows)}: {counts}"])
+    """Return the table of verdict, check, value and expected, then the advice and the verdict."""
+    cells = [("", "check", "value", "expected")]
+    cells += [(row.verdict, row.check, row.value, row.expected) for row in rows]
+    lines = terminal.table(cells, "<<<<")
+    width = terminal.columns(sys.stdout)
+    lines += [terminal.fold(f"do: {row.do} ({row.check})", width) for row in rows if row.do]
+    counts = Counter(row.verdict for row in rows)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    return "\n".join([*lines, f"{overall(rows)}: {summary}"])

@@ -266,9 +266,9 @@ def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["dance"], 2, "unknown verb dance"),
+        (["dance"], 2, "unknown command: dance"),
         (["score", "results"], 2, "./run_and_time.sh score"),
-        (["merge"], 2, "toy has no verb merge"),
+        (["merge"], 2, "toy has no command merge"),
         (["--set", "micro_batch_size=3", "--print"], 2, "not a multiple"),
         (["--config", "absent.toml"], 2, "no such config"),
         (["--config", ""], 2, "--config names no file"),
@@ -279,7 +279,7 @@ def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number
         (["--set", "max_samples=8"], 2, "max_samples = 8"),
         (["--device", "cuda"], 18, "no GPU is visible"),
         (["--set", "miniature=false"], 15, "data files are missing"),
-        (["run", "--steps", "3"], 2, "unknown option --steps"),
+        (["run", "--steps", "3"], 2, "unknown option: --steps"),
     ],
 )
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):

@@ -15,7 +15,7 @@ from common.model import peft_adapter as adapter
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
-from llama2_70b_lora import merge
+from llama2_70b_lora import merge, merged_weights
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
 RANK, ALPHA, LENGTH = 4, 10, 17
@@ -222,7 +222,7 @@ def test_bf16_is_rounded_once(made, tmp_path):
     save_fused(
         tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()}
     )
-    merge.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
+    merged_weights.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
     before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
     for layer in range(SHAPE.num_layers):
         name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
@@ -237,10 +237,10 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
     with pytest.raises(FileExistsError):
         save(made[0] / "adapter", made[2])
     with pytest.raises(ConfigError, match="exists"):
-        merge.merge(merged / "fused", merged / "adapter", merged / "merged_fused")
+        merged_weights.merge(merged / "fused", merged / "adapter", merged / "merged_fused")
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(ConfigError, match=r"out\.partial exists"):
-        merge.merge(merged / "fused", merged / "adapter", tmp_path / "out")
+        merged_weights.merge(merged / "fused", merged / "adapter", tmp_path / "out")
 
 
 def _edit_config(**changes):
@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path,
     save(tmp_path / "adapter", made[2])
     spoil(tmp_path / "base", tmp_path / "adapter")
     with pytest.raises(WeightsError, match=message):
-        merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        merged_weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 

@@ -18,7 +18,7 @@ from common.command_line import EVERYWHERE
 from common.config import from_table, load
 from common.errors import ConfigError, RunError, WeightsError
 from common.training.continuation import FACTS, newest
-from launch.cli import VERBS, parser_of, read
+from launch.cli import COMMANDS, parser_of, read
 
 WORDS = [
     "",
@@ -121,17 +121,17 @@ def test_command_lines():
     names = [benchmark.rules.BENCHMARK for benchmark in BENCHMARKS]
     options = {
         name: [*parser_of(name, names[0]).options()] if parser_of(name, names[0]) else []
-        for name in VERBS
+        for name in COMMANDS
     }
     taken = 0
     for _ in range(300):
-        verb = chance.choice(list(VERBS))
+        verb = chance.choice(list(COMMANDS))
         line = chance.choice(
             ([verb], [chance.choice(names), verb], [chance.choice(names)], [chance.choice(WORDS)])
         )
         known = [*options[verb], *EVERYWHERE]
         line = line + [
-            chance.choice([*known, *WORDS, *names, *VERBS]) for _ in range(chance.randint(0, 4))
+            chance.choice([*known, *WORDS, *names, *COMMANDS]) for _ in range(chance.randint(0, 4))
         ]
         printed = io.StringIO()
         try:

@@ -21,7 +21,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from common.command_line import Parser, exit_code_of
+from common.benchmarks import config_keys
+from common.command_line import Parser, complete, exit_code_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
@@ -54,15 +55,16 @@ def parser(benchmark: str) -> Parser:
         help="tune: another tuned file than configs/gemm/<GPU>.csv",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="this TOML instead of the one that fits the machine"
+        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
     )
-    parser.add_argument(
+    changed = parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one value of the config",
+        help="change one key of the config (can be repeated)",
     )
+    complete(changed, config_keys(benchmark))
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     return parser
 

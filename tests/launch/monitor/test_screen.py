@@ -1,45 +1,24 @@
 """What one sees of a run: on a terminal, and in a pipe."""
 
-import fcntl
 import io
 import json
 import os
-import pty
-import select
-import struct
 import sys
-import termios
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import PseudoTerminal
 
 from common import terminal
+from common.training.heartbeat import Heartbeat
 from launch.console import mlperf_line
 from launch.monitor import gpu_sampler as sampler
 from launch.monitor import screen
-from launch.monitor.screen import Screen
+from launch.monitor.screen import BARS, SPARKLINE_WIDTH, Screen, sparkline
 from llama31_8b.rules import CLOSED, MINIATURE
 
 pytestmark = pytest.mark.quick
-
-BACK = "\x1b[J"  # clears what the next drawing replaces
-
-
-class Terminal:
-    """A pseudo-terminal of `columns`; `stream` writes to it, `read` tells what arrived."""
-
-    def __init__(self, columns: int = 120):
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.stream = os.fdopen(slave, "w")
-
-    def read(self) -> str:
-        self.stream.flush()
-        parts = []
-        while select.select([self.master], [], [], 0.1)[0]:  # the kernel hands it over in pieces
-            parts.append(os.read(self.master, 100_000))
-        return b"".join(parts).decode().replace("\r\n", "\n")
 
 
 def about(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> dict:
@@ -96,55 +75,79 @@ def write_events(
 def terminal_of(monkeypatch):
     """A terminal as stdout and stderr."""
 
-    def make(columns: int = 120) -> Terminal:
-        made = Terminal(columns)
+    def make(columns: int = 120) -> PseudoTerminal:
+        made = PseudoTerminal(columns)
         monkeypatch.setattr(sys, "stdout", made.stream)
         monkeypatch.setattr(sys, "stderr", made.stream)
-        monkeypatch.setattr(
-            screen.os, "fstat", lambda descriptor: os.stat(os.devnull)
-        )  # pytest's stdout is a file
+        # pytest's stdout is a file
+        monkeypatch.setattr(screen.os, "fstat", lambda descriptor: os.stat(os.devnull))
         monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
         return made
 
     return make
 
 
-def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
+def row(lines: list[str], label: str) -> str:
+    [found] = [line for line in lines if line.split()[0] == label]
+    return found
+
+
+def test_on_a_terminal_a_few_lines_are_redrawn(tmp_path, terminal_of):
     seen = terminal_of()
     with Screen(tmp_path, **about()) as view:
         view.update()
-        assert seen.read() == "llama31_8b · H200_1x8 · starting · 0m00\n"
+        assert seen.screen() == ["llama31_8b · H200_1x8 · starting · 0m00"]
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         gpus = [{"power_w": 690.0, "temperature_c": 60}, {"power_w": 700.0, "temperature_c": 61}]
-        (tmp_path / sampler.NAME).write_text(
-            json.dumps({"event": "sample", "time_s": 1.0, "gpus": gpus}) + "\n"
-        )
+        sample = {"event": "sample", "time_s": 1.0, "gpus": gpus}
+        (tmp_path / sampler.NAME).write_text(json.dumps(sample) + "\n")
         view.update()
-        text = seen.read()
-        assert text.startswith(
-            "\x1b[1A\r"
-            + BACK
-            + "evaluation at 3,520 sequences: loss 4.5000, target 3.3, after 3m40"
+        lines = seen.screen()
+        assert lines[0].startswith("evaluation at 3,520 sequences: loss 4.5000, target 3.3")
+        assert lines[1] == "llama31_8b · H200_1x8 · training · 0m00"
+        assert "3.3" not in row(lines, "train"), "the target is one of evaluations"
+        assert "loss 4.5000 at 3,520 sequences · target 3.3 · next in 9m08" in row(
+            lines, "evaluate"
         )
-        shown = text.splitlines()[-5:]
-        assert shown[0] == "llama31_8b · H200_1x8 · training · 0m00"
-        assert (
-            shown[1]
-            == "  loss     4.5000 ██▇▇▇▇▆▆▆▆▅▅▅▅▄▄▄▃▃▃▃▂ target 3.3 · last evaluation 4.5000"
-        )
-        assert shown[2].endswith("16,384 tok/s/GPU · MFU 41.2% · 120.3 GiB · 1,390 W on 2 GPUs")
-        assert shown[3].endswith("step 110 · 3,520 sequences · next evaluation in 9m08")
-        # 175,339 sequences more at 2 s a step, and 14 evaluations of 20 s; 1,196,480 sequences more, and 97 evaluations.
-        outlook = "target in 3h07, at the reference's mean of 178,859 · gives up at 1,200,000 sequences, in 21h18"
-        assert shown[4] == f"  outlook  {outlook}"
+        speed = "16,384 tok/s/GPU · MFU 41.2% · 120.3 GiB · 1,390 W on 2 GPUs"
+        assert row(lines, "speed").endswith(speed)
+        assert row(lines, "progress").endswith("step 110 · 3,520 sequences")
+        # 175,339 sequences more at 2 s a step, and 14 evaluations of 20 s.
+        assert "expected in 3h07" in row(lines, "target")
+        # 1,196,480 sequences more, and 97 evaluations.
+        assert row(lines, "limit").endswith("1,200,000 sequences, reached in 21h18")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [("success", "target reached"), ("aborted", "stopped"), (None, "stopped")]
+)
+def test_the_last_drawing_is_of_the_end(tmp_path, terminal_of, status, words):
+    seen = terminal_of()
+    with Screen(tmp_path, **about()) as view:
+        write_events(tmp_path, range(1, 111), evaluation=4.5)
         view.update()
-        assert seen.read().startswith("\x1b[5A\r" + BACK)
-        (tmp_path / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"phase": "done"}))
-    assert [line.split()[0] for line in seen.read().rpartition(BACK)[2].splitlines()] == [
-        "llama31_8b",
-        "loss",
-        "speed",
-    ]
+        if status:
+            with (tmp_path / "events.jsonl").open("a") as file:
+                file.write(json.dumps({"event": "verdict", "status": status}) + "\n")
+    lines = seen.screen()[-5:]
+    assert f"· {words} ·" in lines[0]
+    assert not {"target", "limit"} & {line.split()[0] for line in lines}
+    assert "next in" not in "".join(lines)
+
+
+def test_a_bar_while_the_base_is_loaded(tmp_path, terminal_of, monkeypatch):
+    seen = terminal_of()
+    now = 1000.0
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now)
+    with Screen(tmp_path, **about()) as view:
+        Heartbeat(tmp_path, 0).write(0, "loading", 0, 80)
+        view.update()
+        now += 10
+        Heartbeat(tmp_path, 0).write(0, "loading", 20, 80)
+        view.update()
+        title, bar = seen.screen()
+        assert "loading" in title and bar.endswith("20 of 80 layers · 2.0 layers/s · 0m30 left")
 
 
 def test_on_a_terminal_the_mlperf_log_goes_to_its_file_only(tmp_path, terminal_of, monkeypatch):
@@ -177,29 +180,25 @@ def test_what_the_ranks_say_stands_above_and_is_kept(tmp_path, terminal_of):
         view.update()
         os.write(view.stderr.fileno(), b"warning of rank 3\nhalf a ")
         view.update()
-        assert "\nwarning of rank 3\nllama31_8b ·" in "\n" + seen.read().rpartition(BACK)[2]
+        first, second = seen.screen()
+        assert first == "warning of rank 3" and second.startswith("llama31_8b ·")
         os.write(view.stderr.fileno(), b"line")
-    assert "half a line\nllama31_8b" in seen.read()
+    assert seen.screen()[:2] == ["warning of rank 3", "half a line"]
     assert (tmp_path / "stderr.txt").read_text() == "warning of rank 3\nhalf a line"
 
 
-def test_no_line_is_wider_than_the_terminal(tmp_path, terminal_of):
-    """Else it wraps, and rewriting leaves its upper half standing."""
-    seen = terminal_of(columns=40)
-    write_events(tmp_path, range(1, 21))
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_fit_the_terminal_and_break_between_words(tmp_path, terminal_of, columns):
+    wide = terminal_of(columns=400)
+    write_events(tmp_path, range(1, 111), evaluation=4.5)
     with Screen(tmp_path, **about()) as view:
         view.update()
-        assert [len(line) for line in seen.read().splitlines()][1:] == [39] * 4
-
-
-def test_colors_only_where_they_are_wanted(tmp_path, terminal_of, monkeypatch):
-    seen = terminal_of()
-    assert terminal.paint("x", "1") == "x"
-    monkeypatch.setenv("NO_COLOR", "")
-    monkeypatch.setenv("TERM", "xterm")
-    assert terminal.paint("x", "1") == "\x1b[1mx\x1b[0m"
-    monkeypatch.setenv("TERM", "dumb")
-    assert terminal.paint("x", "1") == "x" and not seen.read()
+        words = " ".join(wide.screen()).split()
+    narrow = terminal_of(columns)
+    with Screen(tmp_path, **about()) as view:
+        view.update()
+        lines = narrow.screen()
+        assert max(map(len, lines)) <= columns and " ".join(lines).split() == words
 
 
 def test_on_a_cpu_nothing_is_said_of_gpus(tmp_path, terminal_of):
@@ -249,14 +248,12 @@ def test_a_run_does_not_end_for_what_cannot_be_shown(tmp_path, monkeypatch, brok
         os.write(view.stderr.fileno(), b"warning of rank 3\n")
         view.update()
         view.update()
-    assert stderr.getvalue().count("nothing is shown, and the run goes on") == 1
+    assert stderr.getvalue().count("the run goes on") == 1
     assert (tmp_path / "stderr.txt").read_text() == "warning of rank 3\n"
 
 
-def test_a_loss_that_is_not_finite_does_not_stop_the_screen():
+def test_a_sparkline_shows_the_course_behind_the_first_values():
     nan = float("nan")
-    assert (
-        terminal.sparkline([nan, nan], 3.3) == ""
-        and terminal.sparkline([10.0, nan, 3.0], 3.3) == "█▁"
-    )
-    assert len(terminal.sparkline([1.0] * 1000, 0.0)) <= terminal.WIDTH
+    assert sparkline([nan, nan]) == "" and len(sparkline([1.0] * 1000)) <= SPARKLINE_WIDTH
+    falling = sparkline([12.0, 9.0, *(5.0 - step / 10 for step in range(18))])
+    assert falling[:2] == "██" and falling[-1] == "▁" and len(set(falling)) == len(BARS)

@@ -1,0 +1,59 @@
+"""A pseudo-terminal of a given width, for programs that draw on one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+from time import monotonic  # not the clock that a test replaces
+
+import pyte
+
+
+class PseudoTerminal:
+    """`stream` writes to the terminal, `type` is what a user types, `read` returns its output.
+
+    `screen` returns what a user sees.
+    """
+
+    def __init__(self, columns: int = 120, rows: int = 40):
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.stream = os.fdopen(slave, "w")
+        self.emulator = pyte.Screen(columns, rows)
+        self.shown = pyte.Stream(self.emulator)
+
+    def start(self, command: list[str], **options) -> subprocess.Popen:
+        """Start a program whose standard streams are this terminal, which becomes its own."""
+        streams = {"stdin": self.stream, "stdout": self.stream, "stderr": self.stream}
+        return subprocess.Popen(
+            command,
+            **streams,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            **options,
+        )
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def read(self, until: str = "", seconds: float = 0.1) -> str:
+        """Return what was written, up to a pause of 0.1 s, or until `until` appears."""
+        self.stream.flush()
+        text = b""
+        ends = monotonic() + seconds
+        while True:
+            while select.select([self.master], [], [], 0.1)[0]:  # the kernel hands over pieces
+                text += os.read(self.master, 100_000)
+            if monotonic() >= ends or (until and until.encode() in text):
+                self.shown.feed(text.decode())
+                return text.decode().replace("\r\n", "\n")
+
+    def screen(self) -> list[str]:
+        """Return the lines on the screen that are not empty."""
+        self.read()
+        return [line.rstrip() for line in self.emulator.display if line.strip()]
