@@ -326,7 +326,11 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
             for i, uuid in enumerate(uuids or [])
             if entry.startswith("GPU-") and uuid.startswith(entry)
         ]
-        index = named[0] if len(named) == 1 else int(entry) if entry.isdigit() else -1
+        index = -1
+        if len(named) == 1:
+            index = named[0]
+        elif entry.isdigit():
+            index = int(entry)
         if not 0 <= index < count:
             break
         chosen.append(index)

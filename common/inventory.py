@@ -208,10 +208,10 @@ def product(root: Path, cpuinfo: str) -> dict[str, str]:
     )
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
-    return {
-        "system_name": name,
-        "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else "",
-    }
+    system_type = "bare metal" if flags else ""
+    if virtual:
+        system_type = "virtual machine"
+    return {"system_name": name, "system_type_detail": system_type}
 
 
 def _key_values(text: str, separator: str = ":") -> dict[str, str]:

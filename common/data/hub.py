@@ -70,7 +70,7 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
                         raise DataError(
                             f"{name} came damaged: {wrong}",
                             f"from {repository}",
-                            "start again: it is fetched anew",
+                            "start again: it is fetched again",
                         )
                     staged.replace(folder / name)
                 elif wrong := _difference(folder / name, entry):

@@ -180,9 +180,7 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
         raw[: HEADER.size].tobytes()
     )
     if magic != MAGIC:
-        raise wrong(
-            path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index"
-        )
+        raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: not a Megatron index")
     if version != VERSION:
         raise wrong(path, f"version {VERSION}", f"version {version}")
     if code not in DTYPE_CODES:

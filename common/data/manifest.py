@@ -39,7 +39,7 @@ class Manifest:
         """Read a manifest. Raises DataError if there is none at `path`, or if it is damaged."""
         if path.exists() and not path.is_file():
             raise DataError(
-                f"{path} is no regular file",
+                f"{path} is not a regular file",
                 "a pipe or a device may never end",
                 "name an existing manifest",
             )

@@ -127,7 +127,8 @@ def chart(
             "dashed": curve.color >= len(COLORS),
             "dots": curve.dots,
         }
-        series += [{"name": curve.name, "data": data, **look}] * bool(parts)
+        if parts:
+            series.append({"name": curve.name, "data": data, **look})
     return {"chart": series and {"label": label, "x": x, "series": series, **more}}
 
 
@@ -154,10 +155,8 @@ def number(value: object) -> str:
     """
     if value is None or not finite(value):
         return "-" if value is None else str(value)
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:,.1f}"
-        if abs(value) >= 100
-        else f"{value:.4f}"
-    )  # type: ignore[arg-type]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 100:  # type: ignore[arg-type]
+        return f"{value:,.1f}"
+    return f"{value:.4f}"

@@ -49,14 +49,14 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
     notes = []
     if not path.is_file():
         return [], [
-            f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file"
+            f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file"
         ]
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                notes.append(f"{path.name} line {number} is cut off or spoilt")
+                notes.append(f"{path.name} line {number} is cut off or damaged")
                 continue
             if isinstance(record, dict):
                 found.append(record)

@@ -130,7 +130,7 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     text.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is no regular file", "a pipe or a device may never end", DO)
+        raise ConfigError(f"{path} is not a regular file", "a pipe or a device may never end", DO)
     try:
         with path.open("rb") as binary:
             head = binary.read(HEAD_BYTES)

@@ -101,7 +101,7 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
         )
     folder = max(folders, key=lambda path: path.name)
     if (folder / FACTS).exists() and not (folder / FACTS).is_file():
-        raise damaged(folder, f"{FACTS} is no regular file")
+        raise damaged(folder, f"{FACTS} is not a regular file")
     try:
         facts = json.loads((folder / FACTS).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -116,7 +116,7 @@ def _defect(folder: Path, facts: object) -> str:
     reading its tensors.
     """
     if not isinstance(facts, dict):
-        return "it is no JSON object"
+        return "it is not a JSON object"
     wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
@@ -135,7 +135,7 @@ def damaged(folder: Path, why: str) -> WeightsError:
     return WeightsError(
         f"the checkpoint {folder} is damaged",
         why,
-        "restore it from a copy, or start the run anew without --continue",
+        "restore it from a copy, or start a new run without --continue",
     )
 
 

@@ -221,7 +221,7 @@ class RunLog:
         `_write`.
         """
         assert samples == self._samples, (
-            f"{key} at {samples} samples, but training stands at {self._samples}"
+            f"{key} at {samples} samples, but training is at {self._samples}"
         )
         return self._write(
             event_type, key, value, {"samples_count": samples, **metadata}, after=after, enter=enter
@@ -331,7 +331,7 @@ def _encode(record: dict) -> bytes:
     value = record["value"]
     for part in value.values() if isinstance(value, dict) else [value]:
         assert part is None or type(part) in (bool, int, float, str), (
-            f"{record['key']}: {type(part).__name__} is no log value"
+            f"{record['key']}: {type(part).__name__} is not a log value"
         )
         if isinstance(part, float) and not math.isfinite(part):
             why = "a number that is not finite cannot be compared with the target"
@@ -347,7 +347,7 @@ def _encode(record: dict) -> bytes:
             raise ConfigError(
                 f"the log line of {record['key']} contains {word}",
                 why,
-                "rename the file, system or organisation",
+                "rename the file, system or organization",
             )
     return f"{TOKEN} {text}\n".encode("ascii")
 

@@ -106,7 +106,7 @@ def damaged(tmp_path, change):
 
 
 DAMAGE = {
-    "magic": (lambda raw: raw.__setitem__(slice(0, 4), b"MMAP"), "no Megatron index"),
+    "magic": (lambda raw: raw.__setitem__(slice(0, 4), b"MMAP"), "Megatron index"),
     "version": (lambda raw: raw.__setitem__(9, 2), "expected version 1, got version 2"),
     "dtype": (lambda raw: raw.__setitem__(17, 9), "got code 9"),
     "float": (lambda raw: raw.__setitem__(17, 7), "got code 7"),

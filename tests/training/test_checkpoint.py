@@ -614,7 +614,7 @@ DAMAGE = {
     "brackets": (lambda folder: (folder / FACTS).write_text("[" * 100_000), FACTS),
     "a pipe": (
         lambda folder: ((folder / FACTS).unlink(), os.mkfifo(folder / FACTS)),
-        "no regular file",
+        "regular file",
     ),
     "pickle in place of safetensors": (
         lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"),
