@@ -33,7 +33,7 @@ MEASUREMENTS = {
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA",
     "mlp": "training steps of a small MLP on one GPU",
     "gpt": "training steps of GPTs of eight sizes on one GPU",
-    "scaling": "training steps on 1, 2, 4, ... GPUs, collectives by size, and the links between GPUs",
+    "scaling": "training steps on 1, 2, 4, ... GPUs, collectives, and links between GPUs",
     "flux": "training steps of FLUX.1-dev's transformer on synthetic latents",
 }
 WITHOUT_RESULT = {

@@ -121,7 +121,7 @@ def find(name: str, tables: Iterable[Table]) -> Baseline:
         return read(measured[name.lower()])
     tables = list(tables)
     of_gpus = [of_published(gpu, tables) for gpu in sorted(published.gpus())]
-    known = {found.gpu.lower(): found for found in of_gpus if found.rows}
+    known = {one.gpu.lower(): one for one in of_gpus if one.rows}
     if name.lower() in known:
         return known[name.lower()]
     names = sorted([file.stem for file in measured.values()] + [one.gpu for one in known.values()])

@@ -61,11 +61,10 @@ OF = (
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
     """Run the benchmark on one rank. `args`: the result of `parse`."""
     rules = rules_of(args.benchmark, config)
-    rules = replace(
-        rules,
-        shape=shape_of(args.model) if args.model else rules.shape,
-        sequence_length=args.seq or rules.sequence_length,
-    )
+    if args.model:
+        rules = replace(rules, shape=shape_of(args.model))
+    if args.seq:
+        rules = replace(rules, sequence_length=args.seq)
     if args.layers:
         if args.layers > rules.shape.num_layers:
             raise ConfigError(
@@ -161,7 +160,8 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
     per_token = saved / (batch.shape[0] * batch.shape[2] * model.shape.num_layers)
     if processes.rank == 0:
         print(
-            f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {saved / 2**30:.1f} GiB in all",
+            f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, "
+            f"{saved / 2**30:.1f} GiB in all",
             flush=True,
         )
 
@@ -173,7 +173,8 @@ def measure_evaluation(
 
     The sequences are padded so that every rank has equally many. An untimed evaluation runs first.
     """
-    count, length = args.eval_sequences, model.max_sequence_length
+    count = args.eval_sequences
+    length = model.max_sequence_length
     tokens = np.random.default_rng(0).integers(
         0, model.shape.vocab_size, (count, 2, length), np.int32
     )
@@ -185,10 +186,12 @@ def measure_evaluation(
         seconds = time.monotonic() - began
     rate = count * length / seconds / processes.world_size
     if processes.rank == 0:
-        name, size = args.benchmark, config.eval_micro_batch_size
+        name = args.benchmark
+        size = config.eval_micro_batch_size
         one = "GPU" if processes.device.type == "cuda" else "process"
         print(
-            f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}",
+            f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, "
+            f"{rate:,.0f} tok/s/{one}, micro-batch {size}",
             flush=True,
         )
 
@@ -226,10 +229,8 @@ def profiled(
             if kept
             else ""
         )
-    clock_ms, bench_ms = (
-        profiling.record(step, args.steps, args.profile, processes),
-        statistics.mean(meter.step_times_ms),
-    )
+    clock_ms = profiling.record(step, args.steps, args.profile, processes)
+    bench_ms = statistics.mean(meter.step_times_ms)
     return lambda: profiling.summarize(
         args.profile,
         model,
@@ -299,11 +300,17 @@ def bench_line(
     if reserved:
         # The memory in use includes NCCL's buffers, contexts and symmetric memory.
         free, total = torch.cuda.mem_get_info(processes.device)
-        used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
+        used = (
+            f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, "
+            f"{(total - free) / 2**30:.1f} GiB of the GPU in use"
+        )
+    layers = model.shape.num_layers
+    batch = f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
+    device = "GPU" if processes.device.type == "cuda" else "process"
     return (
-        f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
-        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text('GPU' if processes.device.type == 'cuda' else 'process')}, "
-        f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
+        f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {layers} layers, "
+        f"{processes.world_size} x {batch} sequences of {model.max_sequence_length}: "
+        f"{rate.text(device)}, step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
     )
 
 
@@ -374,7 +381,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    args, rank = parse(argv), int(os.environ.get("RANK", "0"))
+    args = parse(argv)
+    rank = int(os.environ.get("RANK", "0"))
     config = configs.load(
         args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set)
     )

@@ -27,26 +27,26 @@ def main(options: argparse.Namespace) -> int:
 
     Raises DataError if a directory holds no result, and ConfigError if the measurements differ.
     """
-    found = [result.read(folder) for folder in options.folders]
-    kinds = sorted({data["what"] for data in found})
+    results = [result.read(folder) for folder in options.folders]
+    kinds = sorted({data["what"] for data in results})
     if len(kinds) > 1:
         raise ConfigError(
             f"results of {' and '.join(kinds)}",
             "they have no row in common",
             "compare results of the same measurement",
         )
-    if len(found) == 1 and not options.out:
+    if len(results) == 1 and not options.out:
         report.write(
-            options.folders[0], report.title(kinds[0], found[0]), report.sections(found[0])
+            options.folders[0], report.title(kinds[0], results[0]), report.sections(results[0])
         )
         return 0
     folder = options.out or result.default_directory("compare")
     result.claim(folder)
-    labels = named(options.folders, [data["machine"].get("kind") or "CPU" for data in found])
+    labels = named(options.folders, [data["machine"].get("kind") or "CPU" for data in results])
     report.write(
         folder,
-        f"{kinds[0]}: {len(found)} results",
-        report.compared(list(zip(labels, found, strict=True))),
+        f"{kinds[0]}: {len(results)} results",
+        report.compared(list(zip(labels, results, strict=True))),
     )
     return 0
 

@@ -18,7 +18,7 @@ from common.gpu_kinds import GIB
 from throughput import options as common
 from throughput import ranks
 from throughput.flux_model import Flux, FluxShape
-from throughput.flux_rank import Request
+from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory
 from throughput.result import Result
 from throughput.tables import Beside, Column, Plot, Table, times
@@ -61,15 +61,20 @@ TABLES = (
         keys=("model", "precision", "gpus", "resolution", "batch", "recomputed"),
         value="images_per_s_per_gpu",
         formulas=(
-            "A step: noise and time are drawn, forward, mean squared error in fp32 of the velocity noise - latents (rectified flow), backward, "
-            "clipping, AdamW. Time: the logistic function of N(0, 1), one per image. The autoencoder and the text encoders do not run.",
-            "Images/s per GPU = batch / step time of the slowest rank; the median step counts. p10, p90: percentiles.",
-            "TFLOP per image = 3 x forward; forward = 2 x weights of each matrix x tokens it multiplies + 4 x tokens^2 x hidden size in each "
-            "block's attention. Recomputation is not counted. Plain torch, nothing compiled.",
-            "Weights, activations and reduced gradients bf16, both moments bf16, master weights and summed gradients fp32, sharded over the "
-            "GPUs (ZeRO-2): 2 + 12 / GPUs bytes a parameter. Of a recomputed block only the inputs are kept for the backward.",
-            "Peak memory: of tensors, on the fullest GPU.",
-            f"A model with fewer blocks, or tiny, is not {MODEL}: its images/s compare with nothing published.",
+            "Step: draw noise and time, forward, mean squared error in fp32 of the velocity "
+            "noise - latents (rectified flow), backward, clipping, AdamW. The time is the logistic "
+            "function of N(0, 1), one per image. The autoencoder and the text encoders do not run.",
+            "Images/s per GPU = batch / median step time of the slowest rank. p10 and p90 are "
+            "percentiles.",
+            "TFLOP per image = 3 x forward. Forward = 2 x weights of each matrix x tokens that it "
+            "multiplies + 4 x tokens^2 x hidden size for attention in each block. Recomputation is "
+            "not counted. Plain torch, nothing is compiled.",
+            "Weights, activations, reduced gradients and both moments are bf16. Master weights and "
+            "summed gradients are fp32. All are sharded over the GPUs (ZeRO-2): 2 + 12 / GPUs "
+            "bytes per parameter. A recomputed block keeps only its inputs for the backward.",
+            "Peak memory: tensors on the fullest GPU.",
+            f"A model with fewer blocks, or tiny, is not {MODEL}. Its images/s cannot be compared "
+            "with published numbers.",
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
         published=(Beside("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),),
@@ -87,8 +92,10 @@ TABLES = (
         keys=("model", "gpus", "resolution", "batch"),
         value="memory_gib",
         formulas=(
-            "For --batch max: doubled until memory runs out, then bisected. Each is two whole steps with all memory allocated anew; a batch "
-            "counts as out of memory if one GPU runs out. Where the timed steps of the largest run out after all, the next smaller one is timed.",
+            "With --batch max, the batch doubles until memory runs out and is then bisected. Each "
+            "attempt is two whole steps in newly allocated memory. A batch counts as out of memory "
+            "if one GPU runs out. If the timed steps of the largest batch run out after all, the "
+            "next smaller batch is timed.",
         ),
         larger_is_better=False,
     ),
@@ -100,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "gpus",
         batch={
-            "help": f"images per GPU; default {BATCH['cuda']}; max: the largest that fits, found by trying"
+            "help": "images per GPU, or max for the largest that fits "
+            f"(default: {BATCH['cuda']}, on a CPU {BATCH['cpu']})"
         },
         warmup={"default": 2},
         steps={"default": 8},
@@ -109,19 +117,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=common.whole,
         metavar="N",
-        help=f"pixels of a side; default {RESOLUTION['cuda']}",
+        help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
     )
     parser.add_argument(
         "--layers",
         type=common.counts,
         metavar="D,S",
-        help="D double and S single blocks instead of 19 and 38; default: all, and where they do not fit 12,24",
+        help="number of double and single blocks (default: 19,38, or 12,24 if these do not fit)",
     )
     parser.add_argument(
         "--recompute",
         type=int,
         metavar="N",
-        help="the first N blocks are recomputed in the backward; default: all",
+        help="recompute the first N blocks in the backward (default: all)",
     )
 
 
@@ -143,7 +151,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             )
 
 
-def add_rows(request: Request, gpus: int, result: Result) -> bool:
+def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     """Add the rows of one number of GPUs, including a row for each batch that ran out of memory.
 
     Return False, without starting anything, if weights and state alone do not fit.
@@ -153,16 +161,12 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
         require_host_memory(f"flux {row['model']}", gpus * row["state_gib"] * GIB)
     memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
     if row["state_gib"] > memory_gib:
-        result.add(
-            row
-            | {
-                "error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"
-            }
-        )
+        used = f"{row['state_gib']:.1f} of {memory_gib:.1f} GiB"
+        result.add(row | {"error": f"out of memory: weights and state alone take {used}"})
         return False
-    found = run_ranks(request, gpus)
+    measured = run_ranks(request, gpus)
     if not request.batch:
-        for batch, peak in found.get("tried", ()):
+        for batch, peak in measured.get("tried", ()):
             tried = {
                 "table": "flux_batches",
                 "model": row["model"],
@@ -173,29 +177,29 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
             result.add(
                 tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB})
             )
-    batch = found.get("batch") or request.batch or 1
-    while "times_ms" not in found:
+    batch = measured.get("batch") or request.batch or 1
+    while "times_ms" not in measured:
         result.add(
             row
             | {
                 "batch": batch,
-                "error": "out of memory" + (" in the timed steps" if found.get("batch") else ""),
+                "error": "out of memory" + (" in the timed steps" if measured.get("batch") else ""),
             }
         )
         if request.batch or batch == 1:
             return True
         batch -= 1
-        found = run_ranks(replace(request, batch=batch), gpus)
-    result.add(row | {"batch": batch} | rates(request, found, result), found["times_ms"])
+        measured = run_ranks(replace(request, batch=batch), gpus)
+    result.add(row | {"batch": batch} | rates(request, measured, result), measured["times_ms"])
     return True
 
 
-def request_from(options: argparse.Namespace) -> Request:
+def request_from(options: argparse.Namespace) -> FluxRequest:
     """Return the request that the ranks read. Raises ConfigError."""
     device = options.device
     if device == "cpu" and options.batch == common.MAX:
-        why = "its memory is that of the whole machine, which must not be filled"
-        raise ConfigError("--batch max on a CPU", why, "name a batch")
+        why = "trying batches could fill the memory of the whole host"
+        raise ConfigError("--batch max needs a GPU", why, "give a number, such as --batch 2")
     resolution = options.resolution or RESOLUTION[device]
     if resolution % PIXELS_PER_TOKEN:
         why = f"a token is a square of {PIXELS_PER_TOKEN} x {PIXELS_PER_TOKEN} pixels"
@@ -208,7 +212,9 @@ def request_from(options: argparse.Namespace) -> Request:
     if options.layers:
         if len(options.layers) != 2:
             raise ConfigError(
-                f"--layers {options.layers}", "two numbers are needed", "e.g. --layers 12,24"
+                f"--layers {','.join(map(str, options.layers))}",
+                "double and single blocks are two numbers",
+                "write for example --layers 12,24",
             )
         shape = replace(shape, double_blocks=options.layers[0], single_blocks=options.layers[1])
     recompute = shape.blocks if options.recompute is None else options.recompute
@@ -216,17 +222,17 @@ def request_from(options: argparse.Namespace) -> Request:
         raise ConfigError(
             f"--recompute {recompute}",
             f"the model has {shape.blocks} blocks",
-            "name a number up to that",
+            f"use a number from 0 to {shape.blocks}",
         )
     side = resolution // PIXELS_PER_TOKEN
     text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
     batch = 0 if options.batch == common.MAX else options.batch or BATCH[device]
-    return Request(
+    return FluxRequest(
         device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps
     )
 
 
-def row_of(request: Request, gpus: int) -> dict[str, Any]:
+def row_of(request: FluxRequest, gpus: int) -> dict[str, Any]:
     """Return the columns that are known before anything is measured."""
     shape = request.shape
     with torch.device("meta"):
@@ -250,8 +256,9 @@ def row_of(request: Request, gpus: int) -> dict[str, Any]:
     }
 
 
-def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, Any]:
-    times, images = spread(found["times_ms"]), 1e3 * found["batch"]
+def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dict[str, Any]:
+    times = spread(measured["times_ms"])
+    images = 1e3 * measured["batch"]
     tflops = (
         request.shape.flops_per_image(request.rows * request.columns, request.text_tokens)
         * images
@@ -264,11 +271,11 @@ def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, 
         "images_per_s_p90": images / times["ms_p10"],
         "tflops": tflops,
         "percent": result.percent(tflops, "bf16"),
-        "memory_gib": found["memory_bytes"] / GIB or None,
+        "memory_gib": measured["memory_bytes"] / GIB or None,
     }
 
 
-def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
+def run_ranks(request: FluxRequest, gpus: int) -> dict[str, Any]:
     """Run throughput/flux_rank.py on `gpus` GPUs, or CPU processes, and return its measurements.
 
     The result lacks `times_ms` if memory ran out, and is empty if it ran out before the first try
@@ -277,9 +284,9 @@ def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         request.write(Path(name) / ranks.REQUEST)
         settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        found, error = ranks.run_ranks(
+        measured, error = ranks.run_ranks(
             Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S
         )
     if error and error.kind != OutOfMemory.kind:
         raise error
-    return found
+    return measured

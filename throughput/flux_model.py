@@ -56,7 +56,8 @@ class FluxShape:
         The forward counts 2 for each weight of a matrix and each token that it multiplies, and for
         attention in each block 4 N^2 D. Recomputation, norms and the optimizer are not counted.
         """
-        hidden, tokens = self.hidden_size, image_tokens + text_tokens
+        hidden = self.hidden_size
+        tokens = image_tokens + text_tokens
         # Weights of qkv, out and the MLP's two matrices. A single block has as many.
         per_token = (4 + 2 * self.mlp_ratio) * hidden**2
         vectors = (
@@ -147,7 +148,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
 
     q, k, v: [B, N, heads, head_dim]. Returns [B, N, D].
     """
-    q, k = rotate(q, rope), rotate(k, rope)
+    q = rotate(q, rope)
+    k = rotate(k, rope)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
@@ -198,10 +200,12 @@ class Block(nn.Module):
 class DoubleBlock(Block):
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
-        self.image, self.text = Stream(shape), Stream(shape)
+        self.image = Stream(shape)
+        self.text = Stream(shape)
 
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        of_image, of_text = self.image.modulation(c), self.text.modulation(c)
+        of_image = self.image.modulation(c)
+        of_text = self.text.modulation(c)
         parts = zip(
             self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True
         )
@@ -215,7 +219,8 @@ class DoubleBlock(Block):
 class SingleBlock(Block):
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
-        hidden, self.mlp_size = shape.hidden_size, shape.mlp_ratio * shape.hidden_size
+        hidden = shape.hidden_size
+        self.mlp_size = shape.mlp_ratio * shape.hidden_size
         self.modulation = Modulation(hidden, 3)
         self.into = nn.Linear(hidden, 3 * hidden + self.mlp_size)
         self.norm = HeadNorm(shape.head_dim)
@@ -238,7 +243,8 @@ class Embedding(nn.Module):
 
     def __init__(self, size: int, hidden_size: int):
         super().__init__()
-        self.into, self.out = nn.Linear(size, hidden_size), nn.Linear(hidden_size, hidden_size)
+        self.into = nn.Linear(size, hidden_size)
+        self.out = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.into(x.to(self.into.weight.dtype))))
@@ -250,15 +256,11 @@ class Inputs(nn.Module):
     def __init__(self, shape: FluxShape):
         super().__init__()
         hidden = shape.hidden_size
-        self.image, self.text = (
-            nn.Linear(shape.in_channels, hidden),
-            nn.Linear(shape.context_size, hidden),
-        )
-        self.time, self.guidance, self.pooled = (
-            Embedding(SINUSOIDS, hidden),
-            Embedding(SINUSOIDS, hidden),
-            Embedding(shape.pooled_size, hidden),
-        )
+        self.image = nn.Linear(shape.in_channels, hidden)
+        self.text = nn.Linear(shape.context_size, hidden)
+        self.time = Embedding(SINUSOIDS, hidden)
+        self.guidance = Embedding(SINUSOIDS, hidden)
+        self.pooled = Embedding(shape.pooled_size, hidden)
 
     def forward(
         self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor

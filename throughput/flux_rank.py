@@ -1,6 +1,6 @@
 """Measurements of `throughput flux` on one rank: `python -m throughput.flux_rank FOLDER`.
 
-torchrun starts it on n GPUs. FOLDER/request.json holds the Request. Rank 0 writes
+torchrun starts it on n GPUs. FOLDER/request.json holds the FluxRequest. Rank 0 writes
 FOLDER/measured.json: the batches tried and, if one fits, the times of its steps.
 """
 
@@ -43,7 +43,7 @@ GUIDANCE = 1.0
 
 
 @dataclass(frozen=True)
-class Request:
+class FluxRequest:
     device: str  # "cuda" or "cpu"
     shape: FluxShape
     rows: int  # rows of the image, in tokens
@@ -55,17 +55,19 @@ class Request:
     steps: int
 
     @staticmethod
-    def read(path: Path) -> Request:
+    def read(path: Path) -> FluxRequest:
         table = json.loads(path.read_text())
         shape = table.pop("shape")
-        return Request(shape=FluxShape(**shape | {"rope_axes": tuple(shape["rope_axes"])}), **table)
+        return FluxRequest(
+            shape=FluxShape(**shape | {"rope_axes": tuple(shape["rope_axes"])}), **table
+        )
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
 
 def measure(folder: Path) -> None:
-    request = Request.read(folder / REQUEST)
+    request = FluxRequest.read(folder / REQUEST)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # lets NCCL allocate its memory before any batch is tried
     with attention_backends(request.device):
@@ -73,7 +75,7 @@ def measure(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure_batches(request: Request, processes: Processes, path: Path) -> dict[str, Any]:
+def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> dict[str, Any]:
     """Try batches and time the steps of the one that fits. Rank 0 writes the result to `path`.
 
     `tried`: pairs of batch and peak bytes of the fullest rank, None if a rank ran out of memory.
@@ -87,23 +89,26 @@ def measure_batches(request: Request, processes: Processes, path: Path) -> dict[
         tried.append((batch, peak))
         return peak is not None
 
-    batch = (request.batch if fits(request.batch) else 0) if request.batch else largest(fits)
-    found: dict[str, Any] = {"tried": tried, "batch": batch}
+    if not request.batch:
+        batch = largest(fits)
+    else:
+        batch = request.batch if fits(request.batch) else 0
+    measured: dict[str, Any] = {"tried": tried, "batch": batch}
     if processes.rank == 0:
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(measured))
     if batch:
         free_memory(processes.device)
         model, optimizer = build(request, processes)
         optimizer.gather()
         step = partial(train_step, model, optimizer, synthetic_batch(request, processes, batch))
         times = step_ms(step, request.device, request.warmup, request.steps)
-        found |= {
+        measured |= {
             "times_ms": max_over_ranks(times, processes),
             "memory_bytes": int(max_over_ranks([peak_bytes(processes.device)], processes)[0]),
         }
         if processes.rank == 0:
-            path.write_text(json.dumps(found))
-    return found
+            path.write_text(json.dumps(measured))
+    return measured
 
 
 # --- a training step ------------------------------------------------------------------------------
@@ -119,8 +124,9 @@ class Batch:
     rope: Tensor
 
 
-def synthetic_batch(request: Request, processes: Processes, size: int) -> Batch:
-    device, shape = processes.device, request.shape
+def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> Batch:
+    device = processes.device
+    shape = request.shape
     generator = torch.Generator(device).manual_seed(
         parameter_seed(1, f"batch of rank {processes.rank}")
     )
@@ -163,7 +169,7 @@ def train_step(
     return loss.detach()
 
 
-def build(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
+def build(request: FluxRequest, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
     """Build model and optimizer with equal weights on all ranks.
 
     Matrices are N(0, WEIGHT_STD), biases 0, norms 1. Nothing is communicated, so a rank that runs
@@ -200,7 +206,7 @@ def kernels_of(device: torch.device) -> str:
 # --- the largest batch ----------------------------------------------------------------------------
 
 
-def try_batch(request: Request, processes: Processes, size: int) -> int | None:
+def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | None:
     """Return the peak memory of two steps in bytes, on the fullest rank.
 
     Return None if a rank runs out of memory. Everything is allocated from scratch.

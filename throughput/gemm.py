@@ -42,8 +42,9 @@ COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 HOST_BYTES = 2**28
 TIMES = times("Samples", "Median", ".3f")
 METHOD = (
-    f"Each call is timed by itself for {REPEAT_MS:.0f} ms in all, after {WARMUP_MS:.0f} ms of calls that do not count; on a GPU with events and "
-    "an L2 cache that was overwritten before the call (Triton's do_bench). Inputs are normal(0, 1). p10, p90: percentiles."
+    f"Each call is timed by itself: {WARMUP_MS:.0f} ms of untimed calls, then {REPEAT_MS:.0f} ms "
+    "of timed ones. On a GPU, events time the calls and the L2 cache is overwritten before each "
+    "(Triton's do_bench). Inputs are normal(0, 1). p10 and p90 are percentiles."
 )
 
 TABLES = (
@@ -84,12 +85,15 @@ TABLES = (
         value="tflops",
         formulas=(
             METHOD,
-            "TFLOP/s = 2 M K N / median / 1e12. % of peak: of the dense peak of the GPU's kind in this precision, named above. Intensity = "
-            "2 M K N / bytes, where A, B and the result are moved once.",
-            "matmul: torch.matmul(A [M, K], B [K, N]); linear: F.linear(A [M, K], W [N, K]); _scaled_mm: A [M, K] and W [N, K] in FP8 (e4m3) "
-            "with one scale per tensor (tensorwise), or per row of A and of W (rowwise), result in bf16, use_fast_accum. Quantization is not timed.",
-            "Library: the one that torch was asked to prefer (torch.backends.cuda.preferred_blas_library); it may use another where that one "
-            "has no such product. _scaled_mm has no choice.",
+            "TFLOP/s = 2 M K N / median / 1e12. % of peak: of the dense peak of this GPU kind in "
+            "this precision. Intensity = 2 M K N / bytes, where A, B and the result move once.",
+            "matmul: torch.matmul(A [M, K], B [K, N]). linear: F.linear(A [M, K], W [N, K]). "
+            "_scaled_mm: A [M, K] and W [N, K] in FP8 (e4m3), with one scale per tensor "
+            "(tensorwise) or per row of A and of W (rowwise), result in bf16, use_fast_accum. "
+            "Quantization is not timed.",
+            "Library: the one that torch was asked to prefer "
+            "(torch.backends.cuda.preferred_blas_library). torch may use another one for products "
+            "that it lacks. _scaled_mm has no choice.",
         ),
         plots=(
             Plot(
@@ -119,29 +123,29 @@ TABLES = (
         keys=("copy",),
         value="gbps",
         formulas=(
-            "GB/s = bytes / median / 1e9. In a memory, a byte that is read and written counts twice; between host and device, once. "
-            "Host memory is pinned.",
+            "GB/s = bytes / median / 1e9. Within one memory, a byte that is read and written "
+            "counts twice; between host and device, once. Host memory is pinned.",
         ),
     ),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--precision", choices=(*DTYPES, "fp8"), help="only this one; default: all")
+    parser.add_argument(
+        "--precision", choices=(*DTYPES, "fp8"), help="measure only this precision (default: all)"
+    )
     parser.add_argument(
         "--shape",
         metavar="MxKxN",
-        help="only this shape, e.g. 8192x8192x8192; default: the seven of docs/throughput.md",
+        help="measure only this shape, such as 8192x8192x8192 (default: seven shapes)",
     )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     torch.manual_seed(0)
     # `shapes` raises ConfigError before anything is measured.
-    device, chosen = (
-        options.device,
-        shapes(options.shape, options.device),
-    )
+    device = options.device
+    chosen = shapes(options.shape, options.device)
     copies(device, result)
     for shape, description in chosen.items():
         for precision, call, library in ways(device, options.precision):
@@ -167,11 +171,11 @@ def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
             raise ConfigError(
                 f"--shape {wanted}",
-                "a product has three sizes of at least 1",
+                "a shape is three numbers of at least 1",
                 "write MxKxN, such as 8192x8192x8192",
             )
         m, k, n = map(int, sizes)
-        return {(m, k, n): SHAPES.get((m, k, n), "as asked for")}
+        return {(m, k, n): SHAPES.get((m, k, n), "--shape")}
     if device == "cuda":
         return dict(SHAPES)
     small = {
@@ -227,7 +231,8 @@ def product(
     work, width = launch_of(shape, precision, call, result.device)
     with preferred(library):
         times = kernel_ms(work, result.device)
-    flops, seconds = 2 * m * k * n, 1e-3 * spread(times)["ms"]
+    flops = 2 * m * k * n
+    seconds = 1e-3 * spread(times)["ms"]
     tflops = flops / seconds / 1e12
     values = {"tflops": tflops, "percent": result.percent(tflops, precision)}
     return values | {"intensity": flops / (width * (m * k + k * n) + 2 * m * n)}, times
@@ -269,7 +274,8 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
 
 def copies(device: str, result: Result) -> None:
     """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
-    size, host_size = COPY_BYTES[device], HOST_BYTES
+    size = COPY_BYTES[device]
+    host_size = HOST_BYTES
 
     def within() -> Measured:
         return timed(torch.randint(256, (size,), device=device, dtype=torch.uint8), device, 2)

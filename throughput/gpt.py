@@ -55,13 +55,16 @@ COLUMNS = (
     *times(),
 )
 FORMULAS = (
-    "A step: forward, mean cross-entropy, backward, AdamW (fused), on random tokens. Weights, gradients and both moments are bf16: 8 bytes a "
-    "parameter, no fp32 master weights. Plain torch: not compiled, nothing recomputed, attention by scaled_dot_product_attention, "
-    "vocabulary 50,257 not padded.",
-    "Tokens/s = batch x sequence / median step time. P counts all parameters, the embedding, which is also the head, once. N: those in "
-    "matrix products; L layers, sequence S, hidden size H: causal attention at half of the square.",
-    "MFU: of TFLOP/s, 6 N + 6 L S H, against the dense bf16 peak of this kind of GPU. Memory: the allocator's peak, in 1e9 bytes.",
-    "tiny and mini stand for the eight on a CPU, and say only that the measurement works.",
+    "Step: forward, mean cross-entropy, backward, fused AdamW, on random tokens. Weights, "
+    "gradients and both moments are bf16, 8 bytes per parameter, without fp32 master "
+    "weights. Plain torch: not compiled, nothing recomputed, attention by "
+    "scaled_dot_product_attention, vocabulary of 50,257 not padded.",
+    "Tokens/s = batch x sequence / median step time. P: all parameters, with the embedding, which "
+    "is also the head, counted once. N: parameters in matrix products. L: layers, S: sequence, H: "
+    "hidden size. Causal attention counts half of the square.",
+    "MFU: TFLOP/s, 6 N + 6 L S H, as a share of the dense BF16 peak of this GPU kind. Memory: peak "
+    "of the allocator, in 1e9 bytes.",
+    "tiny and mini replace the eight sizes on a CPU. They only show that the measurement works.",
 )
 KEYS = ("model", "batch", "seq")
 TABLES = (
@@ -96,13 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument(
         "--model",
         metavar="NAME",
-        help=f"one of {', '.join(SIZES)}; default: all, on a CPU {' and '.join(STAND_INS)}",
+        help=f"one of {', '.join(SIZES)} (default: all; on a CPU {' and '.join(STAND_INS)})",
     )
     complete(model, SIZES)
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="batches 1, 2, 4, ... until the memory is full, then the largest that fits",
+        help="measure batches 1, 2, 4, ... up to the largest that fits",
     )
     common.add(
         parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP}
@@ -113,14 +116,16 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure the chosen sizes, at one batch each or as a sweep. Raises ConfigError."""
     if options.batch and options.sweep:
         raise ConfigError(
-            "--batch and --sweep", "a sweep chooses the batches itself", "leave one of them out"
+            "--batch and --sweep exclude each other",
+            "a sweep chooses the batches itself",
+            "leave one of them out",
         )
     if options.device == "cpu" and options.batch == common.MAX:
-        what, why = (
-            "--batch max on a CPU",
-            "its memory is that of the whole machine, which must not be filled",
+        raise ConfigError(
+            "--batch max needs a GPU",
+            "trying batches could fill the memory of the whole host",
+            f"use --sweep, which ends at batch {MOST_ON_CPU} on a CPU",
         )
-        raise ConfigError(what, why, f"use --sweep, which ends at {MOST_ON_CPU} there")
     options.steps = options.steps or STEPS[options.device]
     known = SIZES | STAND_INS
     default = list(STAND_INS if options.device == "cpu" else SIZES)
@@ -160,7 +165,8 @@ def state_bytes(size: Size) -> int:
 
 def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
     times, memory = timed_steps(size, options.device, options.warmup, options.steps)
-    shape, length = size.shape, size.sequence_length
+    shape = size.shape
+    length = size.sequence_length
     rate = 1e3 * size.batch * length / spread(times)["ms"]
     tflops_attention = shape.training_flops_per_token(length) * rate / 1e12
     values: dict[str, Any] = {
@@ -195,14 +201,16 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
 
     If memory runs out, add a row that says so and a row of the largest batch that fits.
     """
-    first, batch = len(result.rows), 1
+    first = len(result.rows)
+    batch = 1
     while add_row("sweep", name, replace(size, batch=batch), options, result) and not (
         options.device == "cpu" and batch >= MOST_ON_CPU
     ):
         batch *= 2
     marks: dict[int, list[str]] = {}
     if batch > 1 and "error" in result.rows[-1]:
-        good, bad = batch // 2, batch
+        good = batch // 2
+        bad = batch
         most = largest(
             lambda count: count <= good or (count < bad and fits(size, options.device, count))
         )

@@ -93,19 +93,20 @@ STAND_INS = {
     "mini": Size(GptShape(4, 4, 128, 512, 2048), 2, 64),
 }
 STEPS = {"cuda": 10, "cpu": 3}  # timed steps if --steps is omitted
-STEPS_HELP = f"timed steps, {STEPS['cuda']} on a GPU and {STEPS['cpu']} on a CPU if it is left out; their median counts"
+STEPS_HELP = f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})"
 
 
 class Block(nn.Module):
     def __init__(self, shape: GptShape):
         super().__init__()
-        hidden, self.num_heads = shape.hidden_size, shape.num_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.o = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = (
-            nn.Linear(hidden, shape.ffn_hidden_size),
-            nn.Linear(shape.ffn_hidden_size, hidden),
-        )
+        hidden = shape.hidden_size
+        self.num_heads = shape.num_heads
+        self.norm_1 = nn.LayerNorm(hidden)
+        self.norm_2 = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.o = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(hidden, shape.ffn_hidden_size)
+        self.down = nn.Linear(shape.ffn_hidden_size, hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
@@ -126,7 +127,8 @@ class Gpt(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return the mean loss over all next tokens, [], of int tokens [batch, sequence + 1]."""
-        inputs, labels = tokens_BS[:, :-1], tokens_BS[:, 1:]
+        inputs = tokens_BS[:, :-1]
+        labels = tokens_BS[:, 1:]
         x_BSD = self.embedding(inputs) + self.positions.weight
         for block in self.blocks:
             x_BSD = block(x_BSD)

@@ -17,22 +17,18 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-GEMM, ATTENTION, NORM, ROPE, SWIGLU, CROSS_ENTROPY = (
-    "GEMM",
-    "attention",
-    "norm",
-    "RoPE",
-    "SwiGLU",
-    "cross-entropy",
-)
-CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE = (
-    "casts",
-    "communication",
-    "optimizer",
-    "elementwise",
-    "other",
-    "idle",
-)
+GEMM = "GEMM"
+ATTENTION = "attention"
+NORM = "norm"
+ROPE = "RoPE"
+SWIGLU = "SwiGLU"
+CROSS_ENTROPY = "cross-entropy"
+CASTS = "casts"
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer"
+ELEMENTWISE = "elementwise"
+OTHER = "other"
+IDLE = "idle"
 CLASSES = (
     GEMM,
     ATTENTION,
@@ -52,50 +48,30 @@ VAGUE = (ELEMENTWISE, OTHER)  # the op or range around the launch may be clearer
 # The first match wins, ignoring case. The order matters: FlashAttention 3 is built with CUTLASS,
 # fused kernels also quantize, and names of FP8 products contain e4m3.
 NAMES = (
-    (
-        COMMUNICATION,
-        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem",
-    ),
+    (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional"),
+    (COMMUNICATION, r"symm_mem|symmetric_memory|multimem"),
     # Copy engines, and the ranges of ZeRO.
-    (
-        COMMUNICATION,
-        r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::|^_(accumulate|add_rows)_kernel$",
-    ),
+    (COMMUNICATION, r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::"),
+    (COMMUNICATION, r"^_(accumulate|add_rows)_kernel$"),
     # The gradient norm belongs to the optimizer too.
-    (
-        OPTIMIZER,
-        r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm",
-    ),
-    (
-        ATTENTION,
-        r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)",
-    ),
-    (
-        ATTENTION,
-        r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn",
-    ),
-    (
-        GEMM,
-        r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)",
-    ),
+    (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),
+    (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to"),
+    (ATTENTION, r"flash::|flash_?(fwd|bwd|attn|attention)"),
+    (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)"),
+    (ATTENTION, r"scaled_dot_product|mem_eff|fused_?attn"),
+    (GEMM, r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt"),
+    (GEMM, r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)"),
     # The second alternative: the adapters' kernels (common/kernels/lora.py).
-    (
-        GEMM,
-        r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$",
-    ),
+    (GEMM, r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$"),
     (CROSS_ENTROPY, r"cross_?entropy|log_?soft_?max|nll_?loss|logsumexp"),
     (SWIGLU, r"swiglu|silu"),
     (ROPE, r"(^|[^a-z])d?rope|rotary"),
     (NORM, r"rms_?norm|layer_?norm|(^|[^a-z])ln_(fwd|bwd)|^aten::rsqrt"),
     (CASTS, r"quanti[sz]e|amax|float8|fp8|e4m3|e5m2|transpose_kernel"),
-    (
-        ELEMENTWISE,
-        r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel|multi_tensor_apply|CatArray|FillFunctor|direct_copy",
-    ),
-    (
-        ELEMENTWISE,
-        r"embedding|index|gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout|^aten::|AccumulateGrad",
-    ),
+    (ELEMENTWISE, r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel"),
+    (ELEMENTWISE, r"multi_tensor_apply|CatArray|FillFunctor|direct_copy|embedding|index"),
+    (ELEMENTWISE, r"gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout"),
+    (ELEMENTWISE, r"^aten::|AccumulateGrad"),
 )
 _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in NAMES)
 AUTOGRAD = re.compile(r"^autograd::engine|Backward\d*$")
@@ -202,7 +178,9 @@ def exposed_ns(
         for moment in (events[i].start_ns, events[i].end_ns)
         if start_ns < moment < end_ns
     }
-    own, idle_ns, running = [0] * len(events), 0, []
+    own = [0] * len(events)
+    idle_ns = 0
+    running = []
     for begin, end in pairwise(sorted({start_ns, end_ns} | moments)):
         while arriving and events[arriving[-1]].start_ns <= begin:
             running.append(arriving.pop())

@@ -27,7 +27,8 @@ from launch.preflight.measure import median_s
 FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
 GIB = 1 << 30
-GPU, SECONDS = torch.device("cuda"), 0.02
+GPU = torch.device("cuda")
+SECONDS = 0.02
 # Name, launch, and the bytes that it must read and write, each value once.
 Case = tuple[str, Callable[[], object], int]
 
@@ -47,13 +48,12 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     kept = scaling.quantizer(transposed=False)
     scaling.allocate(torch.device("cuda"))
     out = FP8 * (2 if forward.transposed else 1)  # bytes per element of a quantized tensor
-    hidden, ffn, heads, kv_heads = (
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-        shape.num_heads,
-        shape.num_kv_heads,
-    )
-    n, m = tokens * hidden, tokens * ffn
+    hidden = shape.hidden_size
+    ffn = shape.ffn_hidden_size
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
+    n = tokens * hidden
+    m = tokens * ffn
 
     def warmed(launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
         """Return the launch, after a first step that found its scales.
@@ -64,8 +64,12 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
         scaling.step_done()
         return partial(launch, *arguments)
 
-    x, y, g, weight = draw(tokens, hidden), draw(tokens, hidden), draw(tokens, hidden), draw(hidden)
-    norm, norm_backward = rms_norm.add_rms_norm_triton, rms_norm.rms_norm_backward_triton
+    x = draw(tokens, hidden)
+    y = draw(tokens, hidden)
+    g = draw(tokens, hidden)
+    weight = draw(hidden)
+    norm = rms_norm.add_rms_norm_triton
+    norm_backward = rms_norm.rms_norm_backward_triton
     residual, _, rstd = norm(x, y, weight, 1e-5, None)
     backward = (y, residual, rstd, weight, g)
     yield "quantize", warmed(quantize_triton, x, forward), n * (BF16 + out)
@@ -91,11 +95,10 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     yield "rope backward, FP8", warmed(rope_backward, gradient), qkv.numel() * (BF16 + out)
     yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
-    gate_up, d_h = draw(tokens, 2 * ffn), draw(tokens, ffn)
-    swiglu_forward, swiglu_backward = (
-        swiglu.swiglu_quantized_triton,
-        swiglu.swiglu_quantized_backward_triton,
-    )
+    gate_up = draw(tokens, 2 * ffn)
+    d_h = draw(tokens, ffn)
+    swiglu_forward = swiglu.swiglu_quantized_triton
+    swiglu_backward = swiglu.swiglu_quantized_backward_triton
     yield "swiglu, FP8", warmed(swiglu_forward, gate_up, forward, None), m * (2 * BF16 + out)
     yield (
         "swiglu, FP8, input kept in FP8",
@@ -117,9 +120,11 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
 
 def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
     """Yield the norms of query and key heads with RoPE, for a model that has them."""
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
-    qkv, weights = draw(tokens, shape.qkv_size), (draw(shape.head_dim), draw(shape.head_dim))
+    qkv = draw(tokens, shape.qkv_size)
+    weights = (draw(shape.head_dim), draw(shape.head_dim))
     before = qk_norm.qk_norm_rope_triton_(
         qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads, True
     )
@@ -147,10 +152,8 @@ def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
 
 
 def loss(shape: ModelShape) -> Iterator[Case]:
-    logits, labels = (
-        draw(1, SEQUENCE, shape.vocab_size),
-        torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda"),
-    )
+    logits = draw(1, SEQUENCE, shape.vocab_size)
+    labels = torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
     yield (
         "cross entropy forward",
         partial(cross_entropy.cross_entropy_forward, logits, labels),
@@ -172,7 +175,8 @@ def update(shape: ModelShape) -> Iterator[Case]:
     """Yield the optimizer's kernels for one layer's gate_up matrix, halved between two ranks."""
     size = (shape.ffn_hidden_size, shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
-    one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    one = torch.ones((), device="cuda")
+    zero = torch.zeros((), device="cuda")
     state = (weight, gradient, first, first.square(), draw(*size))
     step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, zero)
     yield (
@@ -180,7 +184,8 @@ def update(shape: ModelShape) -> Iterator[Case]:
         partial(adamw.adamw_triton, *state, 0.1, step),
         weight.numel() * (7 * FP32 + BF16),
     )
-    part, others = draw(*size), draw(1, *size)
+    part = draw(*size)
+    others = draw(1, *size)
     yield (
         "accumulate",
         partial(accumulate.accumulate_triton, gradient, part),
@@ -196,15 +201,15 @@ def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
             rate = moved / seconds
-            print(
-                f"{title} {name:42} {1e6 * seconds:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy",
-                flush=True,
-            )
+            speed = f"{rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy"
+            print(f"{title} {name:42} {1e6 * seconds:8.1f} us  {speed}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
+    parser = argparse.ArgumentParser(description="Time each kernel on the real shapes.")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="only kernels with NAME in their name"
+    )
     only = parser.parse_args().only
     source = draw(GIB // FP32, dtype=torch.float32)
     copy = 2 * GIB / median_s(partial(torch.empty_like(source).copy_, source), GPU, SECONDS)

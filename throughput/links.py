@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COMMANDS = {"nvidia": ["nvidia-smi", "topo", "-m"], "amd": ["rocm-smi", "--showtopo"]}
-COPY_BYTES, REPEATS = 2**28, 10
+VISIBLE = {
+    "nvidia": ["CUDA_VISIBLE_DEVICES"],
+    "amd": ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"],
+}
+COPY_BYTES = 2**28
+REPEATS = 10
 Names = dict[tuple[int, int], str]  # (GPU, another GPU) -> NV18, XGMI, PIX, ...
 
 
@@ -42,26 +47,21 @@ def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"{' '.join(command)}: {error}"
-    found = {"nvidia": parse_nvidia, "amd": parse_rocm}[vendor](answer.stdout)
-    total = 1 + max((gpu for pair in found for gpu in pair), default=-1)
+    driver_names = {"nvidia": parse_nvidia, "amd": parse_rocm}[vendor](answer.stdout)
+    total = 1 + max((gpu for pair in driver_names for gpu in pair), default=-1)
     chosen = list(range(total))
-    for name in (
-        ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-        if vendor == "amd"
-        else ("CUDA_VISIBLE_DEVICES",)
-    ):
+    for name in VISIBLE[vendor]:
         chosen = [chosen[i] for i in visible_indices(len(chosen), environment.get(name))]
     if len(chosen) != count:
         return (
             {},
-            f"{' '.join(command)} shows {total} GPUs, torch {count}: which is which is not known",
+            f"{' '.join(command)} shows {total} GPUs and torch {count}: the order is unknown",
         )
-    return {
-        (i, j): found[chosen[i], chosen[j]]
-        for i in range(count)
-        for j in range(count)
-        if (chosen[i], chosen[j]) in found
-    }, ""
+    names: Names = {}
+    for (i, first), (j, second) in product(enumerate(chosen), repeat=2):
+        if (first, second) in driver_names:
+            names[i, j] = driver_names[first, second]
+    return names, ""
 
 
 def parse_nvidia(text: str) -> Names:
@@ -78,7 +78,7 @@ def parse_rocm(text: str) -> Names:
 
 def _matrix(rows: list[list[str]]) -> Names:
     """Parse a header of GPU0 GPU1 ... and rows that begin with a GPU, without the diagonal."""
-    found: Names = {}
+    names: Names = {}
     head: list[str] = []
     for cells in filter(None, rows):
         if not head and re.fullmatch(r"GPU\d+", cells[0]):
@@ -90,8 +90,8 @@ def _matrix(rows: list[list[str]]) -> Names:
                 for name, link in zip(head, cells[1:], strict=False)
                 if re.fullmatch(r"GPU\d+", name)
             ]
-            found |= {(gpu, other): link for other, link in named if other != gpu}
-    return found
+            names |= {(gpu, other): link for other, link in named if other != gpu}
+    return names
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -154,15 +154,16 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
 
     A line between two GPUs has the color of their kind of link. `points`: (pair, GB/s, link).
     """
-    speeds = {tuple(map(int, pair.split(" to "))): (speed, link) for pair, speed, link in points}
+    speeds: dict[tuple[int, ...], tuple[float, str]] = {}
+    for pair, speed, link in points:
+        speeds[tuple(map(int, pair.split(" to ")))] = (speed, link)
     gpus = sorted({gpu for pair in speeds for gpu in pair})
-    color = dict(
-        zip(dict.fromkeys(link for _, link in speeds.values()), cycle(colors), strict=False)
-    )
-    place = {
-        gpu: (math.sin(2 * math.pi * k / len(gpus)), math.cos(2 * math.pi * k / len(gpus)))
-        for k, gpu in enumerate(gpus)
-    }
+    kinds = dict.fromkeys(link for _, link in speeds.values())
+    color = dict(zip(kinds, cycle(colors), strict=False))
+    place: dict[int, tuple[float, float]] = {}
+    for number, gpu in enumerate(gpus):
+        angle = 2 * math.pi * number / len(gpus)
+        place[gpu] = (math.sin(angle), math.cos(angle))
     for (i, j), (_, link) in speeds.items():
         axes.plot(*zip(place[i], place[j], strict=True), color=color[link], linewidth=1.5, zorder=1)
     for link in color:
@@ -170,18 +171,21 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
     for gpu, (x, y) in place.items():
         axes.plot([x], [y], "o", color="white", markeredgecolor="black", markersize=16, zorder=2)
         axes.text(x, y, str(gpu), ha="center", va="center", color="black", zorder=3)
-    most, cell = max(speed for speed, _ in speeds.values()), 2.2 / (len(gpus) + 1)
+    most = max(speed for speed, _ in speeds.values())
+    cell = 2.2 / (len(gpus) + 1)
     for row, gpu in enumerate(gpus, start=1):
         for column, other in enumerate(gpus, start=1):
-            left, middle = 1.5 + cell * column, 1.1 - cell * (row + 0.5)
+            left = 1.5 + cell * column
+            middle = 1.1 - cell * (row + 0.5)
             if row == 1:
                 axes.text(left + cell / 2, 1.1 - cell / 2, str(other), ha="center", va="center")
             if speed := speeds.get((gpu, other), (0.0, ""))[0]:
-                corners = (
-                    [left, left + cell, left + cell, left],
-                    [middle - cell / 2] * 2 + [middle + cell / 2] * 2,
-                )
-                axes.fill(*corners, color=colors[0], alpha=0.5 * speed / most, linewidth=0)
+                right = left + cell
+                bottom = middle - cell / 2
+                top = middle + cell / 2
+                xs = [left, right, right, left]
+                ys = [bottom, bottom, top, top]
+                axes.fill(xs, ys, color=colors[0], alpha=0.5 * speed / most, linewidth=0)
                 axes.text(
                     left + cell / 2, middle, f"{speed:.0f}", ha="center", va="center", fontsize=7
                 )

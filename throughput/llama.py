@@ -65,14 +65,20 @@ TABLES = (
         keys=("model", "mode", "precision", "layers", "seq", "gpus", "batch"),
         value="tokens_per_s_per_gpu",
         formulas=(
-            "A step: forward, backward, reduction of the gradients, clipping, AdamW in fp32 on fp32 masters. full: every weight trains, "
-            "optimizer and gradients sharded over the GPUs (ZeRO-2). lora: the base is frozen, adapters of rank 16 on attention train. "
-            "bf16: all products; fp8: those of the blocks. On a CPU fp32 takes the place of bf16. The median of the steps counts; p10, p90: percentiles.",
-            "Batch: sequences of a micro-batch on each GPU. With --batch a step is one micro-batch; without it the model and length of a benchmark are measured "
-            "with its config's micro-batch and accumulation, and others with the largest batch that fits.",
-            "TFLOP/s: tokens/s x (6N + 6LSH) / 1e12; N weights in products, L layers, S tokens of a sequence, H width of attention; causal "
-            "attention is half of the square. 12LSH counts the whole square. lora: 4N + 6 x adapters instead of 6N. Recomputation is not counted.",
-            "Peak memory: of torch's allocator. Planned: the same by calculation (launch/plan/estimate.py), which --batch max begins with.",
+            "Step: forward, backward, reduction of the gradients, clipping, AdamW in fp32 on fp32 "
+            "master weights. full: every weight trains; optimizer and gradients are sharded over "
+            "the GPUs (ZeRO-2). lora: the base is frozen; adapters of rank 16 on attention train.",
+            "Precision: in fp8 the products of the blocks, in bf16 all products. On a CPU fp32 "
+            "replaces bf16. The median step counts. p10 and p90 are percentiles.",
+            "Batch: sequences per micro-batch and GPU. With --batch a step is one micro-batch. "
+            "Without it, a benchmark's model and length take the micro-batch and accumulation of "
+            "its config, and others the largest batch that fits.",
+            "TFLOP/s = tokens/s x (6N + 6LSH) / 1e12. N: weights in products, L: layers, S: tokens "
+            "per sequence, H: width of attention. Causal attention counts half of the square; "
+            "12LSH counts the whole. lora: 4N + 6 x adapters replaces 6N. Recomputation is not "
+            "counted.",
+            "Peak memory: of torch's allocator. Planned: the same by calculation "
+            "(launch/plan/estimate.py), at which --batch max starts.",
         ),
         plots=(
             Plot(
@@ -92,21 +98,27 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = f"{', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json (llama, mistral, qwen3); default: llama3.1-8b, on a CPU {TINY}"
-    model = parser.add_argument("--model", metavar="NAME|FILE", help=known)
+    model = parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json of type llama, "
+        f"mistral or qwen3 (default: llama3.1-8b, on a CPU {TINY})",
+    )
     complete(model, [*FAMILIES, TINY])
     parser.add_argument(
         "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
     )
-    parser.add_argument("--layers", type=common.whole, metavar="N", help="a model of fewer layers")
-    batch = {
-        "help": "sequences per GPU and step; max: the largest that fits, calculated and tried; default: the benchmark's, or max"
-    }
+    parser.add_argument(
+        "--layers", type=common.whole, metavar="N", help="use only the first N layers"
+    )
     common.add(
         parser,
         "precision",
-        seq={"help": "tokens of a sequence; default: 8192, on a CPU 128"},
-        batch=batch,
+        seq={"help": "tokens per sequence (default: 8192, on a CPU 128)"},
+        batch={
+            "help": "sequences per GPU and step, or max for the largest that fits "
+            "(default: that of the benchmark, or max)"
+        },
     )
     common.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
 
@@ -139,7 +151,8 @@ class Case:
         )
 
     def row(self) -> dict[str, Any]:
-        config, window = self.config, self.family.sliding_window
+        config = self.config
+        window = self.family.sliding_window
         settings = []
         if config.recompute_layers:
             settings.append(f"{config.recompute_layers} layers recomputed")
@@ -198,11 +211,11 @@ def gpu_kind() -> GpuKind:
     """
     import torch
 
-    found = probe(os.environ)
-    first = found.devices[0]
+    detected = probe(os.environ)
+    first = detected.devices[0]
     memory = torch.cuda.get_device_properties(0).total_memory
-    return KINDS.get(machine.kind_of(found)) or GpuKind(
-        "unknown", found.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
+    return KINDS.get(machine.kind_of(detected)) or GpuKind(
+        "unknown", detected.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
     )
 
 
@@ -211,8 +224,8 @@ def model_of(options: argparse.Namespace) -> Family:
     if name == TINY and options.device != "cpu":
         raise ConfigError(
             f"--model {TINY}",
-            "it is for a CPU: on a GPU nothing but launches would be measured",
-            "name another, with --layers 1 if it must be small",
+            "it is for a CPU: on a GPU the time of launches would be measured",
+            "name another model, with --layers 1 if it must be small",
         )
     family = (
         Family(TINY, divisions(measured_in("full"))["miniature"].shape)
@@ -222,7 +235,9 @@ def model_of(options: argparse.Namespace) -> Family:
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:
         raise ConfigError(
-            f"--layers {layers}", f"{family.name} has {family.shape.num_layers}", "ask for fewer"
+            f"--layers {layers}",
+            f"{family.name} has {family.shape.num_layers} layers",
+            "use at most as many",
         )
     return replace(family, shape=replace(family.shape, num_layers=layers))
 
@@ -232,7 +247,8 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
 
     Raises ConfigError, or OutOfMemory if by calculation no batch fits.
     """
-    family, mode = model_of(options), "lora" if options.lora else "full"
+    family = model_of(options)
+    mode = "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
     work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
@@ -256,7 +272,9 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     if kind is None:
         if wanted == common.MAX:
             raise ConfigError(
-                "--batch max", "the memory of a CPU is not calculated", "give a number"
+                "--batch max needs a GPU",
+                "the largest batch is calculated from the memory of a GPU",
+                "give a number, such as --batch 1",
             )
         require_host_memory(case_name(replace(case, config=config)), host_bytes(config, work))
         return replace(case, config=config)
@@ -297,17 +315,20 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     It recomputes or offloads as few layers as its batch needs. LoRA shards the base if it must. A
     benchmark's config that fits stays unchanged. Raises OutOfMemory if nothing fits.
     """
-    config, work, kind, key = case.config, case.work, case.kind, SAVES_MEMORY[case.mode]
+    config = case.config
+    work = case.work
+    kind = case.kind
+    key = SAVES_MEMORY[case.mode]
     assert kind is not None
     if as_benchmark and plan.fits(plan.memory_peak(config, work), kind):
         return config
     starts = [changed(config, key, 0)]
     starts += [changed(starts[0], "moment_precision", "bf16")] if case.mode == "full" else []
     for start in starts:
-        if found := fitting(
+        if fitted := fitting(
             start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}
         ):
-            return found
+            return fitted
     smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
     # LoRA in bf16 offloads no layers.
     most = work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0
@@ -340,13 +361,17 @@ def does_not_fit(case: Case) -> OutOfMemory:
         f"{name} {gib(size):.0f}"
         for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
     )
-    why = f"by calculation the smallest settings need {gib(memory.needed):.0f} GiB on each GPU, of {gib(plan.usable_bytes(kind)):.0f}: {parts} GiB"
+    needed = f"{gib(memory.needed):.0f} of {gib(plan.usable_bytes(kind)):.0f} GiB"
+    why = f"by calculation the smallest settings need {needed} on each GPU: {parts} GiB"
     do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
     if (
         case.mode == "full"
         and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2
     ):
-        do = "use --lora or fewer --layers: more GPUs do not help, since ZeRO-2 keeps all weights in bf16 on each; sharded weights do not exist here"
+        do = (
+            "use --lora or fewer --layers; more GPUs do not help, "
+            "because ZeRO-2 keeps all weights in bf16 on each GPU"
+        )
     return OutOfMemory(f"{case_name(case)} does not fit", why, do)
 
 
@@ -408,7 +433,9 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
 def values_of(
     case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result
 ) -> dict[str, Any]:
-    shape, length, config = case.work.shape, case.work.sequence_length, case.config
+    shape = case.work.shape
+    length = case.work.sequence_length
+    config = case.config
     seconds = spread(measured["times_ms"])["ms"] / 1e3
     rate = config.global_batch_size * length / seconds
     rank = case.work.lora_rank

@@ -28,13 +28,13 @@ OF_LINUX = {  # key of a system description -> key of `facts`
 }
 
 
-def facts(found: Probe, device: str) -> dict[str, Any]:
+def facts(detected: Probe, device: str) -> dict[str, Any]:
     """Return the facts of the GPU, the CPU and the operating system.
 
     GPU: name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind,
     count, memory, power limit, boost slider and power profiles.
     """
-    of_linux = inventory.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
+    of_linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {
         name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux
     }
@@ -42,7 +42,7 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
     gpu: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
-        "kind": kind_of(found),
+        "kind": kind_of(detected),
         "gpus": torch.cuda.device_count(),
     }
     gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
@@ -51,13 +51,13 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
             "peak_tflops_16_bits": kind.peak_bf16_tflops,
             "peak_tflops_fp8": kind.peak_fp8_tflops,
         }
-    return gpu | power_limit(found) | power_settings(found) | known
+    return gpu | power_limit(detected) | power_settings(detected) | known
 
 
-def kind_of(found: Probe) -> str:
+def kind_of(detected: Probe) -> str:
     # Partitioned or mixed GPUs are unknown. Only a kind in KINDS has a peak to print a share of.
     try:
-        kind = identify(found, os.environ.get("GPU_KIND", ""))
+        kind = identify(detected, os.environ.get("GPU_KIND", ""))
     except PreflightError:
         return "unknown"
     if kind is None:
@@ -65,10 +65,10 @@ def kind_of(found: Probe) -> str:
     return kind.name if kind.name in KINDS else f"{kind.name}, derived from what its driver reports"
 
 
-def power_limit(found: Probe) -> dict[str, float]:
+def power_limit(detected: Probe) -> dict[str, float]:
     try:
         values = read_gpus(
-            found.vendor, [device.address for device in found.devices], ["power_limit_w"]
+            detected.vendor, [device.address for device in detected.devices], ["power_limit_w"]
         )
     except DriverError:
         return {}
@@ -76,12 +76,12 @@ def power_limit(found: Probe) -> dict[str, float]:
     return {"power_limit_w": min(limits)} if limits else {}
 
 
-def power_settings(found: Probe) -> dict[str, str]:
+def power_settings(detected: Probe) -> dict[str, str]:
     """Return the positions of the boost slider of NVIDIA GPUs, and their power profiles."""
-    if found.vendor != "nvidia":
+    if detected.vendor != "nvidia":
         return {}
     try:
-        sliders = read_vboost([device.address for device in found.devices])
+        sliders = read_vboost([device.address for device in detected.devices])
         profiles = read_power_profiles()
     except DriverError:
         return {}
@@ -90,24 +90,15 @@ def power_settings(found: Probe) -> dict[str, str]:
     return {name: text for name, text in known.items() if text}
 
 
-def versions(found: Probe) -> dict[str, Any]:
+def versions(detected: Probe) -> dict[str, Any]:
     """Return the commit and the versions of driver, Python, packages, and torch's CUDA or ROCm.
 
     The commit is followed by "modified" if files were changed.
     """
-    known = run_directory.versions(ROOT, found)
-    commit = (
-        f"{known['commit'][:12]}{', modified' if known['dirty'] else ''}"
-        if known["commit"]
-        else "unknown"
-    )
-    library = (
-        {"rocm": torch.version.hip}
-        if torch.version.hip
-        else {"cuda": torch.version.cuda}
-        if torch.version.cuda
-        else {}
-    )
+    known = run_directory.versions(ROOT, detected)
+    commit = "unknown"
+    if known["commit"]:
+        commit = known["commit"][:12] + (", modified" if known["dirty"] else "")
     packages = {
         name: known["packages"][name]
         for name in ("torch", "triton", "pytorch-triton-rocm", "numpy")
@@ -118,6 +109,7 @@ def versions(found: Probe) -> dict[str, Any]:
         "driver": known["driver"],
         "python": known["python"],
         **packages,
-        **library,
+        "rocm": torch.version.hip,
+        "cuda": torch.version.cuda,
     }
     return {name: value for name, value in named.items() if value}

@@ -25,14 +25,17 @@ from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from throughput.report import date, write_text
 
-SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
+SNAPSHOT = "snapshot.pickle"
+SUMMARY = "memory.json"
+PAGE = "memory.html"
 PROJECT = f"{ROOT}/"  # prefix of file names in frames of this project
 # Packages whose objects hold the tensors that live as long as the run.
 OURS = (
     "common",
     *benchmarks.names(),
 )
-BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
+BEFORE = "other, from before these steps"
+UNNAMED = "no frame of ours: autograd, workspaces"
 QUANTIZED = "quantized weights"
 # Sign of an action's change of allocated memory. free_requested leaves the memory in use.
 SIGNS = {
@@ -81,7 +84,8 @@ def record(
     Rank 0 writes folder/snapshot.pickle and returns the history and the peak by torch's own
     counter, in bytes. Other ranks return None. Raises StorageError.
     """
-    device, mine = processes.device, processes.rank == 0
+    device = processes.device
+    mine = processes.rank == 0
     processes.barrier()
     if mine:
         known = owners(assembly)
@@ -92,7 +96,8 @@ def record(
     torch.cuda.synchronize(device)
     if not mine:
         return None
-    counted, snapshot = torch.cuda.max_memory_allocated(device), torch.cuda.memory._snapshot()
+    counted = torch.cuda.max_memory_allocated(device)
+    snapshot = torch.cuda.memory._snapshot()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
@@ -116,11 +121,11 @@ def owners(assembly: Assembly) -> dict[int, str]:
         ),
         "frozen base, buffers": _tensors_in(assembly, set()),
     }
-    found: dict[int, str] = {}
+    kind_of_address: dict[int, str] = {}
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            found.setdefault(tensor.untyped_storage().data_ptr(), kind)
-    return found
+            kind_of_address.setdefault(tensor.untyped_storage().data_ptr(), kind)
+    return kind_of_address
 
 
 def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -165,7 +170,8 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
     )
     changes = [SIGNS.get(event["action"], 0) * event["size"] for event in trace]
     allocated = list(accumulate(changes, initial=sum(live.values())))
-    top, peak = allocated.index(max(allocated)), list(pieces.values())
+    top = allocated.index(max(allocated))
+    peak = list(pieces.values())
     now: dict[str, int] = {}
     for piece in pieces.values():
         now[piece.kind] = now.get(piece.kind, 0) + piece.size
@@ -201,7 +207,8 @@ def kind_and_place(frames: list[dict]) -> tuple[str, str]:
     ]
     if not ours:
         return UNNAMED, ""
-    file, names = ours[0]["filename"].removeprefix(PROJECT), {frame["name"] for frame in ours}
+    file = ours[0]["filename"].removeprefix(PROJECT)
+    names = {frame["name"] for frame in ours}
     place = f"{file}:{ours[0]['line']} {ours[0]['name']}"
     if "quantize_weight" in names:
         return QUANTIZED, place
@@ -235,15 +242,15 @@ def document(history: History, counted: int, facts: dict) -> dict:
     }
 
 
-def write(folder: Path, history: History, found: dict) -> str:
+def write(folder: Path, history: History, profile: dict) -> str:
     """Write memory.json and memory.html in `folder` and return the table for a terminal.
 
     Raises StorageError.
     """
-    write_text(folder / SUMMARY, json.dumps(found, indent=1) + "\n")
-    heading = _heading(found)
-    kinds = _kinds(found)
-    largest = _largest(found)
+    write_text(folder / SUMMARY, json.dumps(profile, indent=1) + "\n")
+    heading = _heading(profile)
+    kinds = _kinds(profile)
+    largest = _largest(profile)
     curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
     lines = [
         page.Curve(
@@ -255,8 +262,8 @@ def write(folder: Path, history: History, found: dict) -> str:
     ]
     chart = page.chart("GiB", "ms", lines, reduce=max)
     sections = [
-        ("Headline", [{"tiles": _tiles(found)}]),
-        ("Machine and software", [page.table((), _run_facts(found))]),
+        ("Headline", [{"tiles": _tiles(profile)}]),
+        ("Machine and software", [page.table((), _run_facts(profile))]),
         (
             "At the peak",
             [
@@ -271,7 +278,9 @@ def write(folder: Path, history: History, found: dict) -> str:
             [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))],
         ),
     ]
-    title = f"memory: {found['benchmark']} {found['config']}, {found['device']}, {date(found)}"
+    title = (
+        f"memory: {profile['benchmark']} {profile['config']}, {profile['device']}, {date(profile)}"
+    )
     write_text(folder / PAGE, page.render(title, sections))
     table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
     return "\n".join(
@@ -285,53 +294,53 @@ def write(folder: Path, history: History, found: dict) -> str:
     )
 
 
-def _tiles(found: dict) -> list[tuple[str, str]]:
+def _tiles(profile: dict) -> list[tuple[str, str]]:
     return [
-        ("Peak memory", f"{found['peak'] / GIB:.2f} GiB"),
-        ("Reserved at the peak", f"{found['reserved'] / GIB:.2f} GiB"),
-        ("Planned", f"{found['plan'] / GIB:.2f} GiB"),
+        ("Peak memory", f"{profile['peak'] / GIB:.2f} GiB"),
+        ("Reserved at the peak", f"{profile['reserved'] / GIB:.2f} GiB"),
+        ("Planned", f"{profile['plan'] / GIB:.2f} GiB"),
     ]
 
 
-def _run_facts(found: dict) -> list[tuple[str, str]]:
+def _run_facts(profile: dict) -> list[tuple[str, str]]:
     return [
-        ("Date", date(found, "%Y-%m-%d %H:%M UTC")),
-        ("Command", found["command"]),
-        ("Machine", found["device"]),
-        ("Benchmark", f"{found['benchmark']}, {found['layers']} layers"),
-        ("Config", f"{found['config']}, {found['precision']}"),
-        ("Recorded", f"{found['steps']} steps of rank 0 of {found['world_size']}"),
-        ("Commit", found["commit"]),
-        ("torch", found["torch"]),
+        ("Date", date(profile, "%Y-%m-%d %H:%M UTC")),
+        ("Command", profile["command"]),
+        ("Machine", profile["device"]),
+        ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
+        ("Config", f"{profile['config']}, {profile['precision']}"),
+        ("Recorded", f"{profile['steps']} steps of rank 0 of {profile['world_size']}"),
+        ("Commit", profile["commit"]),
+        ("torch", profile["torch"]),
     ]
 
 
-def _heading(found: dict) -> list[str]:
-    what = f"MEMORY {found['benchmark']} {found['config']} {found['precision']}"
-    ranks = f"{found['layers']} layers, rank 0 of {found['world_size']} on {found['device']}"
-    peak, counted, planned = (found[key] / GIB for key in ("peak", "peak_by_torch", "plan"))
+def _heading(profile: dict) -> list[str]:
+    what = f"MEMORY {profile['benchmark']} {profile['config']} {profile['precision']}"
+    ranks = f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}"
+    peak, counted, planned = (profile[key] / GIB for key in ("peak", "peak_by_torch", "plan"))
     return [
-        f"{what}, {ranks}, torch {found['torch']}, {found['steps']} steps",
+        f"{what}, {ranks}, torch {profile['torch']}, {profile['steps']} steps",
         f"peak {peak:.2f} GiB of tensors "
         f"({counted:.2f} by torch's counter, which rounds up to blocks); "
-        f"plan: {planned:.2f}, in {found['moment']}",
+        f"plan: {planned:.2f}, in {profile['moment']}",
     ]
 
 
-def _kinds(found: dict) -> list[tuple[str, str, str]]:
-    rows = found["kinds"] | {"fragmentation: reserved, not allocated": found["fragmentation"]}
+def _kinds(profile: dict) -> list[tuple[str, str, str]]:
+    rows = profile["kinds"] | {"fragmentation: reserved, not allocated": profile["fragmentation"]}
     return [
-        (name, f"{size / GIB:.2f}", f"{size / found['reserved']:.1%}")
+        (name, f"{size / GIB:.2f}", f"{size / profile['reserved']:.1%}")
         for name, size in rows.items()
     ]
 
 
-def _largest(found: dict) -> list[tuple[str, str, str, str]]:
+def _largest(profile: dict) -> list[tuple[str, str, str, str]]:
     places = [
         row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps")
-        for row in found["largest"]
+        for row in profile["largest"]
     ]
-    rows = zip(places, found["largest"], strict=True)
+    rows = zip(places, profile["largest"], strict=True)
     return [
         (place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}")
         for place, row in rows

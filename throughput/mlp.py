@@ -38,10 +38,13 @@ TABLES = (
         keys=("model", "precision", "batch"),
         value="samples_per_s",
         formulas=(
-            "A step: forward, mean squared error against a random target in fp32, backward, AdamW (fused on a GPU). Weights, gradients and "
-            "the optimizer's two moments are in the dtype of the row; biases as well. Gradients are dropped before each forward. The median of the steps counts; p10, p90: percentiles. fp32 products without TF32.",
-            "Samples/s = batch / median step time. TFLOP/s = 6 x parameters x samples/s / 1e12: two operations for each weight in the "
-            "forward, four in the backward; the optimizer is not counted.",
+            "Step: forward, mean squared error against a random target in fp32, backward, AdamW "
+            "(fused on a GPU). Weights, biases, gradients and both moments have the dtype of the "
+            "row. Gradients are dropped before each forward. fp32 products run without TF32. The "
+            "median step counts. p10 and p90 are percentiles.",
+            "Samples/s = batch / median step time. TFLOP/s = 6 x parameters x samples/s / 1e12: "
+            "two operations per weight in the forward, four in the backward. The optimizer is not "
+            "counted.",
         ),
         plots=(Plot("bars", "Samples per second", "model", "samples_per_s", "precision"),),
         published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
@@ -52,7 +55,7 @@ TABLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = {
         "default": None,
-        "help": "timed steps, 100 on a GPU and 5 on a CPU if it is left out; their median counts",
+        "help": f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})",
     }
     common.add(
         parser, "warmup", batch={"type": common.whole, "default": 256, "metavar": "N"}, steps=steps
@@ -98,10 +101,8 @@ def run(
         return loss
 
     times = step_ms(step, options.device, options.warmup, options.steps)
-    count, rate = (
-        sum(parameter.numel() for parameter in parameters),
-        1e3 * options.batch / spread(times)["ms"],
-    )
+    count = sum(parameter.numel() for parameter in parameters)
+    rate = 1e3 * options.batch / spread(times)["ms"]
     tflops = 6 * count * rate / 1e12
     values = {
         "parameters": count,

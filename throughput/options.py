@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from common.command_line import meant
 from common.errors import ConfigError
 from common.hardware import Probe
 from common.known_issues import installed
@@ -17,7 +18,7 @@ MAX = "max"  # --batch max: the largest that fits, found by trying
 
 def whole(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 
@@ -30,25 +31,34 @@ def counts(text: str) -> list[int]:
 
 
 COMMON: dict[str, dict[str, Any]] = {
-    "precision": {"choices": ("bf16", "fp8"), "default": "bf16", "help": "of the matrix products"},
-    "seq": {"type": whole, "metavar": "N", "help": "tokens of a sequence"},
+    "precision": {
+        "choices": ("bf16", "fp8"),
+        "default": "bf16",
+        "help": "precision of the matrix products",
+    },
+    "seq": {"type": whole, "metavar": "N", "help": "tokens per sequence"},
     "batch": {
         "type": whole_or_max,
         "metavar": "N|max",
-        "help": "per GPU; max: the largest that fits, found by trying",
+        "help": "batch per GPU, or max for the largest that fits",
     },
     "gpus": {
         "type": counts,
         "metavar": "N,N,...",
         "default": [1],
-        "help": "numbers of GPUs to measure, e.g. 1,2,4",
+        "help": "numbers of GPUs to measure, such as 1,2,4 (default: 1)",
     },
-    "warmup": {"type": whole, "metavar": "N", "default": 5, "help": "steps before the timed ones"},
+    "warmup": {
+        "type": whole,
+        "metavar": "N",
+        "default": 5,
+        "help": "number of untimed steps before (default: %(default)s)",
+    },
     "steps": {
         "type": whole,
         "metavar": "N",
         "default": 20,
-        "help": "timed steps; their median counts",
+        "help": "number of timed steps (default: %(default)s)",
     },
 }
 
@@ -62,33 +72,37 @@ def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any])
         parser.add_argument(f"--{name}", **COMMON[name] | changes.get(name, {}))
 
 
-def device_of(option: str | None, found: Probe) -> str:
+def device_of(option: str | None, detected: Probe) -> str:
     """Return the device, "cuda" (also for ROCm) or "cpu".
 
     Raises ConfigError for "cuda" without a GPU.
     """
-    if option == "cuda" and not found.devices:
+    if option == "cuda" and not detected.devices:
         raise ConfigError(
-            "--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU"
+            "--device cuda: no GPU found",
+            "neither the NVIDIA nor the AMD driver shows a GPU",
+            "use --device cpu, or make a GPU visible",
         )
-    return option or ("cuda" if found.devices else "cpu")
+    return option or ("cuda" if detected.devices else "cpu")
 
 
-def check_torch(device: str, found: Probe) -> None:
+def check_torch(device: str, detected: Probe) -> None:
     """Raise PreflightError if the measurement is on GPUs that torch is not built for."""
     if device == "cuda":
-        require_fitting_torch(found, installed(found.driver), os.environ)
+        require_fitting_torch(detected, installed(detected.driver), os.environ)
 
 
-def check_gpus(wanted: list[int], device: str, found: Probe) -> None:
+def check_gpus(wanted: list[int], device: str, detected: Probe) -> None:
     """Raise ConfigError if there are fewer GPUs than the largest number wanted.
 
     On a CPU a "GPU" is a process, at most one per core.
     """
-    there = (os.cpu_count() or 1) if device == "cpu" else len(found.devices)
+    there = (os.cpu_count() or 1) if device == "cpu" else len(detected.devices)
     if max(wanted) > there:
         kind = "CPU cores" if device == "cpu" else "GPUs"
-        raise ConfigError(f"--gpus {max(wanted)}", f"there are {there} {kind}", "ask for fewer")
+        raise ConfigError(
+            f"--gpus {max(wanted)}", f"this machine has {there} {kind}", f"use at most {there}"
+        )
 
 
 def choose(option: str, value: str, known: Iterable[str]) -> str:
@@ -98,6 +112,6 @@ def choose(option: str, value: str, known: Iterable[str]) -> str:
     """
     if value not in known:
         raise ConfigError(
-            f"unknown {option} {value}", f"there are: {', '.join(known)}", "name one of them"
+            f"unknown {option} {value}", f"known: {', '.join(known)}", meant(value, known)
         )
     return value

@@ -62,7 +62,7 @@ def _blocks(section: Section) -> list[Block]:
     table = page.table(section.heads if any(section.heads) else (), section.rows, words)
     drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]
     return [
-        {"notes": [section.mark] * bool(section.mark)},
+        {"notes": [section.mark] if section.mark else []},
         table,
         {"notes": section.notes},
         *drawings,
@@ -111,7 +111,8 @@ def _bars(axes: Axes, drawing: Drawing) -> None:
 
     Positions follow the order of the points, from the top.
     """
-    groups, names = _grouped(drawing), list(dict.fromkeys(str(x) for x, _, _ in drawing.points))
+    groups = _grouped(drawing)
+    names = list(dict.fromkeys(str(x) for x, _, _ in drawing.points))
     width = 0.8 / len(groups)
     for index, (color, (by, points)) in enumerate(zip(cycle(COLORS), groups.items(), strict=False)):
         places = [names.index(str(x)) + width * (index + 0.5) - 0.4 for x, _ in points]
@@ -172,7 +173,8 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
             label=by,
         )
     xs = [x for x, _, _ in drawing.points]
-    left, right = min(xs) / 8, max(xs) * 2
+    left = min(xs) / 8
+    right = max(xs) * 2
     name, bandwidth = drawing.roofs["bandwidth"]
     top = max(
         [level for _, level in drawing.roofs["peaks"]]

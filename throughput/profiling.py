@@ -151,7 +151,8 @@ def _heading(profile: dict) -> list[str]:
         f"torch {profile['torch']}, {profile['steps']} steps of "
         f"{profile['tokens_per_step_per_rank']:,} tokens; {what}",
         f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock "
-        f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler (which costs {cost:+.1%})",
+        f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler "
+        f"(which costs {cost:+.1%})",
     ]
     if abs(over_clock) > CLOCK_AGREES:
         lines.append(

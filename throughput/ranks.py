@@ -29,10 +29,8 @@ from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 
 # Files in the folder of a run: the request, and the measurements of rank 0.
-REQUEST, MEASURED = (
-    "request.json",
-    "measured.json",
-)
+REQUEST = "request.json"
+MEASURED = "measured.json"
 
 
 def run_ranks(
@@ -57,16 +55,16 @@ def run_ranks(
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     path = folder / MEASURED
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    measured = json.loads(path.read_text()) if path.is_file() else {}
     if ending.stopped:
         what = f"{count} ranks needed more than {limit_s:.0f} s"
-        return found, Hang(
+        return measured, Hang(
             what,
             "a rank hangs, or the machine is very slow",
             "measure on one GPU, or less at a time",
         )
     if not ending.returncode:
-        return found, None
+        return measured, None
     error = diagnose(folder, count)[0]
     # The result row reports out of memory. The traceback of any other failure would be deleted with
     # the folder.
@@ -75,7 +73,7 @@ def run_ranks(
             *(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))),
             file=sys.stderr,
         )
-    return found, error
+    return measured, error
 
 
 # --- in a rank ------------------------------------------------------------------------------------
@@ -102,7 +100,8 @@ class Unsent(NcclReduceScatter):
     """
 
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        ranks, rank = self.group.size(), self.group.rank()
+        ranks = self.group.size()
+        rank = self.group.rank()
         padded = (
             pad_rows(gradient, len(shard.master) * ranks)
             for shard, gradient in zip(shards, gradients, strict=True)

@@ -165,7 +165,8 @@ def beside(
     They belong to the column of the same key or, if no column has that key, to the column of the
     table's value.
     """
-    parts, keys = [], {own.key for own in table.columns}
+    parts = []
+    keys = {own.key for own in table.columns}
     for wanted in table.published:
         if wanted.match and column.key == (wanted.value if wanted.value in keys else table.value):
             cells = [published.beside(row, wanted, gpu) for row in rows]
@@ -178,7 +179,8 @@ def drawn(
     plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
 ) -> Drawing | None:
     """Return the drawing of `plot`, or None if no row has all values."""
-    columns, names = {column.key: column for column in table.columns}, plot.x.split(", ")
+    columns = {column.key: column for column in table.columns}
+    names = plot.x.split(", ")
     shown = [row for row in rows if _has(row, plot.y) and all(_has(row, name) for name in names)]
     xs = [
         row[plot.x] if len(names) == 1 else ", ".join(columns[name].text(row) for name in names)
@@ -245,19 +247,20 @@ def _side_by_side(
     table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]
 ) -> Section:
     by_key = {column.key: column for column in table.columns}
-    named, value = [by_key[key] for key in table.keys], by_key[table.value]
+    named = [by_key[key] for key in table.keys]
+    value = by_key[table.value]
     ratio = Column("ratio", "ratio", "", ".3f")
     heads = [column.head for column in named] + [f"{label}: {value.head}" for label in labels]
     heads += [f"{label} / {labels[0]}" for label in labels[1:]]
     cells = []
     for key in keys:
-        found = [rows.get(key, {}) for rows in keyed]
-        first = found[0].get(table.value)
+        matching = [rows.get(key, {}) for rows in keyed]
+        first = matching[0].get(table.value)
         ratios = [
             {"ratio": row[table.value] / first} if first and row.get(table.value) else {}
-            for row in found[1:]
+            for row in matching[1:]
         ]
-        values = [row["error"] if "error" in row else value.text(row) for row in found]
+        values = [row["error"] if "error" in row else value.text(row) for row in matching]
         cells.append(
             (
                 *(column.text(dict(zip(table.keys, key, strict=True))) for column in named),
@@ -298,7 +301,8 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
         if error.name not in NEEDED_BY_PAGE:
             raise
         print(
-            f"result: {folder}, table.md. No page, since {error.name} is missing: where it is, throughput compare {folder} makes it"
+            f"result: {folder}, table.md. No page, because {error.name} is missing: "
+            f"where it is installed, throughput compare {folder} makes the page"
         )
         return
     write_text(folder / "page.html", page.html(title, made))

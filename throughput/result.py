@@ -61,11 +61,9 @@ class Result:
         machine: dict[str, Any],
         versions: dict[str, Any],
     ):
-        self.folder, self.device, self.tables = (
-            folder,
-            device,
-            {table.name: table for table in tables},
-        )
+        self.folder = folder
+        self.device = device
+        self.tables = {table.name: table for table in tables}
         command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
         self.data: dict[str, Any] = {
             "what": what,

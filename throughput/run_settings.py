@@ -54,10 +54,8 @@ def lines(benchmark: str, steps: int, is_rocm: bool) -> Iterator[str]:
         error = next(
             (line for line in done.stderr.splitlines() if line.startswith("error")), "no BENCH line"
         )
-        found = (
-            f"{rate[1]:>9} tok/s/GPU"
-            if rate and done.returncode == 0
-            else f"fails: exit code {done.returncode}, {error}"
-        )
+        outcome = f"fails: exit code {done.returncode}, {error}"
+        if rate and done.returncode == 0:
+            outcome = f"{rate[1]:>9} tok/s/GPU"
         names = ", ".join(f"{name}={value}" for name, value in candidate.items())
-        yield f"  {found}  {names or 'unset'}" + "  shipped" * (not candidate)
+        yield f"  {outcome}  {names or 'unset  shipped'}"

@@ -27,7 +27,7 @@ from throughput import links, ranks
 from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
-from throughput.scaling_rank import Request
+from throughput.scaling_rank import ScalingRequest
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
@@ -68,16 +68,19 @@ SCALING = Table(
     keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
     value="tokens_per_s",
     formulas=(
-        "The time of a step is that of the slowest rank, optimizer included. Efficiency = tokens/s on n GPUs / (n x tokens/s on one); the "
-        "batch per GPU stays the same.",
-        "DDP: a GPT (`gpt`) whole on each GPU, torch's DistributedDataParallel, bf16 throughout; on one GPU without that wrapper. ZeRO-2: this "
-        "package's Llama 3.1 8B with fewer layers, fused blocks, fp32 master weights and moments sharded, NCCL's reduce-scatter and "
+        "The time of a step is that of the slowest rank, optimizer included. Efficiency = tokens/s "
+        "on n GPUs / (n x tokens/s on one). The batch per GPU stays the same.",
+        "DDP: a GPT (`gpt`) whole on each GPU, torch's DistributedDataParallel, bf16 throughout; "
+        "on one GPU without the wrapper. ZeRO-2: this package's Llama 3.1 8B with fewer layers, "
+        "fused blocks, sharded fp32 master weights and moments, NCCL's reduce-scatter and "
         "all-gather. On a CPU both are toys.",
-        "Exposed communication = (step - step without reduction) / step. Without reduction: under DDP's no_sync; in ZeRO-2 each rank adds its "
-        "own rows of its own gradient. The gather of weights is in both.",
-        "TFLOP/s: 6 N + 6 L S H per token, N the parameters in matrix products, attention at half of the square. MFU: against the dense "
-        "peak of one GPU, of FP8 where the precision is fp8.",
-        "Mark: fewer tokens/s than on the next smaller number of GPUs; or steps faster than there beyond the spread: measure that again.",
+        "Exposed communication = (step - step without reduction) / step. Without reduction: under "
+        "DDP's no_sync; in ZeRO-2 each rank adds its own rows of its own gradient. Both include "
+        "the gather of weights.",
+        "TFLOP/s: 6 N + 6 L S H per token. N: parameters in matrix products. Attention counts half "
+        "of the square. MFU: share of the dense peak of one GPU, of FP8 if the precision is fp8.",
+        "Mark: fewer tokens/s than on the next smaller number of GPUs, or steps faster than there "
+        "beyond the spread. Measure that row again.",
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
@@ -98,9 +101,11 @@ COLLECTIVES = Table(
     keys=("name", "mib"),
     value="bus_gb_per_s",
     formulas=(
-        "Size: of the tensor that is reduced, or of the whole that is gathered. Algorithm bandwidth = size / median time of the slowest rank.",
-        "Bus bandwidth, as NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md): algorithm bandwidth x 2 (n - 1) / n for all-reduce, "
-        "x (n - 1) / n for all-gather: what each link carries, whatever the number n of ranks.",
+        "Size: of the tensor that is reduced, or of the whole that is gathered. Algorithm "
+        "bandwidth = size / median time of the slowest rank.",
+        "Bus bandwidth, as NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md): algorithm "
+        "bandwidth x 2 (n - 1) / n for all-reduce, x (n - 1) / n for all-gather. It is the rate of "
+        "each link, for any number n of ranks.",
     ),
     plots=(Plot("lines", "Bus bandwidth by size", "mib", "bus_gb_per_s", "name"),),
 )
@@ -116,8 +121,9 @@ LINKS = Table(
     keys=("pair",),
     value="gb_per_s",
     formulas=(
-        "Link: as the driver calls it (nvidia-smi topo -m, rocm-smi --showtopo). Copy: 256 MiB from one GPU's memory to the other's, one "
-        "direction at a time, the other GPUs idle; without peer access it goes through the host.",
+        "Link: name given by the driver (nvidia-smi topo -m, rocm-smi --showtopo). Copy: 256 MiB "
+        "from one GPU's memory to another's, one direction at a time, the other GPUs idle. Without "
+        "peer access it goes through the host.",
     ),
     plots=(
         Plot(
@@ -132,19 +138,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument(
         "--model",
         metavar="NAME",
-        help=f"the GPT: one of {', '.join(SIZES)}; default: the largest up to 7b that fits",
+        help=f"GPT to train, one of {', '.join(SIZES)} (default: the largest up to 7b that fits)",
     )
     complete(model, SIZES)
     numbers = {
         "default": None,
-        "help": "numbers of GPUs to measure; default: those of 1, 2, 4 and 8 that are there",
+        "help": "numbers of GPUs to measure (default: 1, 2, 4 and 8, as far as there are GPUs)",
     }
     common.add(
         parser,
         "precision",
         "seq",
         gpus=numbers,
-        batch={"type": common.whole, "metavar": "N", "help": "of the GPT, per GPU"},
+        batch={"type": common.whole, "metavar": "N", "help": "batch of the GPT per GPU"},
     )
     common.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
 
@@ -165,15 +171,15 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         print(
             f"starting {count} process{'es' if count > 1 else ''} ...", file=sys.stderr, flush=True
         )
-        found, error = run_ranks(request, count)
+        measured, error = run_ranks(request, count)
         for strategy in ("DDP", "ZeRO-2"):
-            add_steps(strategy, model, request, count, found, error, result)
-        add_collectives(count, found.get("collectives", []), result)
+            add_steps(strategy, model, request, count, measured, error, result)
+        add_collectives(count, measured.get("collectives", []), result)
     if options.device == "cuda" and there > 1:
         add_links(there, result)
 
 
-def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Request]:
+def request_for(options: argparse.Namespace, result: Result) -> tuple[str, ScalingRequest]:
     """Return the name of the GPT, and the request that the ranks read."""
     device = options.device
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
@@ -185,8 +191,9 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Reque
         sequence_length=options.seq or known[model].sequence_length,
     )
     kind = "CPU" if device == "cpu" else str(result.data["machine"].get("kind"))
-    fp8, sizes = options.precision == "fp8", COLLECTIVE_BYTES[device]
-    return model, Request(
+    fp8 = options.precision == "fp8"
+    sizes = COLLECTIVE_BYTES[device]
+    return model, ScalingRequest(
         kind,
         gpt,
         LLAMA_LAYERS[device],
@@ -203,7 +210,7 @@ def default_gpt(memory_bytes: int) -> str:
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
 
 
-def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | None]:
+def run_ranks(request: ScalingRequest, count: int) -> tuple[dict[str, Any], RunError | None]:
     """Measure on `count` ranks. Return their measurements, and the error that ended them or None.
 
     On a CPU each rank has one thread. Raises Interrupted.
@@ -219,31 +226,30 @@ def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | 
 def add_steps(
     strategy: str,
     model: str,
-    request: Request,
+    request: ScalingRequest,
     gpus: int,
-    found: dict[str, Any],
+    measured: dict[str, Any],
     error: RunError | None,
     result: Result,
 ) -> None:
     """Add the row of one strategy on `gpus` GPUs, or a row with the reason why it is missing."""
     row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus}
     if strategy == "DDP":
-        shape, length, batch, precision = (
-            request.gpt.shape,
-            request.gpt.sequence_length,
-            request.gpt.batch,
-            "bf16",
-        )
-        flops = shape.training_flops_per_token(length)
+        length = request.gpt.sequence_length
+        batch = request.gpt.batch
+        precision = "bf16"
+        flops = request.gpt.shape.training_flops_per_token(length)
     else:
         rules = request.rules
-        model, length, batch = f"Llama, {request.llama_layers} layers", rules.sequence_length, 1
-        flops, precision = (
-            rules.flops_per_token,
-            "fp8" if request.fp8 else "fp32" if request.gpu == "CPU" else "bf16",
-        )
+        model = f"Llama, {request.llama_layers} layers"
+        length = rules.sequence_length
+        batch = 1
+        flops = rules.flops_per_token
+        precision = "fp32" if request.gpu == "CPU" else "bf16"
+        if request.fp8:
+            precision = "fp8"
     row |= {"model": model, "precision": precision, "batch": batch, "seq": length}
-    part = found.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
+    part = measured.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
     if part is None:
         result.add(row | {"error": reason(error)})
         return
@@ -292,9 +298,9 @@ def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
     return ""
 
 
-def add_collectives(ranks: int, found: list[dict[str, Any]], result: Result) -> None:
+def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) -> None:
     factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
-    for call in found:
+    for call in measured:
         speed = call["bytes"] / statistics.median(call["times_ms"]) / 1e6
         row = {
             "table": "collectives",
@@ -320,6 +326,6 @@ def add_links(count: int, result: Result) -> None:
     for row in links.rows(names, copies):
         result.add({"table": "links", **row})
     for failed in filter(
-        None, (why, "" if copies else "the copies could not be measured: see the messages above")
+        None, (why, "" if copies else "the copies failed: see the messages above")
     ):
         result.add({"table": "links", "pair": "all", "error": failed})

@@ -1,6 +1,6 @@
 """Measurements of `throughput scaling` on one rank: `python -m throughput.scaling_rank FOLDER`.
 
-torchrun starts it on n GPUs. FOLDER/request.json holds the Request. Rank 0 writes
+torchrun starts it on n GPUs. FOLDER/request.json holds the ScalingRequest. Rank 0 writes
 FOLDER/measured.json after each part, so that a part that runs out of memory does not lose the parts
 before it. The order is collectives by size, the sharded Llama, then the GPT under data parallelism,
 which needs the most memory.
@@ -40,7 +40,7 @@ COLLECTIVES = ("all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)
-class Request:
+class ScalingRequest:
     """The request for one measurement, the same for all numbers of GPUs."""
 
     gpu: str  # a name in common.gpu_kinds.KINDS, another GPU's name, or CPU
@@ -53,10 +53,10 @@ class Request:
     collective_repeats: int
 
     @staticmethod
-    def read(path: Path) -> Request:
+    def read(path: Path) -> ScalingRequest:
         table = json.loads(path.read_text())
         gpt = table.pop("gpt")
-        return Request(gpt=Size(**gpt | {"shape": GptShape(**gpt["shape"])}), **table)
+        return ScalingRequest(gpt=Size(**gpt | {"shape": GptShape(**gpt["shape"])}), **table)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -69,9 +69,9 @@ class Request:
 
 
 def measure(folder: Path) -> None:
-    request = Request.read(folder / REQUEST)
+    request = ScalingRequest.read(folder / REQUEST)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
         "collectives": partial(measure_collectives, request, processes),
         "sharded": partial(measure_sharded, request, processes),
@@ -80,16 +80,16 @@ def measure(folder: Path) -> None:
     with attention_backends(processes.device.type):
         for name, part in parts.items():
             free_memory(processes.device)
-            found[name] = part()
+            measured[name] = part()
             if processes.rank == 0:
-                (folder / MEASURED).write_text(json.dumps(found))
+                (folder / MEASURED).write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def measure_plain(request: Request, processes: Processes) -> dict:
+def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
     """Measure the GPT, replicated on each rank.
 
     torch's DistributedDataParallel averages the gradients during backward. A single rank has no
@@ -109,12 +109,13 @@ def measure_plain(request: Request, processes: Processes) -> dict:
     return measure_steps(request, processes, step, alone)
 
 
-def measure_sharded(request: Request, processes: Processes) -> dict:
+def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
     """Measure the Llama that this package trains: ZeRO-2 and fused blocks.
 
     Reduction of gradients and gathering of weights overlap with the computation.
     """
-    rules, ranks = request.rules, processes.world_size
+    rules = request.rules
+    ranks = processes.world_size
     benchmark = measured_in("full")
     config = replace(
         configs.load(config_path(ROOT, benchmark, "CPU_1x1"), config_class(benchmark)),
@@ -147,7 +148,7 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
 
 
 def measure_steps(
-    request: Request,
+    request: ScalingRequest,
     processes: Processes,
     step: Callable[[], object],
     alone: Callable[[], object] | None,
@@ -177,12 +178,12 @@ def measure_steps(
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def measure_collectives(request: Request, processes: Processes) -> list[dict]:
+def measure_collectives(request: ScalingRequest, processes: Processes) -> list[dict]:
     """Return the milliseconds of each call on the slowest rank, for each collective and size.
 
     The list is empty with one rank.
     """
-    found = []
+    calls = []
     for name in COLLECTIVES if processes.world_size > 1 else ():
         for size in request.collective_bytes:
             call = prepare_collective(name, size, processes)
@@ -190,8 +191,8 @@ def measure_collectives(request: Request, processes: Processes) -> list[dict]:
             times = max_over_ranks(
                 step_ms(call, processes.device.type, 3, request.collective_repeats), processes
             )
-            found.append({"name": name, "bytes": size, "times_ms": times})
-    return found
+            calls.append({"name": name, "bytes": size, "times_ms": times})
+    return calls
 
 
 def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[], object]:

@@ -39,6 +39,7 @@ from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
+from throughput import options as common
 from throughput import run_settings
 
 SECONDS = 0.02
@@ -70,28 +71,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--benchmark", choices=benchmarks.closed(), default=benchmarks.measured_in("full")
     )
     parser.add_argument(
-        "--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters"
+        "--micro-batch",
+        type=common.whole,
+        metavar="N",
+        help="sequences per micro-batch (default: 2, with adapters 1)",
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=common.whole,
         metavar="N",
-        help="time N whole steps with other queues, priorities and channels, and no kernels",
+        help="time N whole steps with other queues, priorities and channels instead of kernels",
     )
     parser.add_argument(
         "--only",
         default="",
         metavar="OP",
-        help=f"ops with this in their name, of: {', '.join(SETTINGS)}",
+        help=f"only ops whose name contains OP; ops: {', '.join(SETTINGS)}",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError(
-            "there is no GPU",
-            "settings are timed where they are launched",
-            "start it on a machine with one",
+            "no GPU found",
+            "kernels are timed on the GPU",
+            "run this on a machine with a GPU",
         )
     device = torch.device("cuda")
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
@@ -116,12 +120,11 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
 
     On ROCm the flash backend has one line per library.
     """
-    yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
-    flash, efficient, cudnn = (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    )
+    heads = f"{sizes.shape.num_heads}/{sizes.shape.num_kv_heads}"
+    yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}]"
+    flash = SDPBackend.FLASH_ATTENTION
+    efficient = SDPBackend.EFFICIENT_ATTENTION
+    cudnn = SDPBackend.CUDNN_ATTENTION
     rocm = [
         (flash, "aotriton", SDPA),
         (flash, "aotriton", REPEATED_HEADS),
@@ -149,17 +152,20 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                 mock.patch.dict(os.environ, {VARIABLES[ATTENTION]: engine}),
             ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
-                found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
-                found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
+                errors = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks)
+                microseconds = attention_us(sizes, device, backend)
+                outcome = f"{microseconds:8.1f} us  {errors} dB (out, dQ, dK, dV)"
         except Exception as error:
-            found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
+            first_line = next(iter(str(error).splitlines()), "")
+            outcome = f"fails: {type(error).__name__}: {first_line[:80]}"
         name = backend.name.lower() if engine == SDPA else engine
-        yield f"  {found}  {name} {library}".rstrip()
+        yield f"  {outcome}  {name} {library}".rstrip()
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
     """Return the microseconds of a forward and a backward."""
-    shape, draw = sizes.shape, Draw(device)
+    shape = sizes.shape
+    draw = Draw(device)
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     leaves = [
         draw(
@@ -206,13 +212,14 @@ def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
                 return made[-1]
 
             with mock.patch.object(kernels, name, changed):
-                found = timed(case, sizes, device)
+                outcome = timed(case, sizes, device)
             tile = (
                 ", ".join(f"{key} {value}" for key, value in made[-1]._asdict().items())
                 if made
                 else str(change)
             )
-            yield f"  {found}  {tile}" + "  shipped" * (not change)
+            shipped = "" if change else "  shipped"
+            yield f"  {outcome}  {tile}{shipped}"
 
 
 def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:

@@ -10,7 +10,8 @@ import torch
 
 from launch.preflight.measure import times_s
 
-WARMUP_MS, REPEAT_MS = 30.0, 200.0
+WARMUP_MS = 30.0
+REPEAT_MS = 200.0
 
 
 def kernel_ms(
@@ -46,10 +47,12 @@ def step_ms(step: Callable[[], object], device: str, warmup: int, steps: int) ->
 
 def spread(samples_ms: list[float]) -> dict[str, float]:
     """Return median, 10th and 90th percentile, and number of samples, under the keys of a row."""
-    low, high = samples_ms[0], samples_ms[0]
+    low = samples_ms[0]
+    high = samples_ms[0]
     if len(samples_ms) > 1:
         deciles = statistics.quantiles(samples_ms, n=10, method="inclusive")
-        low, high = deciles[0], deciles[-1]
+        low = deciles[0]
+        high = deciles[-1]
     return {
         "ms": statistics.median(samples_ms),
         "ms_p10": low,

@@ -121,7 +121,10 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
     """
     ends = [end for launched, end in kernels if _ns(step["ts"]) <= launched <= _end(step)]
     if not ends:
-        why = "launches and kernels of the trace do not match: another profiler may be attached, or kernels may not be traced here"
+        why = (
+            "launches and kernels of the trace do not match: "
+            "another profiler may be attached, or this machine cannot trace kernels"
+        )
         raise CheckFailed(f"no kernel belongs to {step['name']}", why, "see trace.json.gz")
     return max(ends)
 
@@ -136,7 +139,8 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
         while stack and stack[-1].end_ns <= _ns(span["ts"]):
             stack.pop()
         if span["cat"] not in LAUNCHES:
-            first, dims = FIRST_FACTOR.get(span["name"]), span.get("args", {}).get("Input Dims", [])
+            first = FIRST_FACTOR.get(span["name"])
+            dims = span.get("args", {}).get("Input Dims", [])
             stack.append(
                 _Call(span["name"], _end(span), [] if first is None else dims[first : first + 2])
             )
@@ -155,7 +159,8 @@ class Roles:
         `tokens`: rows of x in a micro-batch. `weights_train`: whether the matrices themselves get
         gradients.
         """
-        hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+        hidden = shape.hidden_size
+        ffn = shape.ffn_hidden_size
         blocks = {
             "qkv": (shape.qkv_size, hidden),
             "o": (hidden, shape.attention_size),
@@ -175,7 +180,8 @@ class Roles:
 
         All roles of an equal shape are named. A shape without a role is named by the shape alone.
         """
-        forward, backward = self.forward.get(shape, []), self.backward.get(shape, [])
+        forward = self.forward.get(shape, [])
+        backward = self.backward.get(shape, [])
         names = (
             (backward or [f"{name} again" for name in forward])
             if in_backward
@@ -193,7 +199,8 @@ class Roles:
         if call is None:
             return "", 0
         (rows, inner), (_, columns) = call.factors
-        flops, call.counted = 0 if call.counted else 2 * rows * columns * inner, True
+        flops = 0 if call.counted else 2 * rows * columns * inner
+        call.counted = True
         return self.name(
             (rows, columns, inner),
             any(outer.name.startswith("autograd::engine") for outer in calls),

@@ -31,7 +31,7 @@ def three_lines(capsys) -> list[str]:
     ("arguments", "said"),
     [
         (["none"], "none"),
-        (["mlp", "--steps", "0"], "0 is no whole number"),
+        (["mlp", "--steps", "0"], "--steps"),
         (["mlp", "--none"], "--none"),
         (["mlp", "--device", "tpu"], "tpu"),
         (["gemm", "--precision", "fp4"], "fp4"),

@@ -16,11 +16,11 @@ from launch.plan.estimate import largest
 from throughput import __main__ as verb
 from throughput import flux, flux_rank, published
 from throughput.flux_model import Flux, FluxShape
-from throughput.flux_rank import Request, build, synthetic_batch, train_step, try_batch
+from throughput.flux_rank import FluxRequest, build, synthetic_batch, train_step, try_batch
 from throughput.result import Result
 
 TINY = replace(flux.TINY, double_blocks=1, single_blocks=1)
-REQUEST = Request("cpu", TINY, 2, 3, 5, 2, 1, 1, 1)
+REQUEST = FluxRequest("cpu", TINY, 2, 3, 5, 2, 1, 1, 1)
 
 
 def options(**changes) -> argparse.Namespace:
@@ -360,4 +360,4 @@ def test_what_is_refused(changes):
 
 def test_the_request_reaches_the_ranks_unchanged(tmp_path):
     REQUEST.write(tmp_path / "request.json")
-    assert Request.read(tmp_path / "request.json") == REQUEST
+    assert FluxRequest.read(tmp_path / "request.json") == REQUEST

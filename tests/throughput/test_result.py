@@ -160,10 +160,8 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(
         patch.delattr("throughput.page", raising=False)
         made.finish()
     assert (tmp_path / "a" / "table.md").is_file() and not (tmp_path / "a" / "page.html").exists()
-    assert (
-        f"matplotlib is missing: where it is, throughput compare {tmp_path / 'a'} makes it"
-        in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "matplotlib" in out and f"throughput compare {tmp_path / 'a'}" in out
     assert compared(tmp_path / "a") == 0
     assert (tmp_path / "a" / "page.html").is_file()
 

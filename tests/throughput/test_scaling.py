@@ -21,10 +21,10 @@ from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
 from throughput.ranks import Unsent
 from throughput.result import Result
-from throughput.scaling_rank import Request
+from throughput.scaling_rank import ScalingRequest
 
 GPT = Size(GptShape(2, 2, 32, 48, 61), 2, 8)
-REQUEST = Request("CPU", GPT, 2, False, 1, 2, (2**12, 2**13), 3)
+REQUEST = ScalingRequest("CPU", GPT, 2, False, 1, 2, (2**12, 2**13), 3)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def found_in(step_ms: float, alone_ms: float | None = None, spread_ms: float = 0
 
 
 def rows_of(
-    result, times: dict[int, dict], request: Request = REQUEST, strategy: str = "DDP"
+    result, times: dict[int, dict], request: ScalingRequest = REQUEST, strategy: str = "DDP"
 ) -> list[dict]:
     for gpus, found in times.items():
         scaling.add_steps(strategy, "7b", request, gpus, found, None, result)
@@ -273,7 +273,7 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
 
 def test_a_request_survives_its_file(tmp_path):
     REQUEST.write(tmp_path / "request.json")
-    assert asdict(Request.read(tmp_path / "request.json")) == {
+    assert asdict(ScalingRequest.read(tmp_path / "request.json")) == {
         **asdict(REQUEST),
         "collective_bytes": [2**12, 2**13],
     }

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import config_keys
-from common.command_line import Parser, complete, exit_code_of
+from common.command_line import PROGRAM, Parser, complete, exit_code_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
@@ -46,13 +46,13 @@ def parser(benchmark: str) -> Parser:
         type=Path,
         nargs="?",
         metavar="DIR|FILE",
-        help="record, tune: where the records are; check: a tuned file",
+        help="record, tune: directory of the records; check: tuned file",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="tune: another tuned file than configs/gemm/<GPU>.csv",
+        help="tune: tuned file to write (default: configs/gemm/<GPU>.csv)",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
@@ -113,9 +113,8 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
         bench_command(benchmark, config, options), env=env, stdout=sys.stderr
     ).returncode:
         return code
-    print(
-        f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}"
-    )
+    count = len(read_recorded(options.path))
+    print(f"{count} GEMMs recorded; next: {PROGRAM} {benchmark} gemms tune {options.path}")
     return 0
 
 
@@ -147,7 +146,8 @@ def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace
 
 
 def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    recorded, tuner = read_recorded(options.path), _tuner(config)
+    recorded = read_recorded(options.path)
+    tuner = _tuner(config)
     out = options.out or ROOT / "configs" / "gemm" / f"{config.gpu}.csv"
     for line in tuner.tune(recorded, out, config.gpus_per_node, tuner.torch.device("cuda")):
         print(line, flush=True)

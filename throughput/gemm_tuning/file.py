@@ -102,19 +102,16 @@ def read_recorded(folder: Path) -> list[Key]:
 
     Raises ConfigError if there are none.
     """
-    found = {
-        (row[0], row[1])
-        for path in folder.glob("untuned*.csv")
-        for row in _rows(path)
-        if _is_gemm(row)
-    }
-    if not found:
+    recorded: set[Key] = set()
+    for path in folder.glob("untuned*.csv"):
+        recorded |= {(row[0], row[1]) for row in _rows(path) if _is_gemm(row)}
+    if not recorded:
         raise ConfigError(
             f"{folder}: no recorded GEMMs",
             "it has no untuned*.csv with a GEMM in it",
             "run `gemms record` first",
         )
-    return sorted(found)
+    return sorted(recorded)
 
 
 def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
@@ -125,8 +122,14 @@ def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[st
             f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}"
             for name in names
         )
-        why = "its solutions are indices into the lists of those libraries; torch ignores such a file with only a warning"
-        do = f"tune again (docs/gemm_tuning.md), use the old container, or remove {PREFIX}* from the config's [env]"
+        why = (
+            "its solutions are indices into lists of those versions; "
+            "torch ignores such a file with only a warning"
+        )
+        do = (
+            "tune again (docs/gemm_tuning.md), use the old container, "
+            f"or remove {PREFIX}* from the config's [env]"
+        )
         raise ConfigError(f"{path} was tuned with other versions: {differences}", why, do)
 
 

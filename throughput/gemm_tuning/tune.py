@@ -116,8 +116,8 @@ def fault(key: Key, device: torch.device) -> str:
     a, b, out = call
 
     # In fp64, since squares of 1e-30 underflow in fp32.
-    def relative_error(found: Tensor, truth: Tensor) -> float:
-        return float((found.double() - truth).norm() / truth.norm())
+    def relative_error(computed: Tensor, truth: Tensor) -> float:
+        return float((computed.double() - truth).norm() / truth.norm())
 
     for pair in EXTREME_SCALES if a.dtype.itemsize == 1 else EXTREME_SCALES[:1]:
         scale_a, scale_b = (torch.tensor(scale, device=device) for scale in pair)
@@ -129,12 +129,11 @@ def fault(key: Key, device: torch.device) -> str:
         if len(results()) != known:
             return "the proof could not reproduce the recorded call"
         tunable.enable(False)
-        default, error = (
-            relative_error(product(a, b, out, scale_a, scale_b), truth),
-            relative_error(tuned, truth),
-        )
+        default = relative_error(product(a, b, out, scale_a, scale_b), truth)
+        error = relative_error(tuned, truth)
         if not error <= 2 * default + torch.finfo(torch.float32).eps:  # NaN fails as well
-            return f"relative error {error:.2g} (default: {default:.2g}) at dequantization scales {pair[0]:g} and {pair[1]:g}"
+            scales = f"dequantization scales {pair[0]:g} and {pair[1]:g}"
+            return f"relative error {error:.2g} (default: {default:.2g}) at {scales}"
     return ""
 
 
@@ -144,18 +143,24 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
     Yields one line per GEMM and a summary. An existing file of the same versions is extended.
     Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
     """
-    validators, files, solutions = versions(), per_gpu(out, gpus), dict[Key, tuple[str, str]]()
+    validators = versions()
+    files = per_gpu(out, gpus)
+    solutions = dict[Key, tuple[str, str]]()
     if files[0].exists():
         before = read_tuned(files[0])
         require_same_versions(files[0], before.validators, validators)
         solutions = {key: value for key, value in before.solutions.items() if key not in recorded}
     yield f"tuning {len(recorded)} GEMMs"
-    found = _tuned(recorded)
+    tuned = _tuned(recorded)
     for key in recorded:
-        wrong = fault(key, device) if key in found else "TunableOp does not tune it offline"
-        if not wrong:
-            solutions[key] = (found[key][0], f"{found[key][1]:.6g}")
-        yield f"{','.join(key)}: {f'{wrong}; keeps the default' if wrong else ' '.join(solutions[key])}"
+        wrong = fault(key, device) if key in tuned else "TunableOp does not tune it offline"
+        if wrong:
+            outcome = f"{wrong}; keeps the default"
+        else:
+            solution, milliseconds = tuned[key]
+            solutions[key] = (solution, f"{milliseconds:.6g}")
+            outcome = " ".join(solutions[key])
+        yield f"{','.join(key)}: {outcome}"
     tunable.enable(False)
     if not solutions:
         raise PreflightError(
@@ -163,7 +168,8 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
         )
     for path in files:
         write_tuned(path, Tuned(validators, solutions))
-    yield f"{sum(key in solutions for key in recorded)} of {len(recorded)} GEMMs tuned and proven; {files[0]} holds {len(solutions)}"
+    count = sum(key in solutions for key in recorded)
+    yield (f"{count} of {len(recorded)} GEMMs tuned and proven; {files[0]} holds {len(solutions)}")
 
 
 def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
