@@ -24,6 +24,22 @@ PROGRAM = "./run_and_time.sh"
 # accepted by every command, passed on as environment variables
 SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}
 EVERYWHERE = ("--help", "--version", *SWITCHES)
+# Options that users try, and the environment variables that are meant.
+VARIABLES = {
+    "--nexp": "NEXP",
+    "--runs": "NEXP",
+    "--seed": "SEED",
+    "--datadir": "DATADIR",
+    "--data-dir": "DATADIR",
+    "--model": "MODEL",
+    "--logdir": "LOGDIR",
+    "--log-dir": "LOGDIR",
+    "--gpus": "DGXNGPU",
+    "--ngpu": "DGXNGPU",
+    "--dgxngpu": "DGXNGPU",
+    "--dgxsystem": "DGXSYSTEM",
+    "--gpu-kind": "GPU_KIND",
+}
 PIPE_CLOSED = 141  # exit code that a shell reports for a program ended by SIGPIPE
 
 
@@ -165,7 +181,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return options
-        name = unknown[0].partition("=")[0]
+        name, _, value = unknown[0].partition("=")
+        if name in VARIABLES:
+            self._point_to_variable(name, value or " ".join(unknown[1:2]))
         if name.startswith("-"):
             raise ConfigError(
                 f"unknown option: {name}",
@@ -173,6 +191,15 @@ class Parser(argparse.ArgumentParser):
                 meant(name, dict.fromkeys([*self.options(), *EVERYWHERE])),
             )
         self.error(f"unexpected argument: {name}")
+
+    def _point_to_variable(self, name: str, value: str) -> NoReturn:
+        """Raise ConfigError: the option is not one, but an environment variable sets its value."""
+        setting = f"{VARIABLES[name]}={value or '...'}"
+        raise ConfigError(
+            f"unknown option: {name}",
+            f"the environment variable {VARIABLES[name]} sets this value",
+            f"use {setting} {self.prog.removesuffix(' run')}",
+        )
 
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
@@ -200,5 +227,20 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().split())
-        raise ConfigError(message, usage, f"see {self.prog} --help")
+        required = "the following arguments are required: "
+        why = "the command line cannot be parsed"
+        if message.startswith(required):
+            missing = message.removeprefix(required)
+            message = f"missing argument: {missing}"
+            why = self._meaning_of(missing.split(", ")[0])
+        raise ConfigError(message, why, f"see {self.prog} --help")
+
+    def _meaning_of(self, name: str) -> str:
+        """Return a sentence about the argument `name`: its choices, or else its help."""
+        for action in self._actions:
+            if name in (action.metavar, action.dest, *action.option_strings):
+                if action.choices:
+                    return f"choose one of {', '.join(map(str, action.choices))}"
+                if action.help:
+                    return f"{name}: {action.help}"
+        return f"{self.prog} needs {name}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
@@ -198,10 +199,16 @@ class RunConfig:
 C = TypeVar("C", bound=RunConfig)
 
 
-def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> C:
+def load(
+    path: Path,
+    kind: type[C],
+    overrides: Mapping[str, str] | None = None,
+    derived: Mapping[str, str | int] | None = None,
+) -> C:
     """Read and check `path` as the benchmark's `rules.Config`.
 
-    `overrides`: key -> text from a `KEY=VALUE` on the command line, parsed as a TOML value.
+    `overrides`: key -> text from `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
+    `derived`: values that replace those of the file and that `overrides` may replace.
 
     Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an
     impossible batch.
@@ -230,9 +237,14 @@ def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> 
             "the file cannot be parsed",
             "correct the line it names",
         ) from None
-    for key, text in (overrides or {}).items():
+    from_table(dict(table), kind, str(path))  # raises for errors of the file itself
+    table |= derived or {}
+    if not overrides:
+        return from_table(table, kind, str(path))
+    for key, text in overrides.items():
         table[key] = _parse_value(key, text)
-    return from_table(table, kind, str(path))
+    given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
+    return from_table(table, kind, f"{given} (of {path.name})")
 
 
 def from_table(table: dict, kind: type[C], source: str) -> C:

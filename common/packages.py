@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
+import shlex
+import sys
 from pathlib import Path
 
 OLDEST_TORCH = (2, 10)
@@ -18,6 +20,11 @@ def version_of(name: str) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return ""
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs `packages` into the Python that runs this program."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def requirements(path: Path) -> list[tuple[str, str]]:

@@ -80,6 +80,15 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def data_size(count: float) -> str:
+    """Return a number of bytes in the largest unit in which it is at least 1: "16.1 GB", "3 MB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            digits = 1 if unit == "GB" and count < 1e11 else 0
+            return f"{count / factor:.{digits}f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

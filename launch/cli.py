@@ -105,6 +105,31 @@ COMMANDS = {
     ),
 }
 
+# Words that users try, and the subcommand that they mean.
+SYNONYMS = {
+    "train": "run",
+    "training": "run",
+    "start": "run",
+    "benchmark": "bench",
+    "measure": "bench",
+    "perf": "bench",
+    "data": "prepare",
+    "download": "prepare",
+    "fetch": "prepare",
+    "list": "runs",
+    "ls": "runs",
+    "status": "runs",
+    "install": "setup",
+    "doctor": "preflight",
+    "memory": "plan",
+    "validate": "check",
+    "verify": "check",
+    "submit": "package",
+    "page": "report",
+}
+# Subcommands that read a directory of runs.
+OF_RUNS = ("runs", "check", "report", "score", "package")
+
 OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
@@ -167,35 +192,53 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         name, benchmark = second or "run", first
     elif first.startswith("-"):
         found = next((word for word in words if word in known or word in COMMANDS), "")
-        do = f"{PROGRAM} {found or known[-1]} {first} ..."
+        do = f"{PROGRAM} {found or _example(known)} {first} ..."
         raise ConfigError(
             f"{first} comes before the benchmark or command",
             "options come after both",
             do if found else meant(first, EVERYWHERE, do),
         )
     else:
-        raise ConfigError(
-            f"unknown benchmark or command: {first}",
-            f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands",
-            meant(first, [*known, *COMMANDS, *EVERYWHERE]),
-        )
+        why = f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands"
+        do = meant(first, [*known, *COMMANDS, *EVERYWHERE])
+        if first.lower() in SYNONYMS:
+            line = _with_benchmark(SYNONYMS[first.lower()], "BENCHMARK")
+            do = f"did you mean {PROGRAM} {line}?"
+        raise ConfigError(f"unknown benchmark or command: {first}", why, do)
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command: {name}", f"{benchmark} has no such command", meant(name, COMMANDS)
-        )
+        do = meant(name, COMMANDS)
+        if name.lower() in SYNONYMS:
+            do = f"did you mean {PROGRAM} {_with_benchmark(SYNONYMS[name.lower()], benchmark)}?"
+        raise ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
     if benchmark and COMMANDS[name].benchmark == NEVER:
+        folder = ""
+        if name in OF_RUNS and len(rest) < 2:
+            folder = f"results/{benchmark}"
+        words = [name, *rest[1:], *filter(None, [folder])]
+        why = f"{name} finds the benchmark in the logs" if name in OF_RUNS else COMMANDS[name].about
         raise ConfigError(
-            f"{name} does not accept a benchmark",
-            f"{name}: {COMMANDS[name].about}",
-            f"{PROGRAM} {' '.join([name, *rest[1:]])}",
+            f"{name} does not accept a benchmark", why, f"{PROGRAM} {' '.join(words)}"
         )
     if COMMANDS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
         benchmark = benchmark or next(each for each in reversed(known) if has_command(each, name))
     if COMMANDS[name].benchmark == ALWAYS and not benchmark:
         what = f"unknown benchmark: {second}" if second else f"{name} needs a benchmark"
-        do = meant(second, known) if second else f"{PROGRAM} {known[-1]} {name} ..."
+        do = meant(second, known) if second else f"{PROGRAM} {_example(known)} {name} ..."
         raise ConfigError(what, f"benchmarks: {', '.join(known)}", do)
     return benchmark, name, rest[1:] if benchmark and second else rest
+
+
+def _example(known: Sequence[str]) -> str:
+    """Return the benchmark to name in an example: the last one with configs."""
+    shipped = [name for name in known if (ROOT / "configs" / name).is_dir()]
+    return (shipped or list(known))[-1]
+
+
+def _with_benchmark(name: str, benchmark: str) -> str:
+    """Return the words of subcommand `name`, with `benchmark` if it accepts one."""
+    if name == "run":
+        return benchmark
+    return f"{benchmark} {name}" if COMMANDS[name].benchmark == ALWAYS else name
 
 
 def parser_of(name: str, benchmark: str) -> Parser | None:

@@ -6,7 +6,6 @@ The functions depend only on the GPUs found, the environment and the config file
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,11 +180,15 @@ def miniature_on_gpu(
     Linear layers are in FP8 where the GPU multiplies FP8, otherwise in bf16. Raises ConfigError for
     `overrides` that request FP8 on a GPU without it.
     """
+    if not path.is_file():
+        raise ConfigError(
+            f"{benchmark} has no miniature",
+            f"there is no {path.name} in configs/{benchmark}",
+            "leave out --miniature",
+        )
     file = load(path, config_class(benchmark))
     linear = "fp8" if kind.arch.startswith(WITH_FP8) else "bf16"
-    # TOML writes strings and integers as JSON does.
-    changes = {key: json.dumps(value) for key, value in moved(file, kind, 1, linear).items()}
-    config = load(path, config_class(benchmark), changes | dict(overrides))
+    config = load(path, config_class(benchmark), overrides, moved(file, kind, 1, linear))
     config.require(
         linear == "fp8" or not config.linear_format.in_fp8,
         "linear",

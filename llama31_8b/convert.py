@@ -17,6 +17,7 @@ from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Bar, locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
+from common.packages import pip_install
 from llama31_8b.encoder_process import EncoderProcess
 from llama31_8b.rules import CLOSED
 
@@ -81,9 +82,7 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
         from tokenizers import Tokenizer
     except ImportError as error:
         why = "the package tokenizers, which reads it, cannot be imported"
-        raise ConfigError(
-            f"{path}: {error}", why, "pip install -e '.[prepare]', or pip install tokenizers"
-        ) from error
+        raise ConfigError(f"{path}: {error}", why, pip_install("tokenizers")) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower class

@@ -33,7 +33,7 @@ from types import ModuleType
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
 from common.errors import PreflightError
-from common.packages import version_of
+from common.packages import pip_install, version_of
 from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
 from submission.log_rules import ERROR, WARNING, Finding
@@ -42,7 +42,7 @@ CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both 
 RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 NO_TARGET = 1e9  # a loss that every evaluation reaches
-INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
+INSTALL = pip_install(f"mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}")
 LARGE_LOG_BYTES = 16 * 2**20  # from here on the checker gets the records one by one
 # Start of the reason that mlperf_log gives for a line that the official parser skips.
 UNSEEN = "no blank after the token"

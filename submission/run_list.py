@@ -179,7 +179,7 @@ def parser(benchmark: str = "") -> Parser:
 
 def _print_runs(options: argparse.Namespace) -> None:
     folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
-    rows = rows_of(folder)
+    rows = rows_of(folder) if options.directory or folder.is_dir() else []
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     elif rows:

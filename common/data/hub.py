@@ -20,6 +20,7 @@ from typing import IO, Any
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, require_free_space, say
 from common.errors import DataError, PreflightError, RunError, StorageError, failure_of
+from common.packages import pip_install
 
 STAGE = ".download"
 CHUNK = 2**20  # bytes written at a time
@@ -39,7 +40,7 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
         import huggingface_hub
     except ImportError as error:
         raise PreflightError(
-            "huggingface_hub is not installed", str(error), "pip install -e '.[prepare]'"
+            "huggingface_hub is not installed", str(error), pip_install("huggingface_hub")
         ) from None
     where: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
-from common.terminal import outlive_readers, shown
+from common.terminal import data_size, outlive_readers, shown
 
 BAR_SECONDS = 5.0
 
@@ -77,9 +77,7 @@ def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
     )
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        what = (
-            f"{folder}: {for_what} needs {needed_bytes / 1e9:.0f} GB, {free / 1e9:.1f} GB are free"
-        )
+        what = f"{folder}: {for_what} needs {data_size(needed_bytes)}, {data_size(free)} are free"
         raise PreflightError(
             what,
             f"the file system of {existing} is too full",

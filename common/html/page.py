@@ -17,6 +17,7 @@ from statistics import median_high as median
 from typing import Any, NamedTuple
 
 from common.errors import PreflightError
+from common.packages import pip_install
 from common.records.json_lines import is_number as finite
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -56,7 +57,7 @@ def render(title: str, sections: Iterable[Section]) -> str:
         import jinja2
         from markupsafe import Markup
     except ImportError as error:
-        raise PreflightError("the page cannot be made", str(error), "pip install jinja2") from None
+        raise PreflightError("the page cannot be made", str(error), pip_install("jinja2")) from None
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,

@@ -16,6 +16,7 @@ from common.errors import ConfigError, StorageError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.llama import Llama
+from common.terminal import data_size
 
 FOLDER = "model"
 PARTIAL = "model.partial"  # name of the folder until it is complete
@@ -52,7 +53,7 @@ def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> 
             what = f"the trained model was not saved in {run_dir / FOLDER}: {error.strerror}"
             raise StorageError(
                 what,
-                f"it needs {total / 1e9:.1f} GB; the disk is full or read-only",
+                f"it needs {data_size(total)}; the disk is full or read-only",
                 "free space before the next run",
             ) from error
         raise

@@ -29,3 +29,20 @@ def mean_samples(rules: Rules, batch: int) -> float | None:
     return (
         trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None
     )
+
+
+def learning_rate(rules: Rules, batch: int) -> tuple[float, bool] | None:
+    """Return the reference's learning rate at a global batch, and whether it is interpolated.
+
+    Between two batches of the reference the rate is interpolated linearly. None outside of their
+    range, and for rules without reference runs.
+    """
+    rates = rules.reference_learning_rates
+    if batch in rates:
+        return rates[batch], False
+    below = max((known for known in rates if known < batch), default=None)
+    above = min((known for known in rates if known > batch), default=None)
+    if below is None or above is None:
+        return None
+    share = (batch - below) / (above - below)
+    return rates[below] + share * (rates[above] - rates[below]), True

@@ -31,6 +31,8 @@ from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 
 LORA_RANK = 16  # the benchmark's rank
+# Training tokens per weight that make the best use of compute (arXiv:2203.15556).
+TOKENS_PER_WEIGHT = 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Request:
     sequence_length: int
     precision: str  # of the blocks' products: "bf16" or "fp8"
     lora_rank: int  # 0: all weights train
+    train_tokens: float | None = None  # tokens of the whole training; None: not asked
 
     def arrangements(self) -> list[Arrangement]:
         return arrangements(
@@ -95,7 +98,10 @@ def parser() -> Parser:
     )
     complete(gpu, KINDS)
     parser.add_argument(
-        "--gpus", type=count, default=1, metavar="N", help="number of GPUs (default: 1)"
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="number of GPUs (default: those of this machine; 1 with --gpu)",
     )
     parser.add_argument(
         "--lora",
@@ -121,6 +127,13 @@ def parser() -> Parser:
         choices=("bf16", "fp8"),
         default="bf16",
         help="precision of the blocks' matrix products (default: bf16)",
+    )
+    parser.add_argument(
+        "--train-tokens",
+        type=amount,
+        metavar="X",
+        help=f"tokens of the whole training, for its time (default: {TOKENS_PER_WEIGHT} per "
+        "weight; none with --lora)",
     )
     group = parser.add_argument_group("MFU of a measured step")
     group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
@@ -148,22 +161,32 @@ def _request(options: argparse.Namespace) -> Request:
             "plan without a benchmark needs --model",
             f"name {', '.join(FAMILIES)}, or a config.json",
         )
-    if options.gpus > MAX_GPUS and options.gpus % MAX_GPUS:
+    gpus = options.gpus or 1
+    if gpus > MAX_GPUS and gpus % MAX_GPUS:
         raise ConfigError(
-            f"--gpus {options.gpus}",
+            f"--gpus {gpus}",
             f"more than {MAX_GPUS} are nodes of {MAX_GPUS}",
             f"use a multiple of {MAX_GPUS}",
         )
-    shape, kind = shape_of(options.model), _kind(options.gpu) if options.gpu else _of_this_machine()
+    shape = shape_of(options.model)
+    if options.gpu:
+        kind = _kind(options.gpu)
+    else:
+        kind, visible = _of_this_machine()
+        gpus = options.gpus or visible
+    tokens = options.train_tokens
+    if tokens is None and not options.lora:
+        tokens = TOKENS_PER_WEIGHT * shape.num_parameters
     return Request(
         options.model,
         shape,
         kind,
-        options.gpus,
+        gpus,
         options.batch,
         options.seq,
         options.precision,
         options.lora,
+        tokens,
     )
 
 
@@ -177,13 +200,15 @@ def _kind(name: str) -> GpuKind:
     return KINDS[name]
 
 
-def _of_this_machine() -> GpuKind:
-    kind = identify(probe(), os.environ.get("GPU_KIND", ""))
+def _of_this_machine() -> tuple[GpuKind, int]:
+    """Return the kind and number of this machine's visible GPUs. Raises ConfigError without one."""
+    gpus = probe()
+    kind = identify(gpus, os.environ.get("GPU_KIND", ""))
     if kind is None:
         raise ConfigError(
             "which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}"
         )
-    return kind
+    return kind, len(gpus.devices)
 
 
 # --- does it fit? ---------------------------------------------------------------------------------
@@ -201,6 +226,7 @@ def describe(request: Request) -> list[str]:
         memory_table(shown.memory),
         "",
         verdict(request, shown),
+        *speed_lines(request, shown),
         "Calculated, not measured: docs/plan.md says what these numbers rest on.",
     ]
 
@@ -211,6 +237,27 @@ def title(request: Request) -> str:
     weights = f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in bf16"
     memory = f"{gpus} x {kind.name} of {kind.memory_bytes / plan.GIB:.0f} GiB, {gpus * kind.memory_bytes / plan.GIB:,.0f} GiB in all"
     return f"{request.name}: {weights}; {what}, {request.precision}, batch {request.batch} x {request.sequence_length} tokens per GPU; {memory}"
+
+
+def speed_lines(request: Request, shown: Arrangement) -> list[str]:
+    """Return the planned tokens/s, and the days and GPU-hours of the whole training.
+
+    Communication is assumed to be hidden behind computation, as in plan.estimate.
+    """
+    if shown.tokens_per_s_per_gpu is None:
+        return [f"Speed: not known, because the peak of {request.kind.name} is not."]
+    speed = shown.tokens_per_s_per_gpu
+    total = speed * request.gpus
+    counted = f"{request.gpus} GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+    text = [f"Speed: {speed:,.0f} tokens/s per GPU, {total:,.0f} on {counted}."]
+    if request.train_tokens:
+        seconds = request.train_tokens / total
+        share = request.train_tokens / request.shape.num_parameters
+        text.append(
+            f"Time: {request.train_tokens / 1e9:,.1f}e9 tokens ({share:,.3g} per weight) take "
+            f"{seconds / 86_400:,.2f} days, {seconds * request.gpus / 3_600:,.0f} GPU-hours."
+        )
+    return text
 
 
 def arrangements_table(request: Request) -> str:
@@ -301,6 +348,7 @@ def _longest(request: Request) -> int:
 
 
 def _mfu(options: argparse.Namespace) -> list[str]:
+    gpus = options.gpus or 1
     shape = shape_of(options.model) if options.model else None
     if bool(shape) == bool(options.params):
         raise ConfigError(
@@ -320,14 +368,14 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     )
     peak, tokens = (
         options.peak or peaks[options.precision],
-        options.tokens or options.gpus * options.batch * options.seq,
+        options.tokens or gpus * options.batch * options.seq,
     )
     parameters = shape.num_parameters if shape else options.params
     more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
-    found = utilization(parameters, tokens, options.seconds, options.gpus, peak, more)
+    found = utilization(parameters, tokens, options.seconds, gpus, peak, more)
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in found]
     return [
-        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: {tokens / options.seconds:,.1f} tokens/s on {options.gpus} GPUs"
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: {tokens / options.seconds:,.1f} tokens/s on {gpus} GPUs"
         f" of {peak / 1e12:,.1f} TFLOP/s each",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),

@@ -33,13 +33,15 @@ class Arrangement:
     """A way to hold a model.
 
     `at(batch)` returns the peak memory of one GPU with `batch` sequences on it at once. `ours`:
-    this package can train so.
+    this package can train so. `tokens_per_s_per_gpu`: planned speed of an arrangement of this
+    package, None if the GPU's peaks are unknown.
     """
 
     name: str
     ours: bool
     batch: int
     at: Callable[[int], Memory]
+    tokens_per_s_per_gpu: float | None = None
 
     @property
     def memory(self) -> Memory:
@@ -87,9 +89,14 @@ def arrangements(
         )
 
     def ours(name: str, **changes) -> Arrangement:
-        return Arrangement(
-            name, True, batch, lambda size: plan.memory_peak(config(size, **changes), work)
-        )
+        def at(size: int) -> Memory:
+            return plan.memory_peak(config(size, **changes), work)
+
+        speed = None
+        if kind.efficiency:
+            estimate = plan.estimate(config(batch, **changes), work, kind, samples=None)
+            speed = estimate.tokens_per_s_per_gpu
+        return Arrangement(name, True, batch, at, speed)
 
     def other(
         name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes

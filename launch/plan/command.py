@@ -135,7 +135,8 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
         "usable": plan.usable_bytes(kind),
         "fits": plan.fits(memory, kind),
     }
-    return found | {"memory": sizes, "estimate": asdict(estimate(benchmark, config, kind))}
+    speed = asdict(estimate(benchmark, config, kind)) if kind.efficiency else None
+    return found | {"memory": sizes, "estimate": speed}
 
 
 def _chosen(

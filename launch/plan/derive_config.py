@@ -8,7 +8,6 @@ recomputed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
-from common.benchmarks import config_class
+from common.benchmarks import config_class, rules_of
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
+from common.records import rcp
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.plan.estimate import Memory, Workload, gib
@@ -100,7 +100,7 @@ def fit_to_machine(
     """
     ranks = config.nodes * (gpus if kind else config.gpus_per_node)
     if config.global_batch_size % ranks:
-        raise _cannot_be_shared(config.global_batch_size, ranks)
+        raise _cannot_be_shared(benchmark, config, config.global_batch_size, ranks)
     work = workload(benchmark, config)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
     most = max(1, MICRO_BATCH_TOKENS[kind is None] // work.sequence_length)
@@ -166,7 +166,7 @@ def _derive(
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
     if batch.isdigit() and int(batch) % gpus:
-        raise _cannot_be_shared(int(batch), gpus)
+        raise _cannot_be_shared(benchmark, file, int(batch), gpus)
     start = _start(benchmark, path, file, kind, gpus, overrides)
     work = workload(benchmark, start)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
@@ -198,9 +198,7 @@ def _start(
         "eval_micro_batch_size": whole,
     }
     changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
-    # TOML writes strings and integers as JSON does.
-    texts = {key: json.dumps(value) for key, value in changes.items()}
-    return configs.load(path, config_class(benchmark), texts | overrides)
+    return configs.load(path, config_class(benchmark), overrides, changes)
 
 
 def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
@@ -284,14 +282,25 @@ def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> s
     )
 
 
-def _cannot_be_shared(batch: int, gpus: int) -> ConfigError:
+def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) -> ConfigError:
+    """Return the error for a global batch that is not a multiple of the number of GPUs.
+
+    It names the next larger batch that is one, with the learning rate of the RCPs.
+    """
     counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
-    more = -(-batch // gpus) * gpus
-    do = f"set DGXNGPU to {' or '.join(counts)}; or choose a batch, such as --set global_batch_size={more}, and its learning rate"
+    larger = -(-batch // gpus) * gpus
+    options = f"--set global_batch_size={larger}"
+    rate = rcp.learning_rate(rules_of(benchmark, config), larger)
+    if rate is None:
+        options += " and its learning rate"
+    else:
+        value, interpolated = rate
+        source = "interpolated between the RCPs" if interpolated else "that of the RCP"
+        options += f" --set opt_base_learning_rate={value:.3g} ({source})"
     return ConfigError(
         f"{gpus} GPUs cannot share a global batch of {batch}",
-        "each must get as many whole sequences",
-        do,
+        "every GPU must get the same number of whole sequences",
+        f"set DGXNGPU to {' or '.join(counts)}; or use {options}",
     )
 
 

@@ -49,7 +49,7 @@ TYPOS = {
     "llama31_8b --quite": ("--quite", "--quiet"),
     "llama31_8b --confg x.toml": ("--confg", "--config"),
     "llama31_8b --dry-run": ("--dry-run", "--help"),
-    "llama31_8b --nexp=10": ("--nexp", "--help"),
+    "llama31_8b --nexp=10": ("--nexp", "NEXP=10"),
     "llama31_8b --device gpu": ("--device", "choose"),
     "llama31_8b --device cudda": ("--device", "cuda"),
     "llama31_8b --config": ("--config", "--help"),
@@ -128,6 +128,35 @@ def test_the_name_of_a_config(path, meant):
 )
 def test_what_reaches_the_module(line, words):
     assert cli.read(line.split())[1] == ["-m", *words.split()]
+
+
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [
+        ("train", "./run_and_time.sh BENCHMARK?"),
+        ("llama31_8b train", "./run_and_time.sh llama31_8b?"),
+        ("llama31_8b benchmark", "./run_and_time.sh llama31_8b bench?"),
+        ("ls", "./run_and_time.sh runs?"),
+        ("llama31_8b --nexp 10", "NEXP=10 ./run_and_time.sh llama31_8b"),
+        ("llama31_8b --seed=1", "SEED=1 ./run_and_time.sh llama31_8b"),
+        ("llama31_8b --datadir /data/c4", "DATADIR=/data/c4 ./run_and_time.sh llama31_8b"),
+        ("llama31_8b score", "./run_and_time.sh score results/llama31_8b"),
+        ("llama31_8b report", "./run_and_time.sh report results/llama31_8b"),
+        ("llama31_8b check x.txt", "./run_and_time.sh check x.txt"),
+    ],
+)
+def test_the_likely_meaning_comes_first(line, suggestion):
+    with pytest.raises(ConfigError) as caught:
+        cli.read(line.split())
+    assert suggestion in caught.value.do
+    assert "usage" not in caught.value.why
+
+
+@pytest.mark.parametrize("line", ["llama31_8b prepare", "score", "llama31_8b bench --steps x"])
+def test_why_is_a_reason_and_not_the_usage(line):
+    with pytest.raises(ConfigError) as caught:
+        cli.read(line.split())
+    assert "usage" not in caught.value.why and "[-h]" not in caught.value.why
 
 
 def test_reading_logs_and_planning_need_fewer_packages_than_a_run():

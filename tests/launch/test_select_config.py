@@ -18,6 +18,7 @@ pytestmark = pytest.mark.quick
 H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
 MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
 NOTHING = Probe("none")
+MINIATURES = sorted(ROOT.glob("configs/*/CPU_1x1.toml"))
 
 
 def options(config=None, set=(), device=None, miniature=False):
@@ -176,6 +177,10 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
     assert (
         "DGXNGPU to 1 or 2 or 4 or 8" in caught.value.do and "global_batch_size=" in caught.value.do
     )
+    # RCPs: 4e-4 at 16 and 8e-4 at 32
+    batch = -(-16 // count) * count
+    assert f"opt_base_learning_rate={4e-4 + (batch - 16) / 16 * 4e-4:.3g}" in caught.value.do
+    assert "interpolated" in caught.value.do
 
 
 # GPUs that common/gpu_kinds.py lacks.
@@ -210,7 +215,7 @@ def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
     )
 
 
-@pytest.mark.parametrize("benchmark", names())
+@pytest.mark.parametrize("benchmark", [path.parent.name for path in MINIATURES])
 @pytest.mark.parametrize(
     ("found", "linear"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -321,6 +322,26 @@ def test_what_is_missing_is_said(line, words, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         any_model.main(line.split())
     assert words in caught.value.what
+
+
+def test_without_options_it_plans_all_gpus_of_this_machine(capsys, monkeypatch):
+    mi300x = Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304)
+    monkeypatch.setattr(any_model, "probe", lambda: Probe("amd", (mi300x,) * 8))
+    assert any_model.main(["--model", "llama3.1-8b"]) == 0
+    assert "8 x MI300X" in capsys.readouterr().out
+
+
+def test_tokens_per_second_days_and_gpu_hours(capsys):
+    line = "--model llama3.1-8b --gpu MI300X --gpus 8 --train-tokens 1e12"
+    assert any_model.main(line.split()) == 0
+    out = capsys.readouterr().out
+    speed = re.search(r"([\d,]+) tokens/s per GPU, ([\d,]+) on 8 GPUs", out)
+    one, all_gpus = (int(text.replace(",", "")) for text in speed.groups())
+    days = float(re.search(r"take ([\d.,]+) days", out)[1].replace(",", ""))
+    hours = int(re.search(r"([\d,]+) GPU-hours", out)[1].replace(",", ""))
+    assert all_gpus == pytest.approx(8 * one, rel=1e-3)
+    assert days == pytest.approx(1e12 / all_gpus / 86_400, rel=1e-3)
+    assert hours == pytest.approx(days * 24 * 8, rel=1e-3)
 
 
 def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
