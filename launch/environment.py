@@ -318,10 +318,12 @@ def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     It never fails: a run works without it, and the first screen then says what installs it. Nothing
     is done without CUDA 13, without the package index, or for a Python that is not the .venv's.
     """
-    lock, stamp = root / HOPPER_LOCK, _stamp(folder, root / HOPPER)
+    if python != folder / "bin" / "python" or not has_hopper(os.environ):
+        return
+    lock = root / HOPPER_LOCK
+    stamp = _stamp(folder, root / HOPPER)
     digest = hashlib.sha256(lock.read_bytes()).hexdigest()
-    is_ours = python == folder / "bin" / "python"
-    if not is_ours or _read_stamp(stamp)[0] == digest or not has_hopper(os.environ):
+    if _read_stamp(stamp)[0] == digest:
         return
     if not answers_at(os.environ.get("PIP_INDEX_URL") or INDEX):
         return
