@@ -93,6 +93,9 @@ COMMANDS = {
         NEVER,
         LOGS,
     ),
+    "series": Command(
+        "print the state of a series, also while it runs", "submission.series_status", NEVER, ""
+    ),
     "describe": Command(
         "write the system description of this machine", "submission.describe", NEVER, LOGS
     ),

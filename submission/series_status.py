@@ -1,0 +1,272 @@
+"""`./run_and_time.sh series status [DIR]`: print the state of a series, while it runs or later.
+
+The command reads the ledger, the lock of the launcher and the events of a running attempt. It
+writes nothing, so it may be used from another shell at any time. Lock files exist only while a
+launcher lives, and only the machine of the launcher can test them on a file system without locks.
+
+Exit code: 0 printed, 2 no ledger or no such series. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from common.command_line import Parser, program
+from common.errors import ConfigError
+from common.paths import ROOT
+from common.records import json_lines, ledger
+from common.records.json_lines import is_number
+from common.terminal import duration
+from submission.terminal import number, table
+
+GOOD, RUNNING, LOST = "good", "running", "lost"
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in the ledger
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a series, as the ledger and its run directory show it."""
+
+    number: int
+    run: str  # name of the run directory
+    state: str  # GOOD, RUNNING, LOST, or the kind of failure from the ledger
+    started: str
+    minutes: float | None  # from run_start to run_stop
+    samples: int | None  # training sequences; of a running attempt, so far
+    loss: float | None  # last training or evaluation loss of a running attempt
+    reason: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of one series."""
+
+    benchmark: str  # name of the folder of the ledger
+    series: str
+    config: str
+    goal: int
+    good: int
+    failed: int
+    running: bool  # whether its launcher holds the lock of the series
+    attempts: list[Attempt]
+    seconds_left: float | None  # estimate; None if it is not running or nothing is known
+
+
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser(
+        "series",
+        "Print the state of a series of runs, also while it runs.",
+        ["series status", "series status results/llama31_8b", "series status --json"],
+    )
+    parser.add_argument("command", choices=("status",), help="the only subcommand")
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or else results)",
+    )
+    parser.add_argument(
+        "--series",
+        default="",
+        metavar="ID",
+        help="series ID from the run ledger, or its beginning"
+        " (default: the newest series with more than one run)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _print_status(options: argparse.Namespace) -> int:
+    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
+    found = [
+        status(path.parent, choose(path, options.series), datetime.now(UTC))
+        for path in ledgers(folder)
+    ]
+    if options.json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        print("\n\n".join("\n".join(lines(each)) for each in found))
+    return 0
+
+
+def ledgers(folder: Path) -> list[Path]:
+    """Return the ledgers in `folder` or in its subfolders. Raises ConfigError if there is none."""
+    if (folder / ledger.NAME).is_file():
+        return [folder / ledger.NAME]
+    paths = sorted(folder.glob(f"*/{ledger.NAME}"))
+    if not paths:
+        raise ConfigError(
+            f"{folder}: no series",
+            f"there is no {ledger.NAME} in it or in its subfolders",
+            "name the LOGDIR of the series, or set LOGDIR",
+        )
+    return paths
+
+
+def choose(path: Path, wanted: str) -> ledger.Record:
+    """Return the series of the ledger at `path` whose ID begins with `wanted`.
+
+    For "", the newest series with more than one run, else the newest one. Raises ConfigError unless
+    one series fits.
+    """
+    records = ledger.read(path)
+    fitting = [record for record in records if record.id.startswith(wanted)]
+    if wanted and len(fitting) > 1:
+        fitting = [record for record in fitting if record.id == wanted]
+    if not fitting:
+        known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
+        raise ConfigError(
+            f"{path}: no series {wanted}".rstrip(),
+            f"series in this ledger: {known}",
+            "use the ID of one series, or its beginning",
+        )
+    several = [record for record in fitting if record.goal > 1]
+    return (several or fitting)[-1]
+
+
+def status(folder: Path, record: ledger.Record, now: datetime) -> Status:
+    """Return the state of the series `record` of LOGDIR/<benchmark> `folder` at time `now`."""
+    running = is_locked(folder / f"series_{record.id}.lock")
+    attempts = [
+        _attempt(folder, start, record.ends.get(index), running)
+        for index, start in sorted(record.starts.items())
+    ]
+    return Status(
+        benchmark=folder.resolve().name,
+        series=record.id,
+        config=str(record.facts.get("config", "")),
+        goal=record.goal,
+        good=len(record.good),
+        failed=len(record.failed),
+        running=running,
+        attempts=attempts,
+        seconds_left=_seconds_left(record, attempts, now) if running else None,
+    )
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a launcher holds the lock file at `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # A shared lock: two status commands do not see each other.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return True  # a file system without locks: the file exists only while a launcher lives
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Attempt:
+    run = str(start["run"])
+    started = str(start.get("started", ""))
+    if end is None:
+        samples, loss = progress(folder / run)
+        state = RUNNING if running else LOST
+        reason = "" if running else "its launcher ended without an entry in the ledger"
+        return Attempt(start["attempt"], run, state, started, None, samples, loss, reason)
+    minutes = end.get("minutes")
+    samples = end.get("samples")
+    return Attempt(
+        number=start["attempt"],
+        run=run,
+        state=GOOD if end["exit_code"] == 0 else str(end["kind"]),
+        started=started,
+        minutes=minutes if is_number(minutes) else None,
+        samples=samples if type(samples) is int else None,
+        loss=None,
+        reason=str(end["reason"]),
+    )
+
+
+def progress(run_dir: Path) -> tuple[int | None, float | None]:
+    """Return the training sequences and the loss of the last event of a run, or None for each."""
+    with contextlib.suppress(OSError):
+        for event in reversed(json_lines.read(run_dir / "events.jsonl")[0]):
+            samples = event.get("samples")
+            loss = event.get("loss")
+            if event.get("event") in ("step", "eval") and type(samples) is int:
+                return samples, loss if is_number(loss) else None
+    return None, None
+
+
+def _seconds_left(record: ledger.Record, attempts: list[Attempt], now: datetime) -> float | None:
+    """Estimate the time to the last good run, from the times between the starts of attempts."""
+    starts = [_time(attempt.started) for attempt in attempts]
+    times = [start for start in starts if start is not None]
+    if len(times) < 2:
+        return None
+    each = median((after - before).total_seconds() for before, after in pairwise(times))
+    remaining = record.goal - len(record.good)
+    elapsed = (now - times[-1]).total_seconds() if record.open_starts else 0.0
+    return max(0.0, each * remaining - min(elapsed, each))
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, TIME).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def lines(found: Status) -> list[str]:
+    """Return the lines to print about one series."""
+    counts = f"{found.good} of {found.goal} runs are good, {found.failed} failed"
+    if found.running:
+        state = "running"
+    elif found.good >= found.goal:
+        state = "finished"
+    else:
+        state = f"not running; continue with NEXP={found.goal} and --resume"
+    text = [
+        f"series {found.series}: {found.benchmark}, {found.config}",
+        f"  {counts}; {state}",
+    ]
+    if found.seconds_left is not None:
+        text.append(f"  about {duration(found.seconds_left)} left at the pace so far")
+    rows: list[Sequence[str]] = [
+        ("attempt", "state", "minutes", "samples", "loss", "started (UTC)", "run")
+    ]
+    for attempt in found.attempts:
+        rows.append(
+            (
+                str(attempt.number),
+                attempt.state,
+                number(attempt.minutes, ".3f"),
+                number(attempt.samples, ",d"),
+                number(attempt.loss, ".3f"),
+                attempt.started.replace("T", " ").removesuffix("Z"),
+                attempt.run,
+            )
+        )
+    if found.attempts:
+        text += ["", *table(rows)]
+    reasons = [
+        f"  attempt {attempt.number}: {attempt.reason}"
+        for attempt in found.attempts
+        if attempt.reason
+    ]
+    return [*text, *(["", *reasons] if reasons else [])]
+
+
+main = program(parser, _print_status)
+
+if __name__ == "__main__":
+    sys.exit(main())
