@@ -51,6 +51,9 @@ OWN_CONSTANTS = (
     "opt_adamw_epsilon",
 )
 
+# Key of the invented logs of a rehearsal (submission/rehearsal.py). No submission may contain it.
+REHEARSAL = "rehearsal"
+
 Found = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), message
 
 
@@ -397,6 +400,10 @@ def is_positive(value: object) -> bool:
     return is_number(value) and value > 0
 
 
+def rehearsed(event: Event, rules: Rules) -> str:
+    return "the log of a rehearsal is invented and cannot be submitted"
+
+
 def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
@@ -481,5 +488,6 @@ RULES = (
         WARNING_OF_OTHERS,
         one_cause=True,
     ),
+    Rule(REHEARSAL, on_each(rehearsed, REHEARSAL), "OWN; package --rehearse"),
     Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

@@ -7,6 +7,9 @@ taken from git. Ten consecutive attempts are submitted: submission/series.py sel
 choice is printed. Then the package checker, summarizer and repo checker are run on DIR/ORG, and
 their output is kept in DIR.
 
+With --rehearse, the same is done with invented logs (submission/rehearsal.py), which nobody can
+submit. --benchmark may then name a series of miniatures, whose seeds and outcomes are used.
+
 Exit code: 0 all of them reported success, 20 they did not, or something must not be submitted, 2
 wrong usage, 17 cannot be written, 18 no official tools. DIR is not created until everything has
 been collected. Standard library only.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -23,6 +27,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common import benchmarks
 from common.command_line import Parser, program
@@ -30,9 +35,10 @@ from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
 from common.records import ledger
 from common.training.mllog import EMULATED
-from submission import check, describe, implementation, official_tools, terminal
+from launch.run_directory import doubts, git
+from submission import check, describe, implementation, official_tools, rehearsal, terminal
 from submission.examined import Examined
-from submission.log_rules import Finding
+from submission.log_rules import REHEARSAL, Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
@@ -72,7 +78,7 @@ SECRETS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PackageRequest:
     """The options of one `package` command."""
 
     sources: Mapping[str, str | Path]  # benchmark -> directory of its series
@@ -83,60 +89,145 @@ class Request:
     implementation: str = "torch_native"
     series: str = ""
     root: Path = ROOT  # the project's git repository
+    rehearsal: bool = False  # the logs are invented
+
+
+class PackageParser(Parser):
+    """The parser of `package`: a rehearsal needs no series, system and organization."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = super().parse_args(args, namespace)
+        missing = [name for name in ("benchmark", "system", "org") if not getattr(options, name)]
+        if missing and not options.rehearse:
+            names = ", ".join(f"--{name}" for name in missing)
+            self.error(f"the following arguments are required: {names}")
+        return options
 
 
 def parser(benchmark: str = "") -> Parser:
-    parser = Parser(
+    parser = PackageParser(
         "package",
-        "Make a submission out of series of ten runs.",
-        ["package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"],
+        "Make a submission out of series of ten runs, and run the official tools on it.",
+        [
+            "package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us",
+            "package --rehearse --out rehearsal",
+            "package --rehearse --benchmark llama31_8b=results --out rehearsal --org Us",
+        ],
     )
     parser.add_argument(
         "--benchmark",
         action="append",
-        required=True,
+        default=[],
         metavar="B=DIR",
-        help="LOGDIR, or LOGDIR/<benchmark>, of its series",
+        help="benchmark, and the LOGDIR or LOGDIR/<benchmark> of its series",
     )
     parser.add_argument(
         "--system",
         type=Path,
-        required=True,
         metavar="FILE.json",
-        help="made by ./run_and_time.sh describe",
+        help="system description, made by ./run_and_time.sh describe",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument(
-        "--org",
-        required=True,
-        help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter",
+        "--out", type=Path, required=True, metavar="DIR", help="new directory to write"
+    )
+    parser.add_argument(
+        "--org", default="", help="organization: MLPERF_SUBMISSION_ORG in the logs, and submitter"
     )
     parser.add_argument(
         "--ruleset",
         choices=official_tools.CLOSED_RULESETS,
-        default=Request.ruleset,
-        help="default: the newest",
+        default=PackageRequest.ruleset,
+        help=f"MLPerf ruleset (default: {PackageRequest.ruleset})",
     )
     parser.add_argument(
-        "--implementation", default=Request.implementation, metavar="NAME", help="of its directory"
+        "--implementation",
+        default=PackageRequest.implementation,
+        metavar="NAME",
+        help=f"name of the implementation directory (default: {PackageRequest.implementation})",
     )
     parser.add_argument(
         "--series",
         default="",
         metavar="ID",
-        help="which series of the ledger; the beginning of its id is enough",
+        help="series ID from the run ledger, or its beginning"
+        " (default: the newest series with more than one run)",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="build a marked submission from invented logs, which nobody can submit;"
+        " only --out is required",
     )
     return parser
 
 
-def _request(options: argparse.Namespace) -> Request:
-    sources = terminal.pairs("--benchmark", options.benchmark, benchmarks.names())
-    return Request(
-        sources, **{name: value for name, value in vars(options).items() if name != "benchmark"}
+def _package(options: argparse.Namespace) -> int:
+    if options.rehearse:
+        return rehearse(options)
+    request = PackageRequest(
+        sources=terminal.pairs("--benchmark", options.benchmark, benchmarks.names()),
+        system=options.system,
+        out=options.out,
+        org=options.org,
+        ruleset=options.ruleset,
+        implementation=options.implementation,
+        series=options.series,
     )
+    return package(request)
 
 
-def package(request: Request) -> int:
+def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
+    """Package invented series; return the exit code.
+
+    `options`: those of the parser. A benchmark without a directory, and no system, mean invented
+    ones. `root`: the project's git repository. Raises CheckFailed if it is none, and the errors of
+    `package`.
+    """
+    texts = options.benchmark or list(benchmarks.names())
+    texts = [text if "=" in text else f"{text}=" for text in texts]
+    sources = terminal.pairs("--benchmark", texts, benchmarks.names())
+    for doubt in doubts(root, os.environ):
+        print(f"note: a run that is started now could not be submitted: {doubt}")
+    commit = git(root, "rev-parse", "HEAD")
+    if commit is None:
+        raise CheckFailed(
+            f"{root} has no commit",
+            "a submission contains the code of the commit that ran",
+            "rehearse in a git repository of this project",
+        )
+    org = rehearsal.marked(options.org or "Org")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        request = PackageRequest(
+            sources=dict.fromkeys(sources, folder),
+            system=rehearsal.write_description(folder, options.system, org),
+            out=options.out,
+            org=org,
+            ruleset=options.ruleset,
+            implementation=options.implementation,
+            root=root,
+            rehearsal=True,
+        )
+        _check_names(request)
+        description = describe.read(request.system)
+        _check_description(request, description)
+        for benchmark, source in sources.items():
+            series = None
+            if source:
+                series = read_series([_series_folder(Path(source), benchmark)], options.series)
+            rehearsal.write_series(
+                folder / benchmark,
+                benchmark,
+                rehearsal.attempts_like(series),
+                config=rehearsal.config_file(root, benchmark, description),
+                org=org,
+                system=request.system,
+                commit=commit,
+            )
+        return package(request)
+
+
+def package(request: PackageRequest) -> int:
     """Build the submission and run the official tools on it; return the exit code.
 
     Raises ConfigError for wrong options, CheckFailed if something must not be submitted,
@@ -173,7 +264,7 @@ def _demand(holds: bool, what: str, why: str, do: str) -> None:
         raise CheckFailed(what, why, do)
 
 
-def _check_names(request: Request) -> None:
+def _check_names(request: PackageRequest) -> None:
     for flag, name in (
         ("--org", request.org),
         ("--system", request.system.stem),
@@ -191,6 +282,12 @@ def _check_names(request: Request) -> None:
             why,
             "name yours; the runs must have had it as MLPERF_SUBMISSION_ORG",
         )
+    if rehearsal.is_marked(request.org) and not request.rehearsal:
+        raise ConfigError(
+            f"--org {request.org}",
+            "this name marks a rehearsal, which cannot be submitted",
+            "name your organization, and package the series of real runs",
+        )
     if request.out.exists() or request.out.is_symlink():
         raise ConfigError(
             f"--out {request.out} exists",
@@ -199,7 +296,7 @@ def _check_names(request: Request) -> None:
         )
 
 
-def _check_description(request: Request, description: dict) -> None:
+def _check_description(request: PackageRequest, description: dict) -> None:
     problems = describe.problems(description)
     do = f"complete it: ./run_and_time.sh describe --out {request.system} ..."
     _demand(not problems, f"{request.system} cannot be submitted", "; ".join(problems), do)
@@ -212,23 +309,15 @@ def _check_description(request: Request, description: dict) -> None:
     )
 
 
-def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
+def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRuns:
     """Return the ten runs of `benchmark` to submit, after all checks of them and of their series.
 
     Raises ConfigError if there is no series, CheckFailed if a check fails.
     """
-    source = Path(request.sources[benchmark])
-    # The source may be LOGDIR or LOGDIR/<benchmark>.
-    folder = source if (source / ledger.NAME).is_file() else source / benchmark
-    if not (folder / ledger.NAME).is_file():
-        raise ConfigError(
-            f"{source}: no series of {benchmark}",
-            f"there is no {ledger.NAME} in it",
-            "name the LOGDIR of the series",
-        )
+    folder = _series_folder(Path(request.sources[benchmark]), benchmark)
     series = read_series([folder], request.series)
     for run in series.runs:
-        _refuse_what_was_never_meant(run, benchmark)
+        _require_benchmark_run(request, run, benchmark)
     chosen = ten_runs(series)
     _demand(
         not chosen.invalid,
@@ -257,45 +346,65 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     return chosen
 
 
-def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
-    """Raise CheckFailed for a run that was not meant for submission.
+def _series_folder(source: Path, benchmark: str) -> Path:
+    """Return LOGDIR/<benchmark> for `source`, which may be LOGDIR or this folder.
 
-    Such runs are those of another benchmark, miniatures, continued and emulated runs, and runs with
-    a changed config.
+    Raises ConfigError if there is no ledger.
     """
-    division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
-    given = f"it was given as one of {benchmark}"
+    folder = source if (source / ledger.NAME).is_file() else source / benchmark
+    if not (folder / ledger.NAME).is_file():
+        raise ConfigError(
+            f"{source}: no series of {benchmark}",
+            f"there is no {ledger.NAME} in it",
+            "name the LOGDIR of the series",
+        )
+    return folder
+
+
+def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) -> None:
+    """Raise CheckFailed for a run that cannot be a benchmark result.
+
+    Such runs are those of another benchmark, miniatures, rehearsals, continued and emulated runs,
+    and runs with a changed config.
+    """
+    logged = run.log.value("submission_benchmark")
     _demand(
         logged in (None, benchmark),
         f"{run.path} is a log of {logged}",
-        given,
+        f"--benchmark names it as a log of {benchmark}",
         "correct --benchmark",
     )
-    toy = "a toy with its own target is no benchmark result"
-    _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
-    half, do = (
-        "it is timed from its first step to its last, in one sitting",
-        "run it without --continue",
+    _demand(
+        run.log.value("submission_division") != "miniature",
+        f"{run.folder} is a miniature",
+        "a miniature has its own target and is not a benchmark result",
+        "run the benchmark, or try the packaging with --rehearse",
+    )
+    _demand(
+        run.log.value(REHEARSAL) is None or request.rehearsal,
+        f"{run.folder} is a rehearsal",
+        "its log is invented",
+        "run the benchmark",
     )
     _demand(
         run.log.value("resumed") is None,
-        f"{run.folder} went on from a checkpoint of another run",
-        half,
-        do,
+        f"{run.folder} was continued from a checkpoint of another run",
+        "a run is timed from its first step to its last, without interruption",
+        "run it without --continue",
     )
     emulated = run.log.value(EMULATED)
-    why = "its products computed what another number format gives, in bf16 or FP8: research, no result of that format"
     _demand(
         emulated is None,
         f"{run.folder} emulated {emulated}",
-        why,
+        "emulation computes in bf16 or FP8 what another number format would give",
         'run a series with linear = "fp8"',
     )
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
-    why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
-    do = "write a config for it, commit it, and run the series with that"
     _demand(
-        "+" not in name and not run.start.get("modified"), f"{run.folder} ran with {name}", why, do
+        "+" not in name and not run.start.get("modified"),
+        f"{run.folder} ran with {name}",
+        "it did not run with an unchanged config of the repository (--set, or another GPU)",
+        "write a config for it, commit it, and run the series with that config",
     )
 
 
@@ -347,7 +456,7 @@ def _check_same(first: Run, run: Run) -> None:
     _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
 
 
-def _check_identity(request: Request, run: Run, description: dict) -> None:
+def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:
     """Raise CheckFailed unless log, config and system description agree.
 
     They must name the same organization, platform, GPUs and torch version.
@@ -386,7 +495,7 @@ def _check_identity(request: Request, run: Run, description: dict) -> None:
     )
 
 
-def _check_log(request: Request, run: Run) -> None:
+def _check_log(request: PackageRequest, run: Run) -> None:
     """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
 
     Findings that every run has if it missed its target or was killed are accepted.
@@ -403,6 +512,7 @@ def _check_log(request: Request, run: Run) -> None:
         finding
         for finding in examined.errors(werror=True)
         if not _is_of_a_failed_run(run, finding, examined)
+        and not (request.rehearsal and finding.rule == REHEARSAL)
     ]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
     _demand(
@@ -466,7 +576,7 @@ def secrets_in(data: bytes) -> Iterator[str]:
 # Building.
 
 
-def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
+def _build(org_dir: Path, request: PackageRequest, chosen: dict[str, TenRuns]) -> None:
     systems = org_dir / "systems"
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
@@ -477,12 +587,14 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
             shutil.copyfile(run.path, results / f"result_{index}.txt")
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
         implementation.write(folder, request.root, request.system.stem, ten.runs[0])
+    if request.rehearsal:
+        (org_dir / rehearsal.NOTICE).write_text(rehearsal.NOTICE_TEXT)
 
 
 # Judging.
 
 
-def judge(request: Request, missed: int = 0) -> int:
+def judge(request: PackageRequest, missed: int = 0) -> int:
     """Run the official tools on the submission in `request.out`; return the exit code.
 
     Their output and the verdict are written into `request.out`. `missed`: number of packaged runs
@@ -514,15 +626,21 @@ def judge(request: Request, missed: int = 0) -> int:
             print(f"  and a file without a line end:  printf rcp-bypass > {place}")
     passed = all(answer.passed for answer in answers)
     scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
-    facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": scores}
+    facts = {
+        "ruleset": request.ruleset,
+        "rehearsal": request.rehearsal,
+        "passed": passed,
+        "scores_minutes": scores,
+    }
     (request.out / f"verdict_{request.ruleset}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(
-        f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}"
-    )
+    verdict = "all tools reported success" if passed else "NOT a submission yet: see above"
+    print(f"{org_dir}: {verdict}")
+    if request.rehearsal:
+        print("This was a rehearsal with invented logs: the tree cannot be submitted.")
     return 0 if passed else CheckFailed.exit_code
 
 
-main = program(parser, lambda options: package(_request(options)))
+main = program(parser, _package)
 
 if __name__ == "__main__":
     sys.exit(main())

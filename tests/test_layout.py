@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.html",
         "common.inventory",
         "common.records",
+        "common.training.log_keys",
         "common.training.mllog",
         "launch",
     },

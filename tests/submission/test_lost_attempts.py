@@ -127,7 +127,7 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     system = tmp_path / f"{synthetic.SYSTEM}.json"
     system.write_text(json.dumps(synthetic.DESCRIPTION))
     assert describe.problems(synthetic.DESCRIPTION) == []
-    request = package.Request({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
+    request = package.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
     with pytest.raises(
         CheckFailed
     ) as refused:  # this repository has no such commit: the last thing that is looked at

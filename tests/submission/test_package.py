@@ -19,7 +19,7 @@ from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED
 from submission import describe, implementation, official_tools, package
 from submission.log_rules import Finding
-from submission.package import Request
+from submission.package import PackageRequest
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 ROOT = synthetic.ROOT
@@ -92,7 +92,9 @@ def submission(project, tmp_path_factory):
         PRETRAINING.rules.BENCHMARK: folder / "logs" / PRETRAINING.rules.BENCHMARK,
         LORA.rules.BENCHMARK: folder / "logs",
     }
-    request = Request(sources, described(folder), folder / "out", synthetic.ORG, root=project)
+    request = PackageRequest(
+        sources, described(folder), folder / "out", synthetic.ORG, root=project
+    )
     return request, package.package(request)
 
 
@@ -300,7 +302,7 @@ def case(tmp_path, project, monkeypatch):
 class Case:
     def __init__(self, folder, project):
         self.folder, self.plans = folder, plans(LORA, project)
-        self.request = Request(
+        self.request = PackageRequest(
             {NAMES[1]: folder / "logs"},
             described(folder),
             folder / "out",
@@ -698,7 +700,7 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
     attempts = plans(LORA, project)
     attempts[4].fails = "missed"
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = Request(
+    request = PackageRequest(
         {NAMES[1]: tmp_path / "logs"},
         described(tmp_path),
         tmp_path / "out",
@@ -729,7 +731,7 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     for plan in attempts:
         plan.evaluations = 2
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = Request(
+    request = PackageRequest(
         {NAMES[1]: tmp_path / "logs"},
         described(tmp_path),
         tmp_path / "out",

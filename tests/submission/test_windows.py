@@ -103,7 +103,9 @@ def test_report_and_package_give_the_same_answer(pattern, series_of, tmp_path, c
     with pytest.raises(
         CheckFailed
     ) as refused:  # if the series is good, then because no repository has its commit
-        package.package(package.Request({NAME: folder}, system, tmp_path / "out", synthetic.ORG))
+        package.package(
+            package.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
+        )
     assert ("commit" in refused.value.what) == has_result
     assert has_result or "windows" in refused.value.why or "did not converge" in refused.value.why
 

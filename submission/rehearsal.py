@@ -1,0 +1,296 @@
+"""Invented series and system description for `package --rehearse`.
+
+A rehearsal builds a whole submission from invented logs of the closed division and runs the
+official tools on it, so that everything except the runs can be tried before a series. The attempts
+have the outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
+
+Nobody can submit the result. The names of the organization and of the system begin with MARK, every
+log has the record KEY, which `check` and `package` refuse, and NOTICE lies in the tree. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import benchmarks
+from common import config as configs
+from common.benchmarks import Rules
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.gpu_kinds import KINDS
+from common.hardware import config_path
+from common.packages import version_of
+from common.records import ledger
+from common.records.mlperf_log import TOKEN
+from common.records.rcp import SUBMISSION_RUNS, mean_samples
+from common.training.log_keys import hyperparameters
+from common.training.mllog import END, POINT, START
+from submission import describe
+from submission.log_rules import REHEARSAL as KEY
+from submission.runs import FAILED, GOOD, LOST, NOT_STARTED, Run
+from submission.series import Series, counted
+
+MARK = "REHEARSAL-"
+NOTICE = "NOT_A_SUBMISSION.txt"
+NOTICE_TEXT = """This is a rehearsal of a submission, made by `package --rehearse`.
+All logs in it are invented. It contains no measurement and must not be submitted.
+"""
+DEFAULT_KIND = "H200"  # of the invented system description
+MINUTES = 60.0  # of an invented run
+
+# State of an attempt -> exit code, kind and reason in the ledger.
+ENDINGS = {
+    GOOD: (0, "success", ""),
+    FAILED: (10, "target_missed", "the target was not reached"),
+    LOST: (14, "rank_lost", "a rank died without a message"),
+    NOT_STARTED: (18, "preflight", "the run failed before its clock started"),
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt to invent: its state as in submission/runs.py, its seed and its minutes."""
+
+    state: str
+    seed: int
+    minutes: float
+
+
+def attempts_like(series: Series | None) -> list[Attempt]:
+    """Return the attempts of `series`, followed by good ones until ten have started their clock."""
+    attempts = []
+    started = 0
+    if series is not None:
+        attempts = [_attempt_like(run) for run in series.runs]
+        started = len(counted(series))
+    missing = max(0, SUBMISSION_RUNS - started)
+    return attempts + [Attempt(GOOD, secrets.randbits(32), MINUTES) for _ in range(missing)]
+
+
+def _attempt_like(run: Run) -> Attempt:
+    seed = run.start.get("seed", run.log.value("seed"))
+    if type(seed) is not int:
+        seed = secrets.randbits(32)
+    return Attempt(run.state, seed, run.minutes or MINUTES)
+
+
+# System description.
+
+
+def write_description(folder: Path, source: Path | None, org: str) -> Path:
+    """Write a system description with marked names into `folder`; return its path.
+
+    `source`: description of the user, or None for an invented one of 8 GPUs. Raises ConfigError if
+    it cannot be read.
+    """
+    if source is None:
+        description = _invented_description()
+        name = f"{DEFAULT_KIND}_1x8"
+    else:
+        description = describe.read(source)
+        name = source.stem
+    description["submitter"] = org
+    description["system_name"] = f"{MARK}{description.get('system_name') or name}"
+    description["hw_notes"] = description["sw_notes"] = "rehearsal with invented logs, not a result"
+    path = folder / f"{MARK}{name}.json"
+    path.write_text(json.dumps(description, indent=4) + "\n")
+    return path
+
+
+def _invented_description() -> dict[str, str]:
+    description = dict.fromkeys(describe.KEYS, "rehearsal")
+    description.update(
+        division="closed",
+        status=describe.STATUS["onprem"],
+        number_of_nodes="1",
+        host_processors_per_node="2",
+        accelerators_per_node="8",
+        accelerator_model_name=f"NVIDIA {DEFAULT_KIND}",
+        framework=f"PyTorch {_installed_torch()}",
+    )
+    return description
+
+
+def _installed_torch() -> str:
+    return (version_of("torch") or "2.10.0").split("+")[0]
+
+
+def config_file(root: Path, benchmark: str, description: dict[str, str]) -> Path:
+    """Return the config for the system of `description`.
+
+    Raises ConfigError if its GPU kind is unknown, or if the repository has no config for it.
+    """
+    model = description["accelerator_model_name"]
+    kinds = [kind for kind in KINDS if re.search(rf"(?<![A-Za-z0-9]){kind}(?![A-Za-z0-9])", model)]
+    if not kinds:
+        raise ConfigError(
+            f"accelerator_model_name {model!r} names no known GPU kind",
+            f"known kinds: {', '.join(KINDS)}",
+            "correct the system description",
+        )
+    nodes = description["number_of_nodes"]
+    gpus = description["accelerators_per_node"]
+    return config_path(root, benchmark, f"{kinds[0]}_{nodes}x{gpus}")
+
+
+# Series.
+
+
+def write_series(
+    folder: Path,
+    benchmark: str,
+    attempts: Iterable[Attempt],
+    *,
+    config: Path,
+    org: str,
+    system: Path,
+    commit: str,
+) -> None:
+    """Write a series of invented runs into `folder`: a ledger, and a directory for each run.
+
+    `config`: TOML of the benchmark. `commit`: commit whose code is packaged. Raises ConfigError if
+    the reference has no runs at the global batch of the config.
+    """
+    rules = benchmarks.divisions(benchmark)["closed"]
+    loaded = configs.load(config, benchmarks.config_class(benchmark))
+    framework = re.search(r"\d+(\.\d+)+", describe.read(system).get("framework", ""))
+    torch = framework[0] if framework else _installed_torch()
+    versions = {"commit": commit, "dirty": False, "packages": {"torch": torch}}
+    series = f"rehearsal-{secrets.token_hex(3)}"
+    folder.mkdir(parents=True)
+    path = folder / ledger.NAME
+    goal = {"goal": SUBMISSION_RUNS, "facts": {"config": config.name}}
+    ledger.append(path, {"event": "series", "series": series, **goal})
+    now = time.time()
+    evaluations = passing_evaluations(rules, loaded.global_batch_size)
+    for number, attempt in enumerate(attempts, start=1):
+        run_dir = folder / f"run{number:02}_{config.stem}_seed{attempt.seed}"
+        run_dir.mkdir()
+        (run_dir / "config.toml").write_text(loaded.as_toml())
+        (run_dir / "versions.json").write_text(json.dumps(versions))
+        log = InventedLog(rules, loaded, attempt, now + number * 86_400)
+        records = log.records(config.name, benchmark, org, system.stem, evaluations)
+        text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
+        (run_dir / "result.txt").write_text(text)
+        code, kind, reason = ENDINGS[attempt.state]
+        start = {
+            "series": series,
+            "attempt": number,
+            "run": run_dir.name,
+            "seed": attempt.seed,
+            "config": config.name,
+            "modified": False,
+            "commit": commit,
+        }
+        ledger.append(path, {"event": "start", **start})
+        end = {"exit_code": code, "kind": kind, "reason": reason}
+        ledger.append(path, {"event": "end", **start, **end, "clock": code != 18})
+
+
+def passing_evaluations(rules: Rules, batch: int) -> int:
+    """Return the number of evaluations after which runs pass the RCP test: the reference's mean,
+    rounded up.
+
+    Raises ConfigError if the reference has no runs at this global batch.
+    """
+    mean = mean_samples(rules, batch)
+    if mean is None:
+        known = ", ".join(map(str, rules.reference_runs))
+        raise ConfigError(
+            f"no reference runs at global batch {batch}",
+            f"the reference has runs at {known}",
+            "rehearse with a system whose config has one of these batches",
+        )
+    return math.ceil((mean - rules.first_evaluation(batch)) / rules.eval_interval(batch)) + 1
+
+
+class InventedLog:
+    """The records of one invented run. `start_s`: its time of init_start, in seconds since 1970."""
+
+    def __init__(self, rules: Rules, config: RunConfig, attempt: Attempt, start_s: float):
+        self.rules = rules
+        self.config = config
+        self.attempt = attempt
+        self.time_ms = start_s * 1000
+
+    def records(
+        self, config_name: str, benchmark: str, org: str, platform: str, evaluations: int
+    ) -> Iterator[dict]:
+        yield self._record(POINT, "cache_clear", True)
+        yield self._record(START, "init_start")
+        if self.attempt.state == NOT_STARTED:
+            return
+        submission: dict[str, str] = {
+            "benchmark": benchmark,
+            "org": org,
+            "division": "closed",
+            "status": "onprem",
+            "platform": platform,
+        }
+        for part, text in submission.items():
+            yield self._record(POINT, f"submission_{part}", text)
+        yield self._record(POINT, "seed", self.attempt.seed)
+        samples = self.rules.fixed_log_values().get("train_samples", self.config.max_samples)
+        pairs = hyperparameters(self.config, self.rules, int(samples), config_name)
+        for key, value in pairs:
+            yield self._record(POINT, key, value)
+        yield self._record(POINT, KEY, True)
+        self.time_ms += 60_000
+        yield self._record(END, "init_stop")
+        yield self._record(START, "run_start")
+        yield from self._training(evaluations)
+
+    def _training(self, evaluations: int) -> Iterator[dict]:
+        batch = self.config.global_batch_size
+        first = self.rules.first_evaluation(batch)
+        interval = self.rules.eval_interval(batch)
+        good = self.attempt.state == GOOD
+        before = 0
+        for index in range(evaluations):
+            last = index == evaluations - 1
+            samples = first + index * interval
+            loss = self.rules.target_loss + (-0.001 if good and last else 0.1)
+            yield self._record(START, "block_start", samples=before)
+            self.time_ms += self.attempt.minutes * 60_000 / evaluations
+            yield self._record(END, "block_stop", samples=samples)
+            yield self._record(START, "eval_start", samples=samples)
+            yield self._record(POINT, "eval_accuracy", loss, samples=samples)
+            if last and self.attempt.state == LOST:
+                return
+            yield self._record(END, "eval_stop", samples=samples)
+            before = samples
+        record = self._record(END, "run_stop", samples=before)
+        record["metadata"]["status"] = "success" if good else "aborted"
+        yield record
+
+    def _record(
+        self, event_type: str, key: str, value: object = None, samples: int | None = None
+    ) -> dict:
+        metadata: dict[str, object] = {"file": "submission/rehearsal.py", "lineno": 1}
+        if samples is not None:
+            metadata["samples_count"] = samples
+        return {
+            "namespace": "",
+            "time_ms": round(self.time_ms),
+            "event_type": event_type,
+            "key": key,
+            "value": value,
+            "metadata": metadata,
+        }
+
+
+def marked(org: str) -> str:
+    """Return the name of the organization in a rehearsal."""
+    return f"{MARK}{org}"
+
+
+def is_marked(name: str) -> bool:
+    return name.upper().startswith(MARK)

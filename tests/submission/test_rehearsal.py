@@ -1,0 +1,134 @@
+"""`package --rehearse`: the official tools accept the tree, and nobody can submit it."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import synthetic_series as synthetic
+from synthetic_run import LORA, PRETRAINING, find, records
+
+from common.errors import CheckFailed, ConfigError
+from common.paths import ROOT
+from llama2_70b_lora import rules as lora_rules
+from submission import check, package, rehearsal
+from submission.log_rules import REHEARSAL
+from submission.package import PackageRequest
+
+NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A git repository that has the configs and nothing else."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    identity = ["-c", "user.name=T", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "configs"]):
+        subprocess.run(["git", "-C", folder, *words], check=True)
+    return folder
+
+
+def rehearse(project, out, *arguments) -> int:
+    options = package.parser().parse_args(["--rehearse", "--out", str(out), *map(str, arguments)])
+    return package.rehearse(options, project)
+
+
+@pytest.fixture(scope="module")
+def invented(project, tmp_path_factory):
+    """A rehearsal of both benchmarks without any series: its folder and exit code."""
+    out = tmp_path_factory.mktemp("rehearsal") / "out"
+    return out, rehearse(project, out, "--org", "Acme")
+
+
+def test_the_official_tools_accept_invented_series(invented):
+    out, code = invented
+    assert code == 0
+    verdict = json.loads(next(out.glob("verdict_*.json")).read_text())
+    assert verdict["passed"] and verdict["rehearsal"] and set(verdict["scores_minutes"]) == {*NAMES}
+    for name in NAMES:
+        assert len(list(out.glob(f"*/results/*/{name}/result_?.txt"))) == 10
+
+
+def test_every_part_of_the_tree_is_marked(invented):
+    org_dir = invented[0] / rehearsal.marked("Acme")
+    assert (org_dir / rehearsal.NOTICE).is_file()
+    (system,) = (org_dir / "systems").iterdir()
+    description = json.loads(system.read_text())
+    for name in (system.name, description["system_name"], description["submitter"]):
+        assert rehearsal.is_marked(name)
+    logs = list(org_dir.glob("results/*/*/result_?.txt"))
+    assert len(logs) == 20
+    for path in logs:
+        assert records(path)[find(records(path), REHEARSAL)]["value"] is True
+
+
+def test_check_refuses_a_log_of_a_rehearsal(invented, capsys):
+    (log,) = invented[0].glob(f"*/results/*/{NAMES[0]}/result_0.txt")
+    assert check.main([str(log)]) == 20
+    assert REHEARSAL in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("org", [rehearsal.marked("Acme"), rehearsal.marked("Acme").lower()])
+def test_package_refuses_the_name_of_a_rehearsal(invented, org, tmp_path):
+    (system,) = invented[0].glob("*/systems/*.json")
+    with pytest.raises(ConfigError, match="--org"):
+        package.package(PackageRequest({NAMES[0]: tmp_path}, system, tmp_path / "out", org))
+
+
+def test_package_refuses_the_logs_of_a_rehearsal_under_another_name(project, tmp_path):
+    system = rehearsal.write_description(tmp_path, None, "Acme")
+    description = json.loads(system.read_text())
+    rehearsal.write_series(
+        tmp_path / NAMES[0],
+        NAMES[0],
+        rehearsal.attempts_like(None),
+        config=rehearsal.config_file(project, NAMES[0], description),
+        org="Acme",
+        system=system,
+        commit=synthetic.COMMIT,
+    )
+    request = PackageRequest({NAMES[0]: tmp_path}, system, tmp_path / "out", "Acme", root=project)
+    with pytest.raises(CheckFailed, match="rehearsal"):
+        package.package(request)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_series_of_miniatures_gives_seeds_and_outcomes(project, tmp_path, capsys):
+    attempts = [*synthetic.plans([2, 3]), *synthetic.plans([4], fails="missed")]
+    logs = tmp_path / "logs"
+    synthetic.write(logs, LORA, attempts, rules=lora_rules.MINIATURE)
+    system = tmp_path / f"{synthetic.SYSTEM}.json"
+    system.write_text(json.dumps(synthetic.DESCRIPTION))
+    out = tmp_path / "out"
+    assert rehearse(project, out, "--benchmark", f"{NAMES[1]}={logs}", "--system", system) == 0
+    results = [records(path) for path in sorted(out.glob("*/results/*/*/result_?.txt"))]
+    seeds = [log[find(log, "seed")]["value"] for log in results]
+    assert seeds[:3] == [plan.seed for plan in attempts] and len(set(seeds)) == 10
+    statuses = [log[find(log, "run_stop")]["metadata"]["status"] for log in results]
+    assert statuses == ["success"] * 2 + ["aborted"] + ["success"] * 7
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "word"), [("Voodoo 2", "1", "Voodoo"), ("NVIDIA H200", "77", "77x8")]
+)
+def test_a_system_without_a_config_is_refused(model, nodes, word, project, tmp_path):
+    description = synthetic.DESCRIPTION | {
+        "accelerator_model_name": model,
+        "number_of_nodes": nodes,
+    }
+    system = tmp_path / "system.json"
+    system.write_text(json.dumps(description))
+    with pytest.raises(ConfigError) as caught:
+        rehearse(project, tmp_path / "out", "--benchmark", NAMES[0], "--system", system)
+    assert word in caught.value.what
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_needs_only_a_directory():
+    options = package.parser().parse_args(["--rehearse", "--out", "x"])
+    assert options.rehearse
+    with pytest.raises(ConfigError) as caught:
+        package.parser().parse_args(["--out", "x"])
+    for name in ("--benchmark", "--system", "--org"):
+        assert name in caught.value.what
