@@ -218,27 +218,6 @@ def test_every_option_says_what_it_is(name, benchmark):
         assert silent == [], parser.prog
 
 
-def test_the_examples_of_help_are_understood(monkeypatch):
-    """Those that argparse prints under `examples:`."""
-    seen = 0
-    for name in cli.COMMANDS:
-        for benchmark in (
-            ["llama31_8b"]
-            if cli.COMMANDS[name].benchmark == cli.ALWAYS
-            else ["", "llama31_8b"][: cli.COMMANDS[name].benchmark + 1]
-        ):
-            parser = cli.parser_of(name, benchmark) if name != "merge" else None
-            for example in (parser.epilog or "").splitlines() if parser else []:
-                if example.strip().startswith(RUN):
-                    cli.read(
-                        example.partition(" > ")[0].replace('"', "").split()[1:]
-                        if '"' not in example
-                        else ["score", "a"]
-                    )
-                    seen += 1
-    assert seen > 10
-
-
 def test_a_command_line_is_read_without_any_package():
     """By a Python without site-packages: before pip has run."""
     program = "import sys; from launch import cli; "

@@ -1,0 +1,135 @@
+"""Every example of every --help: all are parsed, and those that take seconds on a CPU are run."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic_series
+from synthetic_run import PRETRAINING
+
+from common import benchmarks
+from common.command_line import PROGRAM, Parser
+from common.paths import ROOT
+from launch import cli
+
+NAME = PRETRAINING.rules.BENCHMARK
+# Modules whose examples are run, in a directory with the files that the examples name.
+RUN_IN_PROCESS = (
+    "launch.completion",
+    "submission.check",
+    "submission.report",
+    "submission.score",
+    "submission.series_status",
+)
+RUN_ALONE = ("launch.commands", "launch.plan.command")  # only with --print or --model
+
+
+def parsers(parser: Parser):
+    yield parser
+    for action in parser._actions:
+        for each in parser.subcommands(action):
+            yield from parsers(each)
+
+
+def every_parser():
+    for name, verb in cli.VERBS.items():
+        known = benchmarks.names() if verb.benchmark == cli.ALWAYS else [""]
+        for benchmark in known:
+            if not cli.has_verb(benchmark, name):
+                continue
+            parser = cli.parser_of(name, benchmark)
+            if parser is not None:
+                yield from parsers(parser)
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the examples in the text of a help, without `PROGRAM`."""
+    _, _, examples = text.partition("examples:\n")
+    block, _, _ = examples.partition("\n\n")
+    found = []
+    for line in block.splitlines():
+        _, _, example = line.partition(PROGRAM)
+        # without a redirection, the end of a <(...), and a description after two spaces
+        found.append(re.split(r"  | > |\)$", example.strip())[0])
+    return found
+
+
+def every_example() -> list[str]:
+    texts = [parser.format_help() for parser in every_parser()]
+    found = [line for text in [*texts, cli.overview()] for line in lines_of(text)]
+    return list(dict.fromkeys(found))
+
+
+EXAMPLES = every_example()
+
+
+def arguments_of(example: str) -> list[str]:
+    """Return Python's arguments for an example: -m, the module and its arguments."""
+    return cli.read(shlex.split(example))[1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_parsed(example):
+    assert arguments_of(example)[0] == "-m"
+
+
+@pytest.mark.quick
+def test_examples_of_all_kinds_are_found():
+    assert {'score "AMD MI300X 5.1" --against "AMD MI300X 5.0"', "completion bash"} <= {*EXAMPLES}
+    assert "completion zsh" in EXAMPLES and NAME in EXAMPLES
+
+
+def runs_in_process(example: str) -> bool:
+    """Return whether the example reads logs only. An export needs further packages."""
+    return arguments_of(example)[1] in RUN_IN_PROCESS and "--export" not in example
+
+
+def runs_alone(example: str) -> bool:
+    words = shlex.split(example)
+    return arguments_of(example)[1] in RUN_ALONE and bool({"--print", "--model"} & {*words})
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A directory with the files that the examples name: results/, RUN, OTHER_RUN and DIR."""
+    folder = tmp_path_factory.mktemp("workplace")
+    evaluations = synthetic_series.evaluations_near_reference(PRETRAINING)
+    series = synthetic_series.write(
+        folder / "results", PRETRAINING, synthetic_series.plans(evaluations)
+    )
+    runs = sorted(path.parent for path in series.glob("*/result.txt"))
+    for name, target in (("RUN", runs[0]), ("OTHER_RUN", runs[1]), ("DIR", runs[2])):
+        (folder / name).symlink_to(target)
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+@pytest.mark.parametrize("example", [*filter(runs_in_process, EXAMPLES)])
+def test_an_example_runs(example, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("LOGDIR", str(workplace / "results"))
+    _, module, *arguments = arguments_of(example)
+    expanded = []
+    for word in arguments:
+        matches = sorted(map(str, Path().glob(word))) if "*" in word else []
+        expanded += matches or [word]
+    assert importlib.import_module(module).main(expanded) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", [*filter(runs_alone, EXAMPLES)])
+def test_an_example_runs_as_a_program(example, workplace):
+    done = subprocess.run(
+        [sys.executable, *arguments_of(example)],
+        cwd=workplace,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr
