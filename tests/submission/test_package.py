@@ -343,7 +343,7 @@ def test_a_run_that_emulated_another_number_format_is_refused(case):
         "value": "mxfp4+hadamard step 340",
     }
     log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN} {json.dumps(record)}\n"))
-    case.refused("emulated mxfp4+hadamard step 340", "research")
+    case.refused("emulated mxfp4+hadamard step 340", "fp8")
 
 
 @pytest.mark.parametrize("commit", ["--output=victim", "HEAD~1", "main", 7, None, "0123abc"])
@@ -388,7 +388,7 @@ def test_a_resumed_run_is_refused(case):
             ]
         )
     )
-    case.refused("went on from a checkpoint of another run", "one sitting", "--continue")
+    case.refused("from a checkpoint of another run", "--continue")
 
 
 def test_the_same_seed_twice_is_refused(case):
@@ -408,7 +408,7 @@ def test_single_runs_are_no_series(case):
     for plan in list(case.plans):
         case.plans = [plan]
         synthetic.write(case.folder / "logs", LORA, [plan], series=f"single-{plan.seed}", goal=1)
-    case.refused("a result is 10 runs, these are 1")
+    case.refused("10 runs")
 
 
 def test_a_log_of_another_run_is_refused(case):
@@ -692,7 +692,7 @@ def test_of_two_windows_the_slower_one_is_the_median(case):
 def test_two_that_missed_the_target_are_one_too_many(case):
     case.plans[4].fails = case.plans[6].fails = "missed"
     case.write()
-    case.refused("2 runs did not converge, one may")
+    case.refused("2 runs did not converge")
 
 
 def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
