@@ -89,8 +89,11 @@ def runs_in_process(example: str) -> bool:
 
 
 def runs_alone(example: str) -> bool:
-    """Return whether the example starts no training."""
+    """Return whether the example starts no training, and the config that it names exists."""
     module = arguments_of(example)[1]
+    configs = [word for word in shlex.split(example) if word.startswith("configs/")]
+    if not all((ROOT / path).is_file() for path in configs):
+        return False
     return module in RUN_ALONE and (module != "launch.commands" or "--print" in example)
 
 
