@@ -38,7 +38,7 @@ MEASUREMENTS = {
 }
 WITHOUT_RESULT = {
     "suite": "all of the above on one page, and a comparison with a baseline; can be resumed",
-    "compare": "results of the same measurement side by side",
+    "compare": "results of the same measurement, or two profiles, side by side",
     "settings": "other launch settings of each Triton kernel on this GPU, for kernel authors",
 }
 WHATS = MEASUREMENTS | WITHOUT_RESULT

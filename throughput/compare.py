@@ -1,6 +1,7 @@
-"""Compare results of the same measurement, in table.md and page.html.
+"""Compare results of the same measurement, or two profiles, in table.md and page.html.
 
-A single result gets its own two files written again.
+A single result gets its own two files written again. Two directories of `profile` are compared
+kernel by kernel: milliseconds, share, what is new or gone, sorted by what explains the difference.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from common.errors import ConfigError
-from throughput import report, result
+from throughput import profile_comparison, report, result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="DIR",
-        help="directories of results; the first is what others are divided by",
+        help="directories of results, or two of profiles; the first is the reference",
     )
 
 
@@ -27,6 +28,8 @@ def main(options: argparse.Namespace) -> int:
 
     Raises DataError if a directory holds no result, and ConfigError if the measurements differ.
     """
+    if all((folder / profile_comparison.NAME).is_file() for folder in options.folders):
+        return compare_profiles(options)
     results = [result.read(folder) for folder in options.folders]
     kinds = sorted({data["what"] for data in results})
     if len(kinds) > 1:
@@ -47,6 +50,26 @@ def main(options: argparse.Namespace) -> int:
         folder,
         f"{kinds[0]}: {len(results)} results",
         report.compared(list(zip(labels, results, strict=True))),
+    )
+    return 0
+
+
+def compare_profiles(options: argparse.Namespace) -> int:
+    """Write the comparison of two directories of `profile` and return 0.
+
+    Raises ConfigError unless there are two, DataError if one cannot be read.
+    """
+    if len(options.folders) != 2:
+        raise ConfigError(
+            f"{len(options.folders)} profiles", "a comparison needs two", "name two directories"
+        )
+    before, after = (profile_comparison.read(folder) for folder in options.folders)
+    folder = options.out or result.default_directory("compare")
+    result.claim(folder)
+    report.write(
+        folder,
+        profile_comparison.title(before, after),
+        profile_comparison.sections(before, after),
     )
     return 0
 

@@ -94,9 +94,13 @@ class Event:
 
 @dataclass
 class Row:
-    """Sums over the events of one name inside the window."""
+    """Sums over the events of one name inside the window.
+
+    `kind`: the class of a kernel, "" for the row of a whole class.
+    """
 
     name: str
+    kind: str = ""
     exposed_ns: int = 0  # instants attributed to these events
     kernel_ns: int = 0  # sum of durations: two kernels at once count twice
     launches: int = 0
@@ -131,29 +135,30 @@ def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, 
     """Attribute the window [start_ns, end_ns) to `events`, of which only the part inside counts.
 
     Return "classes", all of CLASSES, whose exposed_ns sum to the window; "products", GEMM by role
-    and shape; and "others", class other by kernel name. The latter two are sorted, longest first.
+    and shape; "others", class other by kernel name; and "kernels", every kernel with its class,
+    which with idle sum to the window as well. The latter three are sorted, longest first.
     """
     kinds = [class_of(event) for event in events]
     exposed, idle_ns = exposed_ns(events, kinds, start_ns, end_ns)
     classes = {name: Row(name) for name in CLASSES}
-    details: dict[str, dict[str, Row]] = {GEMM: {}, OTHER: {}}
+    kernels: dict[tuple[str, str], Row] = {}
     for event, kind, own in zip(events, kinds, exposed, strict=True):
         if not (inside := _inside(event, start_ns, end_ns)):
             continue
         name = event.label or event.name
-        for row in [
-            classes[kind],
-            *([details[kind].setdefault(name, Row(name))] if kind in details else []),
-        ]:
+        for row in (classes[kind], kernels.setdefault((kind, name), Row(name, kind))):
             row.exposed_ns += own
             row.kernel_ns += own if event.kind == "op" else inside
             row.launches += 1
             row.flops += event.flops
     classes[IDLE].exposed_ns = idle_ns
-    products, others = (
-        sorted(rows.values(), key=lambda row: -row.exposed_ns) for rows in details.values()
-    )
-    return {"classes": list(classes.values()), "products": products, "others": others}
+    rows = sorted(kernels.values(), key=lambda row: -row.exposed_ns)
+    return {
+        "classes": list(classes.values()),
+        "products": [row for row in rows if row.kind == GEMM],
+        "others": [row for row in rows if row.kind == OTHER],
+        "kernels": [*rows, Row(IDLE, IDLE, exposed_ns=idle_ns)],
+    }
 
 
 def exposed_ns(

@@ -123,6 +123,7 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
     def entry(row: Row) -> dict:
         return {
             "name": row.name,
+            "class": row.kind or row.name,
             "ms": row.exposed_ns / 1e6 / steps,
             "share": row.exposed_ns / window_ns,
             "us_per_token": row.exposed_ns / 1e3 / steps / facts["tokens_per_step_per_rank"],

@@ -60,7 +60,7 @@ def test_the_launcher_passes_it_on_without_a_benchmark():
         "requirements.txt",
         ["-m", "throughput", "gemm", "--help"],
     )
-    with pytest.raises(ConfigError, match="takes no benchmark"):
+    with pytest.raises(ConfigError, match="benchmark"):
         read(["llama31_8b", "throughput"])
 
 

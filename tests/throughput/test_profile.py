@@ -19,7 +19,8 @@ from page import Page, read_page
 from common.errors import CheckFailed
 from common.model.shapes import ModelShape
 from common.paths import ROOT
-from throughput import profiling, report
+from throughput import __main__ as command
+from throughput import profile_comparison, profiling, report
 from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
@@ -562,6 +563,32 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
     assert "NVIDIA H200, 2023-11-14</h1>" in text and "./run_and_time.sh x profile" in text
     assert 'class="tiles"' in text and "us_per_token" not in text
     assert Page(text).tags.count("svg") == 1 and "behind other kernels" in text
+
+
+def test_two_profiles_are_compared_kernel_by_kernel(tmp_path, capsys):
+    def profile(name, gemm_ns, more):
+        end = gemm_ns + 40_000
+        events = [kernel(GEMM, 0, gemm_ns, label="qkv: 1 x 2 x 3"), kernel(ADD, gemm_ns, 10_000)]
+        made = document(breakdown([*events, *more], 0, end), end, 1, FACTS)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "profile.json").write_text(json.dumps(made | {"clock_ms": 1.0}))
+        return made
+
+    before = profile("before", 60_000, [kernel("old_rope", 70_000, 20_000)])
+    after = profile("after", 90_000, [kernel("new_rope", 100_000, 5_000)])
+    changes = {change.name: change for change in profile_comparison.changes(before, after)}
+    assert next(iter(changes)) == "qkv: 1 x 2 x 3" and changes["old_rope"].status == "gone"
+    assert changes["new_rope"].status == "new" and changes["new_rope"].kind == "RoPE"
+    difference = after["window_ms"] - before["window_ms"]
+    assert sum(change.ms for change in changes.values()) == pytest.approx(difference)
+    folders = [str(tmp_path / "before"), str(tmp_path / "after")]
+    assert command.main(["compare", *folders, "--out", str(tmp_path / "both")]) == 0
+    table = (tmp_path / "both" / "table.md").read_text()
+    assert "| GEMM | qkv: 1 x 2 x 3 | 0.060 | 60.0% | 0.090 | 69.2% | +0.030 | 100% |" in table
+    assert 'class="tiles"' in (tmp_path / "both" / "page.html").read_text()
+    assert command.main(["compare", folders[0], "--out", str(tmp_path / "one")]) == 2
+    (tmp_path / "before" / "profile.json").write_text("{}")
+    assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Comparison of two profiles, kernel by kernel: what explains the difference between their steps.
+
+A kernel is matched by its class and its name. A matrix product is matched by its role and shape, so
+products of two vendors' libraries match. The times of all kernels and of idle add up to the step,
+so their changes add up to the change of the step. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import DataError
+from throughput import report
+from throughput.tables import Section
+
+NAME = "profile.json"
+MAX_NAME = 90  # characters of a kernel's name, which may hold all of its template arguments
+NEGLIGIBLE_MS = 0.0005  # changes below are not listed
+NOTES = (
+    "Milliseconds per step that belong to the kernel (docs/profile.md). They add up to the step.",
+    "The largest changes come first. new: only in the second profile. gone: only in the first.",
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A kernel in both profiles: milliseconds per step, and whether it ran at all."""
+
+    kind: str
+    name: str
+    before_ms: float
+    after_ms: float
+    in_before: bool
+    in_after: bool
+
+    @property
+    def ms(self) -> float:
+        return self.after_ms - self.before_ms
+
+    @property
+    def status(self) -> str:
+        if not self.in_before:
+            return "new"
+        return "" if self.in_after else "gone"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of profile.json. Raises DataError if it cannot be compared."""
+    path = folder / NAME
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("window_ms", "classes", "kernels", "device", "started"):
+            profile[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be compared",
+            f"{type(error).__name__}: {error}",
+            "profile again with this version, and name its directory",
+        ) from None
+    return profile
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], part: str = "kernels") -> list[Change]:
+    """Return the changes of all rows of `part`, "kernels" or "classes", largest first."""
+    firsts = {(row.get("class", ""), row["name"]): row["ms"] for row in before[part]}
+    seconds = {(row.get("class", ""), row["name"]): row["ms"] for row in after[part]}
+    made = []
+    for key in firsts | seconds:
+        kind, name = key
+        first = firsts.get(key, 0.0)
+        second = seconds.get(key, 0.0)
+        made.append(Change(kind, name, first, second, key in firsts, key in seconds))
+    return sorted(made, key=lambda change: -abs(change.ms))
+
+
+def sections(before: dict[str, Any], after: dict[str, Any]) -> list[Section]:
+    """Return the sections of the page: headline, both runs, classes and kernels."""
+    return [
+        _headline(before, after),
+        _runs(before, after),
+        _table("By kernel class", before, after, "classes"),
+        _table("By kernel", before, after, "kernels"),
+    ]
+
+
+def title(before: dict[str, Any], after: dict[str, Any]) -> str:
+    machines = " and ".join(dict.fromkeys((before["device"], after["device"])))
+    return f"profiles compared: {after['benchmark']}, {machines}, {report.date(after)}"
+
+
+def _headline(before: dict[str, Any], after: dict[str, Any]) -> Section:
+    first = before["window_ms"]
+    second = after["window_ms"]
+    largest = changes(before, after)[:1]
+    tiles = [
+        ("Step before", f"{first:,.1f} ms"),
+        ("Step after", f"{second:,.1f} ms"),
+        ("Change", f"{second - first:+,.1f} ms ({second / first - 1:+.1%})"),
+    ]
+    for change in largest:
+        tiles.append(("Largest change", f"{change.name[:40]}: {change.ms:+,.1f} ms"))
+    return Section("Headline", "", ("", ""), (False, False), tuple(tiles), tiles=True)
+
+
+def _runs(before: dict[str, Any], after: dict[str, Any]) -> Section:
+    names = {
+        "command": "Command",
+        "device": "Machine",
+        "commit": "Commit",
+        "config": "Config",
+        "precision": "Precision",
+        "layers": "Layers",
+        "world_size": "Ranks",
+        "tokens_per_step_per_rank": "Tokens per step and rank",
+        "torch": "torch",
+    }
+    form = "%Y-%m-%d %H:%M UTC"
+    rows = [("Date", report.date(before, form), report.date(after, form))]
+    for key, name in names.items():
+        rows.append((name, str(before.get(key, "-")), str(after.get(key, "-"))))
+    notes = []
+    if before["tokens_per_step_per_rank"] != after["tokens_per_step_per_rank"]:
+        notes.append("The steps have different numbers of tokens: compare shares, not times.")
+    return Section(
+        "Runs", "", ("", "before", "after"), (False,) * 3, tuple(rows), notes=tuple(notes)
+    )
+
+
+def _table(name: str, before: dict[str, Any], after: dict[str, Any], part: str) -> Section:
+    step = after["window_ms"] - before["window_ms"]
+    rows = []
+    for change in changes(before, after, part):
+        if abs(change.ms) < NEGLIGIBLE_MS and not change.status:
+            continue
+        cells = [
+            change.name[:MAX_NAME],
+            f"{change.before_ms:,.3f}" if change.in_before else "-",
+            f"{change.before_ms / before['window_ms']:.1%}" if change.in_before else "-",
+            f"{change.after_ms:,.3f}" if change.in_after else "-",
+            f"{change.after_ms / after['window_ms']:.1%}" if change.in_after else "-",
+            f"{change.ms:+,.3f}",
+            f"{change.ms / step:.0%}" if step else "-",
+        ]
+        if part == "kernels":
+            cells = [change.kind, *cells, change.status]
+        rows.append(tuple(cells))
+    heads = ["before, ms", "share", "after, ms", "share", "change, ms", "of the step's change"]
+    if part == "classes":
+        return Section(
+            name, "", ("class", *heads), (False, *(True,) * 6), tuple(rows), notes=NOTES[:1]
+        )
+    return Section(
+        name,
+        "",
+        ("class", "kernel", *heads, "status"),
+        (False, False, *(True,) * 6, False),
+        tuple(rows),
+        notes=NOTES,
+    )
