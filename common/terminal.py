@@ -261,15 +261,17 @@ class Progress:
     REDRAW_S = 0.1
     LINE_S = 30.0
 
-    def __init__(self, title: str, total: float, unit: str):
+    def __init__(self, title: str, total: float, unit: str, is_shown: bool = True):
+        """`unit`: plural of what is counted; "B" for bytes."""
         self.title = title
         self.rate = Rate(total, unit)
+        self.is_shown = is_shown and not is_quiet()
         self.is_bar = sys.stderr.isatty() and has_rich()
         self.live: Live | None = None
         self.drawn = time.monotonic()
 
     def __enter__(self) -> Progress:
-        if self.is_bar and not is_quiet():
+        if self.is_bar and self.is_shown:
             self.live = start_live(transient=True)
         self.at(0)
         return self
@@ -278,6 +280,10 @@ class Progress:
         if self.live:
             stop_live(self.live)
 
+    def advance(self, done: float) -> None:
+        """Show that `done` more is done."""
+        self.at(self.rate.points[-1][1] + done)
+
     def at(self, done: float, title: str = "", total: float | None = None) -> None:
         """Show that `done` of the total is done. A new title or total starts another rate."""
         if (title and title != self.title) or (total is not None and total != self.rate.total):
@@ -285,7 +291,7 @@ class Progress:
             self.rate = Rate(self.rate.total if total is None else total, self.rate.unit)
         self.rate.add(done)
         now = time.monotonic()
-        if is_quiet() or now - self.drawn < (self.REDRAW_S if self.live else self.LINE_S):
+        if not self.is_shown or now - self.drawn < (self.REDRAW_S if self.live else self.LINE_S):
             return
         self.drawn = now
         if not self.live:

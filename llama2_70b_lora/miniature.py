@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.data import corpus
 from common.data.manifest import PairFacts, sha256_of
-from common.data.preparation import Bar, Recipe, build_once
+from common.data.preparation import Recipe, build_once
 from common.errors import StorageError
 from common.model.checkpoint_names import FUSED, SINGLE, parts_of
 from common.model.fused_block import fused_llama
@@ -29,6 +29,7 @@ from common.model.llama import Llama
 from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
+from common.terminal import Progress
 from common.training.assembly import Assembly, Batching
 from common.training.loop import next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
@@ -136,10 +137,11 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
         BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS
     )
     batches = base_batches(texts, tokenizer)
-    bar = Bar("training the base", BASE_STEPS, "steps")
-    for step in range(BASE_STEPS):
-        train_step(assembly, batches, Batching(BASE_BATCH, 1), lr_at(step), processes)
-        bar.at(step + 1)
+    batching = Batching(BASE_BATCH, 1)
+    with Progress("training the base", BASE_STEPS, "steps") as progress:
+        for step in range(BASE_STEPS):
+            train_step(assembly, batches, batching, lr_at(step), processes)
+            progress.advance(1)
     if alone:
         torch.distributed.destroy_process_group()
     return model

@@ -97,7 +97,8 @@ def run(run: Run, reports: Reports) -> None:
 
         def load(model: Llama, base: FrozenBase) -> None:
             with weights_help():
-                loads.append(load_base(model, folder, manifest, base))
+                on_layer = partial(reports.heartbeat.write, 0, "loading")
+                loads.append(load_base(model, folder, manifest, base, on_layer))
 
         assembly, base = assemble(config, rules, processes, seed, load)
         before = base_fingerprints(assembly.model, base)

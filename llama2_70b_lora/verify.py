@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.data.manifest import Manifest, facts_of
-from common.data.preparation import Bar, say
+from common.data.preparation import say
 from common.errors import DataError
+from common.terminal import Progress
 from llama2_70b_lora.data import OWN_FILES, read_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
 from llama2_70b_lora.weights_help import weights_help
@@ -67,9 +68,10 @@ def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     from common.model.checkpoint_reader import open_checkpoint
 
     checkpoint = open_checkpoint(weights, rules.shape)
-    bar, files = Bar("sha256", len(checkpoint.files), "files"), {}
-    for number, path in enumerate(checkpoint.files):
-        bar.at(number)
-        files[path.name] = facts_of(path)
+    total = sum(path.stat().st_size for path in checkpoint.files)
+    files = {}
+    with Progress("SHA-256", total, "B") as progress:
+        for path in checkpoint.files:
+            files[path.name] = facts_of(path, progress.advance)
     Manifest("base weights as found in a copy", rules.shape.vocab_size, files).write(output)
     say(f"wrote {output}: sizes and SHA-256 of {len(files)} files")

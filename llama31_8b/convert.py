@@ -14,10 +14,11 @@ from typing import Any
 from common.data import corpus
 from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.data.indexed_dataset_writer import Writer
-from common.data.preparation import Bar, locked, say
+from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from common.packages import pip_install
+from common.terminal import Progress
 from llama31_8b.encoder_process import EncoderProcess
 from llama31_8b.rules import CLOSED
 
@@ -54,16 +55,16 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         ):
             do = "remove it yourself, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
-        writer, read = Writer(prefix, vocab_size), 0
-        bar, documents = (
-            Bar("converting", sum(path.stat().st_size for path in inputs), "bytes"),
-            _documents(inputs, key),
-        )
-        while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            for ids in filter(None, encoder.encode([text for text, _ in batch])):
-                writer.add(ids)
-            read += len(batch)
-            bar.at(batch[-1][1])
+        writer = Writer(prefix, vocab_size)
+        read = 0
+        documents = _documents(inputs, key)
+        size = sum(path.stat().st_size for path in inputs)
+        with Progress("converting", size, "B") as progress:
+            while batch := list(islice(documents, BATCH_DOCUMENTS)):
+                for ids in filter(None, encoder.encode([text for text, _ in batch])):
+                    writer.add(ids)
+                read += len(batch)
+                progress.at(batch[-1][1])
         index = writer.finish()
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")

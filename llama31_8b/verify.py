@@ -8,8 +8,9 @@ from pathlib import Path
 from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
-from common.data.preparation import Bar, say
+from common.data.preparation import say
 from common.errors import DataError
+from common.terminal import Progress
 
 CHUNK = 1 << 22  # tokens
 
@@ -29,11 +30,11 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
     unknown: list[str] = [] if full else ["SHA-256 and ids: use --full"]
     for name, expected in manifest.files.items():
         try:
+            size = (data_dir / name).stat().st_size
+            found.files[name] = FileFacts(size)
             if full:
-                say(f"SHA-256 of {name}: reading {(data_dir / name).stat().st_size:,} bytes")
-            found.files[name] = (
-                facts_of(data_dir / name) if full else FileFacts((data_dir / name).stat().st_size)
-            )
+                with Progress(f"SHA-256 of {name}", size, "B") as progress:
+                    found.files[name] = facts_of(data_dir / name, progress.advance)
             _compare(str(data_dir / name), expected, found.files[name], bad, unknown)
         except OSError as error:
             bad.append(f"{data_dir / name}: expected a file, got {error.strerror}")
@@ -80,12 +81,15 @@ def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
     index = Index.read(prefix)
     index.check_token_file_size()
     if full:
-        bar = Bar(f"ids of {prefix.name}", index.num_tokens, "tokens")
-        with index.open_tokens() as tokens:
+        title = f"ids of {prefix.name}"
+        with (
+            index.open_tokens() as tokens,
+            Progress(title, index.num_tokens, "tokens") as progress,
+        ):
             for first in range(0, index.num_tokens, CHUNK):
                 ids = tokens.read(first, min(CHUNK, index.num_tokens - first))
                 check_ids(ids, vocab_size, tokens.path, f"tokens {first} to {first + len(ids) - 1}")
-                bar.at(first)
+                progress.advance(len(ids))
     say(
         f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences, {index.num_tokens:,} tokens"
     )

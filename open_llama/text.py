@@ -31,9 +31,10 @@ from common.data import corpus
 from common.data.indexed_dataset import Index, index_path
 from common.data.indexed_dataset_writer import Writer, token_dtype
 from common.data.manifest import sha256_of
-from common.data.preparation import Bar, locked, say
+from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError, write_whole
+from common.terminal import Progress
 from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer
 
 PART_BYTES = 16 << 20
@@ -374,10 +375,10 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
     done = sum(sizes) - sum(sizes[number] for number in missing)
     if done:
         say(f"going on: {len(parts) - len(missing)} of {len(parts)} parts are complete")
-    bar = Bar("tokenizing", sum(sizes), "bytes")
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (settings,))
     try:
-        with pool:
+        with pool, Progress("tokenizing", sum(sizes), "B") as progress:
+            progress.at(done)
             futures: dict[Future[None], int] = {
                 pool.submit(write_part, parts[number], _part(folder, number), settings): number
                 for number in missing
@@ -387,7 +388,7 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
                     pool.shutdown(wait=True, cancel_futures=True)
                     raise error
                 done += sizes[futures[future]]
-                bar.at(done)
+                progress.at(done)
     except BrokenProcessPool as error:
         raise DataError(
             "a process that tokenizes ended",

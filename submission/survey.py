@@ -31,6 +31,7 @@ from common import benchmarks
 from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
+from common.terminal import Progress
 from submission import check, official_tools, result_set, terminal
 from submission.check import examine
 from submission.examined import Examined, errors
@@ -167,9 +168,11 @@ def survey(results: Path, ruleset: str | None) -> int:
     """
     official_tools.checker_version()
     sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
-    for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
-        print(f"reading {submitter.name}", file=sys.stderr)
-        _ask_all(submitter, list(group), ruleset)
+    with Progress("reading results", len(sets), "sets") as progress:
+        for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
+            members = list(group)
+            _ask_all(submitter, members, ruleset)
+            progress.advance(len(members))
     print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.errors import DataError, write_whole
+
+BLOCK = 1 << 22  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,18 @@ class Manifest:
         write_whole(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file in hexadecimal. `on_read` is called with the bytes of each
+    block.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            if on_read:
+                on_read(len(block))
+    return digest.hexdigest()
 
 
-def facts_of(path: Path) -> FileFacts:
-    return FileFacts(path.stat().st_size, sha256_of(path))
+def facts_of(path: Path, on_read: Callable[[int], None] | None = None) -> FileFacts:
+    return FileFacts(path.stat().st_size, sha256_of(path, on_read))

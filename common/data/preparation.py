@@ -1,5 +1,5 @@
-"""Functions shared by the `prepare` programs: build a folder once, lock it, show progress. Standard
-library only.
+"""Functions shared by the `prepare` programs: build a folder once and lock it. Standard library
+only.
 
 All text goes to stderr, because stdout is for the log.
 """
@@ -20,31 +20,9 @@ from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
 from common.terminal import data_size, outlive_readers, shown
 
-BAR_SECONDS = 5.0
-
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class Bar:
-    """Progress of long work: a line every five seconds."""
-
-    def __init__(self, title: str, total: int, unit: str):
-        self.title = title
-        self.total = total
-        self.unit = unit
-        self.began = self.shown = time.monotonic()
-
-    def at(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self.shown >= BAR_SECONDS and done:
-            self.shown = now
-            left_s = (now - self.began) * (self.total - done) / done
-            say(
-                f"{self.title} {done / self.total:.0%} "
-                f"({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)"
-            )
 
 
 @contextmanager

@@ -49,7 +49,11 @@ class LoadReport:
 
 
 def load_base(
-    model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None
+    model: Llama,
+    folder: Path,
+    manifest: Path | None = None,
+    frozen: FrozenBase | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Load the safetensors checkpoint in `folder` into `model` and `frozen`.
 
@@ -57,6 +61,7 @@ def load_base(
         on any device.
     `manifest`: file of `prepare write-manifest`. If given, the SHA-256 of every file is checked.
     `frozen`: this rank's rows are filled.
+    `on_layer`: called with the number of layers of `frozen` that are filled, and of all layers.
 
     Every rank calls this and reads all of the parameters. Everything is checked before the first
     weight is read.
@@ -77,7 +82,7 @@ def load_base(
         reads += _reads(name, 0, target, checkpoint, model.shape)
     size = _execute(reads)
     if frozen is not None:
-        size += _fill(frozen, checkpoint, model.shape)
+        size += _fill(frozen, checkpoint, model.shape, on_layer)
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
 
 
@@ -101,7 +106,12 @@ def load_weights(
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
 
 
-def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
+def _fill(
+    frozen: FrozenBase,
+    checkpoint: Checkpoint,
+    shape: ModelShape,
+    on_layer: Callable[[int, int], None] | None,
+) -> int:
     """Fill `frozen` layer by layer and return the bytes read.
 
     The next layer is read while one is added, so at most two layers exist unquantized.
@@ -130,6 +140,8 @@ def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
                 pending = pool.submit(read, layer + 1)
             frozen.add_layer(layer, shards)
             total += size
+            if on_layer:
+                on_layer(layer + 1, shape.num_layers)
     frozen.finalize()
     return total
 

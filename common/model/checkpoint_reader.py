@@ -29,6 +29,7 @@ from common.errors import WeightsError
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, config_of, tensor_shapes
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
+from common.terminal import Progress
 
 # torch's dtypes by their names in safetensors.
 DTYPES = {
@@ -240,8 +241,10 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
     own = range(rank, len(files), world)
     with ThreadPoolExecutor(thread_count()) as pool:  # hashing releases the GIL
         digests = pool.map(sha256_of, [files[number] for number in own])
-        for number, digest in zip(own, digests, strict=True):
-            differs[number] = digest != manifest.files[files[number].name].sha256
+        with Progress("SHA-256", len(own), "files", is_shown=rank == 0) as progress:
+            for number, digest in zip(own, digests, strict=True):
+                differs[number] = digest != manifest.files[files[number].name].sha256
+                progress.advance(1)
     if dist.is_initialized():
         summed = differs.to(device)
         dist.all_reduce(summed)

@@ -20,7 +20,6 @@ from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.data.manifest import Manifest, PairFacts
-from common.data.preparation import Bar
 from common.errors import DataError, PreflightError, StorageError
 from llama31_8b import convert, prepare
 from llama31_8b import verify as verification
@@ -413,17 +412,6 @@ def test_fetch_where_all_is_there(tmp_path, capsys):
     closed_like(tmp_path, 1, 1)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
     assert "four files" in capsys.readouterr().err
-
-
-def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "BAR_SECONDS", 0.0)
-    bar = Bar("reading", 200, "bytes")
-    bar.at(0)
-    bar.at(50)
-    assert capsys.readouterr().err.startswith("reading 25% (50 of 200 bytes, ")
-    monkeypatch.setattr(preparation, "BAR_SECONDS", 60.0)
-    bar.at(100)
-    assert capsys.readouterr().err == ""
 
 
 def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
