@@ -13,6 +13,7 @@ GPUs, where dQ is summed in 32 bits: 16 bits overflow on gfx942 at 8,192 positio
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from functools import cache
 from typing import Any
@@ -36,9 +37,25 @@ def require() -> None:
     """Import the package. Raises ImportError, AttributeError if it lacks a function."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if cudnn := cudnn_of_torch():
+        os.environ.setdefault("CUDNN_PATH", cudnn)
     importlib.import_module("transformer_engine.pytorch").DotProductAttention  # noqa: B018
     importlib.import_module(GEMM).general_gemm  # noqa: B018
     importlib.import_module(STORAGE).Float8TensorStorage  # noqa: B018
+
+
+def cudnn_of_torch() -> str:
+    """Return the directory of the cuDNN package that torch's wheel uses, "" without one.
+
+    Transformer Engine prefers the system's cuDNN. Beside another version that torch has loaded, its
+    import then fails with an undefined symbol.
+    """
+    try:
+        spec = importlib.util.find_spec("nvidia.cudnn")
+    except ImportError:
+        return ""
+    locations = spec.submodule_search_locations if spec else None
+    return next(iter(locations), "") if locations else ""
 
 
 def product(
