@@ -78,7 +78,10 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
     Raise ConfigError if the directory holds files, or if the requested profile is not possible.
     """
     if options.memory and job.selection.device == "cpu":
-        why = "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor short in the same way"
+        why = (
+            "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor "
+            "short in the same way"
+        )
         raise ConfigError(
             "profile --memory needs a GPU",
             why,

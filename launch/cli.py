@@ -139,7 +139,7 @@ OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 def read(arguments: list[str]) -> tuple[str, list[str]]:
     """Parse a command line: return its requirements file and Python's arguments for its module.
 
-    The requirements file is that of Command.needs, "" for none. Raise ConfigError for a command line
+    The requirements file is that of Command.needs, "" for none. Raise ConfigError for a line
     that is not valid. Raise SystemExit after printing the help or the version.
     """
     os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})

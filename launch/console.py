@@ -72,7 +72,10 @@ def expectation(selection: Selection, rules: Rules) -> str:
         if mean
         else "there is no reference for this global batch"
     )
-    return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {selection.config.max_samples:,}"
+    return (
+        f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at "
+        f"{selection.config.max_samples:,}"
+    )
 
 
 def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
@@ -99,10 +102,12 @@ def series_closing(
     """Return the lines after a series: attempts, failures and reasons, ledger, next command."""
     good, failed = record.good, record.failed
     lines = [
-        f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"
+        f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} "
+        f"good, {len(failed)} failed"
     ]
     lines += [
-        f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): {end['reason']}"
+        f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): "
+        f"{end['reason']}"
         for end in failed
     ]
     lines += [
@@ -112,18 +117,21 @@ def series_closing(
     lines.append(f"ledger     {shown(path)}")
     if len(good) < record.goal:
         lines.append(
-            f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues this series"
+            f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues "
+            "this series"
         )
     elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
         lines.append("next       nothing: these runs cannot be submitted")
     elif len(good) >= rcp.SUBMISSION_RUNS and (needed := windows.good_runs_needed(record.outcomes)):
         more = f"NEXP={len(good) + needed} ./run_and_time.sh {benchmark} --resume"
         lines.append(
-            f"next       {more}: the median window of ten is not valid yet, {needed} more good runs are needed"
+            f"next       {more}: the median window of ten is not valid yet, {needed} more good "
+            "runs are needed"
         )
     elif len(good) >= rcp.SUBMISSION_RUNS:
         lines.append(
-            f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says more"
+            f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says "
+            "more"
         )
     return lines
 
@@ -145,4 +153,7 @@ def outlook(good: Sequence[bool]) -> str:
         else "there is already a result"
     )
     next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
-    return f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the median window of ten must be valid)"
+    return (
+        f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the "
+        "median window of ten must be valid)"
+    )

@@ -172,11 +172,17 @@ def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
         error.exit_code = code
         return error
     if code == -signal.SIGKILL:
-        why = "SIGKILL: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
+        why = (
+            "SIGKILL: someone killed it, or the kernel did because the host ran out of memory "
+            "(see dmesg)"
+        )
         return RankLost(
             f"{who} died without a message", why, "make host memory free, then start again"
         )
-    why = f"{signal.Signals(-code).name if code < 0 else 'exit code 0'}: a crash in native code, or a device that was lost"
+    why = (
+        f"{signal.Signals(-code).name if code < 0 else 'exit code 0'}: a crash in native code, or "
+        "a device that was lost"
+    )
     return RankLost(f"{who} died without a message", why, "check the GPU and the kernel log")
 
 

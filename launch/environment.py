@@ -106,7 +106,8 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
         raise PreflightError(
             "this Python has no torch 2.10 or newer for AMD GPUs",
             "the torch of the package index is built for CUDA and would not see the GPU",
-            "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first",
+            "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from "
+            "pytorch.org first",
         )
     if not wanted:
         _require_same_machine(folder)
@@ -122,7 +123,10 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
                 # Written last, so that an incomplete environment has no stamp.
                 _stamp(folder, path).write_text(stamp)
     except OSError as error:
-        why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
+        why = (
+            f"{error.strerror or error}, and {sys.executable} lacks "
+            f"{', '.join(name for name, _ in lacking)}"
+        )
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
         raise PreflightError(f"{folder} cannot be made", why, do) from None
     return python
@@ -170,7 +174,10 @@ def _require_same_machine(folder: Path) -> None:
     }
     if machines:
         what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
-        do = "use a clone of the project for each; or setup --for cpu, cuda or cuda12 makes .venv anew for this machine"
+        do = (
+            "use a clone of the project for each; or setup --for cpu, cuda or cuda12 makes .venv "
+            "anew for this machine"
+        )
         raise PreflightError(what, "its programs cannot run here", do)
 
 
@@ -259,7 +266,8 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     (folder / LOCK).write_text("".join(entries.values()))
     log_path, began = folder / PIP_LOG, time.monotonic()
     inform(
-        f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(log_path)})"
+        f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip "
+        f"says: {shown(log_path)})"
     )
     if _run_pip(folder, folder / LOCK, log_path, cpu_source):
         print_stderr(*_tail(log_path)[-10:])
@@ -346,7 +354,9 @@ def _cpu_source(torch: str) -> list[str]:
     """
     if not torch:
         return []
-    wheel = f"torch-{torch.split()[0].partition('==')[2]}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
+    version = torch.split()[0].partition("==")[2]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheel = f"torch-{version}+cpu-{python}-*.whl"
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
         if any(Path(folder).glob(wheel)):
             return ["--find-links", folder]

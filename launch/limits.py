@@ -51,7 +51,10 @@ def require_limits(ranks: int) -> None:
         for thread in threads:
             thread.start()
     except RuntimeError as error:
-        what = f"this user or container may start {sum(map(threading.Thread.is_alive, threads))} more processes and threads"
+        what = (
+            f"this user or container may start {sum(map(threading.Thread.is_alive, threads))} more "
+            "processes and threads"
+        )
         raise OutOfMemory(what, f"{error}; a run needs {wanted}", DO.format("ulimit -u")) from None
     finally:
         end.set()

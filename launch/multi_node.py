@@ -156,7 +156,10 @@ class Nodes:
         try:
             return _in_thread(work, limit_s)
         except (RuntimeError, TimeoutError) as error:
-            why = f"its launcher ended, was killed or never started, or its machine cannot be reached: {str(error) or 'no answer'}"
+            why = (
+                "its launcher ended, was killed or never started, or its machine cannot be "
+                f"reached: {str(error) or 'no answer'}"
+            )
             raise NodeLost(
                 f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why
             ) from None

@@ -40,21 +40,25 @@ class Tool:
 
 TOOLS = {
     "nsys": Tool(
-        "profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --output=OUT",
+        "profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none "
+        "--capture-range=cudaProfilerApi --capture-range-end=stop --output=OUT",
         result="nsys.nsys-rep",
         opens="nsys-ui FILE, or nsys stats FILE",
-        source="developer.nvidia.com/nsight-systems, or the package nsight-systems-cli of NVIDIA's CUDA repository",
+        source="developer.nvidia.com/nsight-systems, or the package nsight-systems-cli of NVIDIA's "
+        "CUDA repository",
     ),
     "ncu": Tool(
         "--profile-from-start off --nvtx --target-processes all --set detailed --export OUT",
         result="ncu.ncu-rep",
         opens="ncu-ui FILE, or ncu --import FILE",
         source="the CUDA Toolkit (nsight-compute), or developer.nvidia.com/nsight-compute",
-        needs="the right to read counters: root, or the driver's option NVreg_RestrictProfilingToAdminUsers=0",
+        needs="the right to read counters: root, or the driver's option "
+        "NVreg_RestrictProfilingToAdminUsers=0",
         one_rank=True,
     ),
     "rocprofv3": Tool(
-        "--kernel-trace --memory-copy-trace --rccl-trace --marker-trace --stats --output-format pftrace csv --output-directory DIR --output-file rocprofv3",
+        "--kernel-trace --memory-copy-trace --rccl-trace --marker-trace --stats --output-format "
+        "pftrace csv --output-directory DIR --output-file rocprofv3",
         result="rocprofv3_results.pftrace, rocprofv3_kernel_stats.csv",
         opens="ui.perfetto.dev",
         source="ROCm's package rocprofiler-sdk, in /opt/rocm/bin",
@@ -85,7 +89,10 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
             meant(name, TOOLS),
         )
     if TOOLS[name].one_rank and ranks > 1:
-        why = "it runs each kernel several times, and one of NCCL then waits for the other ranks for ever"
+        why = (
+            "it runs each kernel several times, and one of NCCL then waits for the other ranks "
+            "for ever"
+        )
         raise ConfigError(
             f"{name} cannot watch one of {ranks} ranks",
             why,

@@ -111,7 +111,8 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
         print_stderr(
-            "NOTE       the data is still in the page cache, and the log will say so: not for submission"
+            "NOTE       the data is still in the page cache, and the log will say so: not for "
+            "submission"
         )
     # A signal that arrives while the log is judged does not change the run's outcome.
     with signals_noted() as received:
@@ -199,7 +200,10 @@ def judge(
     elif ending.hang and not nodes.failed:
         error, facts = ending.hang, ending.culprit or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
-        why = f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
+        why = (
+            f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did "
+            "because the host ran out of memory (see dmesg)"
+        )
         error = RankLost(
             "torchrun, which starts the ranks, was killed",
             why,

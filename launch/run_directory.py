@@ -117,12 +117,14 @@ def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
     commit, changes = git(root, "rev-parse", "HEAD"), git(root, "status", "--porcelain")
     if commit is None or changes is None:
         found.append(
-            f"git names no commit of {root}: there is no git, no repository, or one of another owner (git status says which)"
+            f"git names no commit of {root}: there is no git, no repository, or one of another "
+            "owner (git status says which)"
         )
     elif changes:
         lines = changes.splitlines()
         found.append(
-            f"{len(lines)} changed or untracked in the checkout, such as {lines[0].split(maxsplit=1)[-1]}"
+            f"{len(lines)} changed or untracked in the checkout, such as "
+            f"{lines[0].split(maxsplit=1)[-1]}"
         )
     if not environment.get("MLPERF_SUBMISSION_ORG"):
         found.append("MLPERF_SUBMISSION_ORG is not set")

@@ -90,7 +90,10 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
             "correct it, or unset it for a random one",
         )
     if int(count) != 1 or limit or resume:
-        why = "every run of a series needs its own random seed: a series with chosen seeds cannot be submitted"
+        why = (
+            "every run of a series needs its own random seed: a series with chosen seeds cannot "
+            "be submitted"
+        )
         raise ConfigError(
             f"SEED={seed} is for a single run only",
             why,
@@ -106,7 +109,10 @@ def continued(request: Request, run: Path, benchmark: str, config: RunConfig) ->
     WeightsError if the checkpoint's facts are damaged.
     """
     if request.goal != 1 or request.max_failures or request.resume:
-        why = "it is one run, with the seed of the one before; a series needs its own random seed for each run"
+        why = (
+            "it is one run, with the seed of the one before; a series needs its own random seed "
+            "for each run"
+        )
         raise ConfigError(
             "--continue is for a single run", why, "leave out NEXP, --max-failures and --resume"
         )
@@ -387,7 +393,8 @@ def resume_series(series: Series, facts: dict, request: Request) -> Series:
     for start in record.open_starts:
         _enter_as_lost(series, start)
     print_stderr(
-        f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of {record.goal} good"
+        f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of "
+        f"{record.goal} good"
     )
     return series
 

@@ -21,7 +21,10 @@ from launch.torch_build import BUILDS, missing_compiler, suitable_builds
 
 def parser(benchmark: str = "") -> Parser:
     parser = Parser("setup", __doc__, ["setup", "setup --for cuda"])
-    text = "build of torch: cpu, cuda (CUDA 13, driver 580), cuda12 (driver 525, on Blackwell 570) or rocm (default: this machine's)"
+    text = (
+        "build of torch: cpu, cuda (CUDA 13, driver 580), cuda12 (driver 525, on Blackwell 570) "
+        "or rocm (default: this machine's)"
+    )
     parser.add_argument("--for", dest="build", choices=BUILDS, default="", help=text)
     return parser
 

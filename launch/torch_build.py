@@ -144,9 +144,15 @@ def require_fitting_torch(
     library, name = ("rocm", "ROCm") if found.vendor == "amd" else ("cuda", "CUDA")
     do = "use a container with ROCm and torch (see Dockerfile)"
     if found.vendor == "nvidia":
-        do = "./run_and_time.sh setup --for cuda makes .venv with torch for CUDA; leave other Python environments first"
+        do = (
+            "./run_and_time.sh setup --for cuda makes .venv with torch for CUDA; leave other "
+            "Python environments first"
+        )
     if not versions.get(library):
-        why = f"it is built for {'CPUs' if not {'cuda', 'rocm'} & {*versions} else 'the GPUs of another maker'}"
+        why = (
+            "it is built for "
+            f"{'CPUs' if not {'cuda', 'rocm'} & {*versions} else 'the GPUs of another maker'}"
+        )
         raise PreflightError(
             f"{torch} cannot use the {vendor} GPUs of this machine: it is not built for {name}",
             why,
@@ -174,5 +180,8 @@ def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:
         missing.append("Python.h")
     if not missing:
         return ""
-    packages = f"apt-get install gcc python{sysconfig.get_python_version()}-dev, or dnf install gcc python3-devel"
+    packages = (
+        f"apt-get install gcc python{sysconfig.get_python_version()}-dev, or dnf install gcc "
+        "python3-devel"
+    )
     return f"{' and '.join(missing)} not found, which Triton needs to compile: {packages}"

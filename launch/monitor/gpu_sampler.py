@@ -87,7 +87,8 @@ def _end(process: subprocess.Popen) -> None:
         return
     if ended_early and process.returncode:
         print_stderr(
-            f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected"
+            f"note: the GPU sampler ended early with code {process.returncode}; the run is not "
+            "affected"
         )
 
 

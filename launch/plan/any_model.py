@@ -2,7 +2,8 @@
 
 `./run_and_time.sh plan` needs no benchmark, no GPU and no torch.
 
-    plan --model NAME|config.json --gpus 8 --gpu MI300X [--lora] [--batch N] [--seq N] [--precision bf16|fp8]
+    plan --model NAME|config.json --gpus 8 --gpu MI300X [--lora] [--batch N] [--seq N]
+         [--precision bf16|fp8] [--train-tokens X]
     plan --mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8
     plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
 
@@ -234,9 +235,18 @@ def describe(request: Request) -> list[str]:
 def title(request: Request) -> str:
     shape, kind, gpus = request.shape, request.kind, request.gpus
     what = f"LoRA of rank {request.lora_rank}" if request.lora_rank else "all weights trained"
-    weights = f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in bf16"
-    memory = f"{gpus} x {kind.name} of {kind.memory_bytes / plan.GIB:.0f} GiB, {gpus * kind.memory_bytes / plan.GIB:,.0f} GiB in all"
-    return f"{request.name}: {weights}; {what}, {request.precision}, batch {request.batch} x {request.sequence_length} tokens per GPU; {memory}"
+    weights = (
+        f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in "
+        "bf16"
+    )
+    memory = (
+        f"{gpus} x {kind.name} of {kind.memory_bytes / plan.GIB:.0f} GiB, "
+        f"{gpus * kind.memory_bytes / plan.GIB:,.0f} GiB in all"
+    )
+    return (
+        f"{request.name}: {weights}; {what}, {request.precision}, batch {request.batch} x "
+        f"{request.sequence_length} tokens per GPU; {memory}"
+    )
 
 
 def speed_lines(request: Request, shown: Arrangement) -> list[str]:
@@ -283,7 +293,10 @@ def arrangements_table(request: Request) -> str:
 
 def verdict(request: Request, shown: Arrangement) -> str:
     needed, usable = gib(shown.memory.needed), gib(plan.usable_bytes(request.kind))
-    sizes = f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each {request.kind.name}"
+    sizes = (
+        f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each "
+        f"{request.kind.name}"
+    )
     if plan.fits(shown.memory, request.kind):
         return f"It fits: {sizes}; {usable - needed:.1f} left."
     most = sorted(shown.memory.parts.items(), key=lambda part: -part[1])[:2]
@@ -375,7 +388,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     found = utilization(parameters, tokens, options.seconds, gpus, peak, more)
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in found]
     return [
-        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: {tokens / options.seconds:,.1f} tokens/s on {gpus} GPUs"
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
+        f"{tokens / options.seconds:,.1f} tokens/s on {gpus} GPUs"
         f" of {peak / 1e12:,.1f} TFLOP/s each",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),

@@ -39,9 +39,11 @@ from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
 
 SOURCES = """\
-Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from our own runs on H200s; speed on AMD GPUs
-follows from AMD's published MLPerf results and thus describes AMD's software; of the MI300X and MI325X these are LoRA alone, and the one 8B result
-on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was run on an AMD GPU or an H100."""
+Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
+our own runs on H200s. Speed on AMD GPUs follows from AMD's published MLPerf results and thus
+describes AMD's software. For the MI300X and MI325X these are results of LoRA alone; the one 8B
+result on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was
+run on an AMD GPU or an H100."""
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
@@ -195,16 +197,27 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     `source`: its file, or the file that it was derived from.
     """
     work = workload(benchmark, config)
-    batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
-    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.linear_format.in_fp8 else config.precision}"
+    batch = (
+        f"global batch {config.global_batch_size} = {config.world_size} x micro-batch "
+        f"{config.micro_batch_size} x "
+    )
+    title = (
+        f"{benchmark}, {source}: {config.world_size} x {config.gpu}, "
+        f"{batch}{config.gradient_accumulation_steps}, "
+        f"{'FP8' if config.linear_format.in_fp8 else config.precision}"
+    )
     if kind is None:
         return [title, "", "A CPU: its memory and its speed are not calculated."]
     memory = plan.memory_peak(config, work)
-    host = f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's {config.gpus_per_node} GPUs."
+    host = (
+        f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's "
+        f"{config.gpus_per_node} GPUs."
+    )
     return [
         *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
         *([host] if plan.offloaded_layers(config, work) else []),
-        f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
+        "Largest micro-batch that fits, all else unchanged: "
+        f"{plan.largest_micro_batch(config, work, kind)}.",
         *(
             "",
             flops_line(work),
@@ -219,9 +232,15 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
     usable, needed = plan.usable_bytes(kind), memory.needed
-    sizes = f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on {kind.name}"
+    sizes = (
+        f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
+        f"{kind.name}"
+    )
     if not plan.fits(memory, kind):
-        return f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; {advice(config, work, kind)}"
+        return (
+            f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; "
+            f"{advice(config, work, kind)}"
+        )
     return f"fits: {sizes}; {gib(usable - needed):.1f} left"
 
 
@@ -231,7 +250,10 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
         return ""
     work = workload(benchmark, config)
     memory = plan.memory_peak(config, work)
-    return f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it {verdict(memory, config, work, kind)}"
+    return (
+        f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
+        f"{verdict(memory, config, work, kind)}"
+    )
 
 
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
@@ -257,7 +279,10 @@ def flops_line(work: Workload) -> str:
         else shape.training_flops_per_token(length)
     )
     formula = "4 N + 6 N_lora + 6 L S H" if work.lora_rank else "6 N + 6 L S H"
-    return f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = {shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
+    return (
+        f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = "
+        f"{shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
+    )
 
 
 def target_line(benchmark: str, config: RunConfig) -> str:
@@ -269,7 +294,10 @@ def target_line(benchmark: str, config: RunConfig) -> str:
         return (
             f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
         )
-    return f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
+    return (
+        f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at "
+        f"global batch {batch}, and the evaluations."
+    )
 
 
 SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]

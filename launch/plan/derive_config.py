@@ -327,7 +327,10 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
             **thrifty(all_layers),
         }.items()
     )
-    sizes = f"{gib(needed(gpus, all_layers).needed):.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} usable"
+    sizes = (
+        f"{gib(needed(gpus, all_layers).needed):.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} "
+        "usable"
+    )
     share = start.global_batch_size // start.micro_batch_size
     counts = (
         n

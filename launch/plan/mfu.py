@@ -71,7 +71,13 @@ def remark(found: list[Utilization]) -> str:
     """Return a remark on an implausible MFU, "" for a plausible one."""
     highest = max(each.mfu for each in found)
     if highest > 1:
-        return "Above 100 % by one convention: tokens, seconds, peak or number of GPUs cannot all be right."
+        return (
+            "Above 100 % by one convention: tokens, seconds, peak or number of GPUs cannot all be "
+            "right."
+        )
     if highest < LOW:
-        return "Below 5 %: something is wrong, and tuning kernels will not help. Look for GPUs that wait: for data, for the host, for each other."
+        return (
+            "Below 5 %: something is wrong, and tuning kernels will not help. Look for GPUs that "
+            "wait: for data, for the host, for each other."
+        )
     return ""

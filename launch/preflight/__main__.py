@@ -327,7 +327,10 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
         if rank.phase != "done" and not rank.error
     ]
     value = "; ".join(failed or silent or stopped)
-    do = "out of memory: see who uses the GPU; else see the messages above, and the kernel log for this address"
+    do = (
+        "out of memory: see who uses the GPU; else see the messages above, and the kernel log for "
+        "this address"
+    )
     return graded(
         "measuring processes",
         value or "all finished",

@@ -28,7 +28,10 @@ def judge_presence(
     name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
-        do = "bench and throughput measure it; a run needs an entry for it in common/gpu_kinds.py (CONTRIBUTING.md)"
+        do = (
+            "its kind is derived, and its runs cannot be submitted; CONTRIBUTING.md says how to "
+            "add an entry to common/gpu_kinds.py"
+        )
     return [
         graded("GPU kind", name, kind_name, do, refuse=name != kind_name, warn=is_unknown),
         graded(
@@ -82,7 +85,10 @@ def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
     for rank in ranks:
         is_same = rank.arch.startswith(kind.arch) and kind.compute_units in (0, rank.compute_units)
         is_whole = rank.memory_bytes >= WHOLE_CARD * kind.memory_bytes
-        text = f"{rank.name}, {rank.arch}, {rank.compute_units} compute units, {rank.memory_bytes / GIB:.0f} GiB"
+        text = (
+            f"{rank.name}, {rank.arch}, {rank.compute_units} compute units, "
+            f"{rank.memory_bytes / GIB:.0f} GiB"
+        )
         findings.append(("ok" if is_same and is_whole else "refuse", text))
     return _per_gpu("GPUs as torch sees them", expected, do, ranks, findings, ranks[0].name)
 
@@ -107,7 +113,10 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
         "end the processes on these GPUs (nvidia-smi, rocm-smi)",
     )
     if is_grace:
-        do += "; if there are none, it is page cache: drop it, or load the driver in CDMM mode (driver 580)"
+        do += (
+            "; if there are none, it is page cache: drop it, or load the driver in CDMM mode "
+            "(driver 580)"
+        )
     return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
 
 
@@ -215,7 +224,10 @@ def judge_self_test(
         or f"nothing is known of it with {have}: try other versions, and report it"
     )
     slowest = max(rank.self_test_s for rank in ranks)
-    good = f"{len(ranks[0].self_test)} ops, {slowest:.1f} s; attention by {', '.join(sorted({rank.attention for rank in ranks}))}"
+    good = (
+        f"{len(ranks[0].self_test)} ops, {slowest:.1f} s; attention by "
+        f"{', '.join(sorted({rank.attention for rank in ranks}))}"
+    )
     return _per_gpu(check, expected, do, ranks, findings, good)
 
 
@@ -235,7 +247,8 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
             rows.append(
                 skipped(
                     name,
-                    f"{_range(values, unit) if values else 'not measured'}: processes of a CPU share its cores",
+                    f"{_range(values, unit) if values else 'not measured'}: processes of a CPU "
+                    "share its cores",
                 )
             )
             continue
@@ -289,7 +302,10 @@ def _not_slower(
         slower = 1 - round(rank.speeds[name] / reference, 4)
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
         findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
-    do = "find out who else uses this GPU; check its clocks, power and temperature; then reset it or leave it out"
+    do = (
+        "find out who else uses this GPU; check its clocks, power and temperature; then reset it "
+        "or leave it out"
+    )
     return _per_gpu(
         check,
         expected,

@@ -115,7 +115,10 @@ def judge(
         )
     ]
     if device == "cuda":
-        do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
+        do = (
+            "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the "
+            "tmpfs"
+        )
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
         rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
         # RDMA locks the memory that it registers, so several nodes need this. No need is known on
@@ -196,7 +199,10 @@ def judge_software() -> CheckRow:
     The local part of the version names its build (+cu130, +rocm7.2).
     """
     triton = next(filter(None, map(version_of, known_issues.PACKAGES["triton"])), "")
-    text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
+    text = (
+        f"Python {platform.python_version()}, torch {version_of('torch')}, triton "
+        f"{triton or 'missing'}"
+    )
     oldest = ".".join(map(str, OLDEST_TORCH))
     is_old = (
         tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2])
@@ -265,7 +271,10 @@ def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
     The log must name a commit without changes, and an organization.
     """
     found = doubts(root, environment)
-    do = "commit, ignore or remove the files, run as the owner of the checkout, set the variable: else package will refuse the runs"
+    do = (
+        "commit, ignore or remove the files, run as the owner of the checkout, set the variable: "
+        "else package will refuse the runs"
+    )
     return graded(
         "checkout",
         "; ".join(found) or "a clean commit",

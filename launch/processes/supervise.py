@@ -107,8 +107,14 @@ class HangWatch:
                 self.beats.values(),
                 key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]),
             )
-            why = f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in {culprit['phase']!r}"
-        what = f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the others"
+            why = (
+                f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in "
+                f"{culprit['phase']!r}"
+            )
+        what = (
+            f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the "
+            "others"
+        )
         return Hang(
             what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"
         ), culprit
