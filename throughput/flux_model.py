@@ -60,24 +60,25 @@ class FluxShape:
         tokens = image_tokens + text_tokens
         # Weights of qkv, out and the MLP's two matrices. A single block has as many.
         per_token = (4 + 2 * self.mlp_ratio) * hidden**2
-        vectors = (
-            2 * (SINUSOIDS + hidden) * hidden + (self.pooled_size + hidden) * hidden + 2 * hidden**2
-        )
-        vectors += (12 * self.double_blocks + 3 * self.single_blocks) * hidden**2  # modulations
-        ends = (2 * self.in_channels * image_tokens + self.context_size * text_tokens) * hidden
-        forward = (
-            2 * (self.blocks * per_token * tokens + vectors + ends)
-            + self.blocks * 4 * tokens**2 * hidden
-        )
-        return 3 * forward
+        time_and_guidance = 2 * (SINUSOIDS + hidden) * hidden
+        pooled_text = (self.pooled_size + hidden) * hidden
+        block_modulations = (12 * self.double_blocks + 3 * self.single_blocks) * hidden**2
+        output_modulation = 2 * hidden**2
+        vectors = time_and_guidance + pooled_text + block_modulations + output_modulation
+        # Projections of image tokens at both ends, and of text tokens at the beginning.
+        image_ends = 2 * self.in_channels * image_tokens * hidden
+        text_end = self.context_size * text_tokens * hidden
+        weights = self.blocks * per_token * tokens + vectors + image_ends + text_end
+        attention = self.blocks * 4 * tokens**2 * hidden
+        return 3 * (2 * weights + attention)
 
 
 def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
     """Return int64 [N, 3]: zeros for text tokens, (0, row, column) for image tokens."""
-    grid = torch.cartesian_prod(
-        torch.zeros(1, dtype=torch.int64), torch.arange(rows), torch.arange(columns)
-    )
-    return torch.cat((torch.zeros(text_tokens, 3, dtype=torch.int64), grid))
+    zero = torch.zeros(1, dtype=torch.int64)
+    image = torch.cartesian_prod(zero, torch.arange(rows), torch.arange(columns))
+    text = torch.zeros(text_tokens, 3, dtype=torch.int64)
+    return torch.cat((text, image))
 
 
 def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Tensor:
@@ -105,9 +106,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 def sinusoids(value: Tensor) -> Tensor:
     """Return fp32 [B, 256]: cosines, then sines, of 1000 times `value`, fp32 [B]."""
-    frequencies = torch.exp(
-        -math.log(10000.0) / (SINUSOIDS // 2) * torch.arange(SINUSOIDS // 2, device=value.device)
-    )
+    half = SINUSOIDS // 2
+    steps = torch.arange(half, device=value.device)
+    frequencies = torch.exp(-math.log(10000.0) / half * steps)
     angle = 1000.0 * value.float()[:, None] * frequencies
     return torch.cat((angle.cos(), angle.sin()), dim=1)
 
@@ -150,7 +151,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
     """
     q = rotate(q, rope)
     k = rotate(k, rope)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    q = q.transpose(1, 2)  # [B, heads, N, head_dim]
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -173,9 +177,8 @@ class Stream(nn.Module):
     def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         _, _, attention_gate, shift, scale, gate = modulation
         x = torch.addcmul(x, attention_gate, self.out(attended))
-        return torch.addcmul(
-            x, gate, self.down(F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh"))
-        )
+        inner = F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh")
+        return torch.addcmul(x, gate, self.down(inner))
 
 
 class Block(nn.Module):
@@ -190,11 +193,9 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(self, *inputs):
-        return (
-            checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
-            if self.recompute
-            else self.run(*inputs)
-        )
+        if not self.recompute:
+            return self.run(*inputs)
+        return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class DoubleBlock(Block):
@@ -206,14 +207,14 @@ class DoubleBlock(Block):
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         of_image = self.image.modulation(c)
         of_text = self.text.modulation(c)
-        parts = zip(
-            self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True
-        )
-        q, k, v = (torch.cat(part, dim=1) for part in parts)
+        text_qkv = self.text.queries(text, of_text)
+        image_qkv = self.image.queries(image, of_image)
+        q, k, v = (torch.cat(pair, dim=1) for pair in zip(text_qkv, image_qkv, strict=True))
         attended = attention(q, k, v, rope)
         text_tokens = text.shape[1]
         image = self.image.finish(image, attended[:, text_tokens:], of_image)
-        return image, self.text.finish(text, attended[:, :text_tokens], of_text)
+        text = self.text.finish(text, attended[:, :text_tokens], of_text)
+        return image, text
 
 
 class SingleBlock(Block):
@@ -228,14 +229,12 @@ class SingleBlock(Block):
 
     def run(self, x: Tensor, c: Tensor, rope: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
-        qkv, up = self.into(normalize(x, shift, scale)).split(
-            (3 * x.shape[-1], self.mlp_size), dim=-1
-        )
+        sizes = (3 * x.shape[-1], self.mlp_size)
+        qkv, up = self.into(normalize(x, shift, scale)).split(sizes, dim=-1)
         q, k, v = self.norm(qkv)
         attended = attention(q, k, v, rope)
-        return torch.addcmul(
-            x, gate, self.out(torch.cat((attended, F.gelu(up, approximate="tanh")), dim=-1))
-        )
+        inner = F.gelu(up, approximate="tanh")
+        return torch.addcmul(x, gate, self.out(torch.cat((attended, inner), dim=-1)))
 
 
 class Embedding(nn.Module):
@@ -265,7 +264,9 @@ class Inputs(nn.Module):
     def forward(
         self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        c = self.time(sinusoids(time)) + self.guidance(sinusoids(guidance)) + self.pooled(pooled)
+        c = self.time(sinusoids(time))
+        c = c + self.guidance(sinusoids(guidance))
+        c = c + self.pooled(pooled)
         return self.image(latents), self.text(text), c
 
 

@@ -52,10 +52,10 @@ class GptShape:
 
         The position embedding counts one row per position of the sequence.
         """
-        biases_and_norms = (
-            self.num_layers * (9 * self.hidden_size + self.ffn_hidden_size) + 2 * self.hidden_size
-        )
-        return self.matmul_parameters + sequence_length * self.hidden_size + biases_and_norms
+        per_layer = 9 * self.hidden_size + self.ffn_hidden_size
+        biases_and_norms = self.num_layers * per_layer + 2 * self.hidden_size
+        positions = sequence_length * self.hidden_size
+        return self.matmul_parameters + positions + biases_and_norms
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         """Return 6*N + 6*L*S*H, with causal attention at half of the square.
@@ -109,9 +109,11 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.ffn_hidden_size, hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        qkv = self.qkv(self.norm_1(x_BSD)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.unbind(-3)
         x_BSD = x_BSD + self.o(causal_attention(q, k, v).flatten(-2))
-        return x_BSD + self.down(F.gelu(self.up(self.norm_2(x_BSD))))
+        inner = F.gelu(self.up(self.norm_2(x_BSD)))
+        return x_BSD + self.down(inner)
 
 
 class Gpt(nn.Module):

@@ -54,7 +54,8 @@ FACTS = {
 
 def title(what: str, data: dict[str, Any]) -> str:
     """Return the title of a page: measurement, machine and date."""
-    return f"{what}: {machine_name(data)}{', ' + date(data) if 'started' in data else ''}"
+    day = f", {date(data)}" if "started" in data else ""
+    return f"{what}: {machine_name(data)}{day}"
 
 
 def machine_name(data: dict[str, Any]) -> str:
@@ -181,21 +182,16 @@ def drawn(
     """Return the drawing of `plot`, or None if no row has all values."""
     columns = {column.key: column for column in table.columns}
     names = plot.x.split(", ")
-    shown = [row for row in rows if _has(row, plot.y) and all(_has(row, name) for name in names)]
-    xs = [
-        row[plot.x] if len(names) == 1 else ", ".join(columns[name].text(row) for name in names)
-        for row in shown
-    ]
-    points = tuple(
-        (x, row[plot.y], str(row.get(plot.by, ""))) for x, row in zip(xs, shown, strict=True)
-    )
-    return (
-        Drawing(
-            plot, (columns[names[0]].head, columns[plot.y].head), points, notes.get("roofline", {})
-        )
-        if points
-        else None
-    )
+    points = []
+    for row in rows:
+        if not all(_has(row, key) for key in (plot.y, *names)):
+            continue
+        x = row[plot.x] if len(names) == 1 else ", ".join(columns[key].text(row) for key in names)
+        points.append((x, row[plot.y], str(row.get(plot.by, ""))))
+    if not points:
+        return None
+    labels = (columns[names[0]].head, columns[plot.y].head)
+    return Drawing(plot, labels, tuple(points), notes.get("roofline", {}))
 
 
 def _has(row: dict[str, Any], key: str) -> bool:
