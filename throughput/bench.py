@@ -41,8 +41,10 @@ from common.sharding.processes import Processes, require_world_size, start_proce
 from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
+from common.training.kernel_cases import Sizes
 from common.training.loop import evaluate, pad_for_ranks, train_step
 from common.training.metrics import Events, Meter, Rate, make_meter, memory_gib
+from common.training.self_test import check_engines, require_sound
 from common.training.warmup import synthetic_batches
 from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
@@ -79,6 +81,9 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
+        if processes.device.type == "cuda":  # a run excludes an engine that computes wrongly
+            sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
+            require_sound(check_engines(sizes, processes.device), processes.device)
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
         meter = make_meter(
             config, rules.sequence_length, rules.flops_per_token, processes, Events(None)

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import engines, known_issues
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import PreflightError
+from common.errors import PreflightError, RunError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
@@ -115,32 +115,37 @@ def self_test(
 ) -> Result:
     """Run every check. An op that raises becomes a finding. Leaves no memory allocated.
 
-    An engine of attention or products whose checks fail is excluded in this process, and the next
-    one is tested. A pinned engine, or torch's own, stays, and its findings are bad.
-
     `on_op`: called before each op.
     """
     began = time.monotonic()
+    result = check_engines(sizes, device, on_op)
+    result.findings += run_checks(kernel_checks(sizes, Draw(device), result), device, on_op)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def check_engines(
+    sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
+) -> Result:
+    """Run the checks of attention and of products.
+
+    An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
+    engine, or torch's own, stays, and its findings are bad.
+    """
     result = Result()
     draw = Draw(device)
-    choices = {
-        attention_checks: partial(attention_engine, device, sizes.dtype),
-        product_checks: partial(product_engine, device, sizes.dtype),
-    }
-    for checks in (attention_checks, product_checks, kernel_checks):
+    for operation, checks, choice in (
+        (engines.ATTENTION, attention_checks, partial(attention_engine, device, sizes.dtype)),
+        (engines.PRODUCTS, product_checks, partial(product_engine, device, sizes.dtype)),
+    ):
         findings = run_checks(checks(sizes, draw, result), device, on_op)
         while bad := [finding for finding in findings if not finding.good]:
-            operation = engines.ATTENTION if checks is attention_checks else engines.PRODUCTS
-            if checks is kernel_checks or not engines.reject(
-                operation, choices[checks](), f"its self-test failed: {bad[0]}"
-            ):
+            if not engines.reject(operation, choice(), f"its self-test failed: {bad[0]}"):
                 break
             findings = run_checks(checks(sizes, draw, result), device, on_op)
         result.findings += findings
-    result.products = str(choices[product_checks]().engine)
-    for choice in choices.values():
         result.missing += choice().missing
-    result.seconds = time.monotonic() - began
+    result.products = str(product_engine(device, sizes.dtype).engine)
     return result
 
 
@@ -155,7 +160,9 @@ def run_checks(
             findings.append(finding)
             try:
                 finding.db = measure()
-            except (RuntimeError, NotImplementedError, AssertionError) as error:
+            except RunError:
+                raise  # a pinned engine that cannot be used
+            except Exception as error:  # the compilers of engines have classes of their own
                 finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
     finally:
         if device.type == "cuda":
