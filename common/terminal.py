@@ -200,8 +200,10 @@ class Rate:
     WINDOW_S = 30.0
 
     def __init__(self, total: float, unit: str):
-        """`unit`: plural of what is counted; "B" for bytes."""
-        self.total, self.unit = total, unit
+        """`unit`: plural of what is counted; "B" for bytes. A total of 0 is unknown."""
+        self.total = total
+        self.unit = unit
+        self.began = time.monotonic()
         self.points: deque[tuple[float, float]] = deque()
 
     def add(self, done: float) -> None:
@@ -220,7 +222,12 @@ class Rate:
         return (last - first) / max(ended - began, 1e-9)
 
     def text(self) -> str:
-        """Return what is done of the total, the rate and the remaining time."""
+        """Return what is done of the total, the rate and the remaining time.
+
+        Return the time that has passed if the total is unknown.
+        """
+        if not self.total:
+            return duration(time.monotonic() - self.began)
         done = self.points[-1][1] if self.points else 0
         parts = [self._amount(done)]
         if rate := self.per_second:
@@ -246,7 +253,8 @@ def progress_row(title: str, rate: Rate, width: int) -> RenderableType:
     row = Table.grid(padding=(0, 1, 0, 0))
     row.add_column(no_wrap=True, overflow="ellipsis")
     if room >= 8:
-        row.add_row(title, ProgressBar(rate.total, done, width=min(room, 30)), text)
+        bar = ProgressBar(rate.total or None, done, width=min(room, 30))  # None: it pulses
+        row.add_row(title, bar, text)
     else:
         row.add_row(Text(f"{title} {text}", no_wrap=True, overflow="ellipsis"))
     return row

@@ -32,7 +32,7 @@ from common.data.preparation import locked
 from common.errors import Interrupted, PreflightError
 from common.packages import OLDEST_TORCH, requirements
 from common.paths import ROOT
-from common.terminal import duration, inform, is_quiet, print_stderr, shown
+from common.terminal import Progress, duration, has_rich, inform, print_stderr, shown
 from launch.processes.supervise import raise_at_signals, supervise
 from launch.torch_build import BUILDS, has_hopper, installed_build, suitable_builds
 
@@ -61,6 +61,7 @@ NO_TORCH, OWN_TORCH = (
     "own",
 )
 PIP_LOG = "pip.log"
+RAW_PROGRESS = (24, 1)  # first pip that writes the bytes of a download to its log
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
 
@@ -264,60 +265,90 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
             if not name.startswith(("nvidia-", "cuda-"))
         }
     (folder / LOCK).write_text("".join(entries.values()))
-    log_path, began = folder / PIP_LOG, time.monotonic()
-    inform(
-        f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip "
-        f"says: {shown(log_path)})"
-    )
+    log_path = folder / PIP_LOG
+    began = time.monotonic()
+    names = ", ".join(name for name, _ in required)
+    inform(f"installing {names} in {shown(folder)} (once; log: {shown(log_path)})")
+    if not has_rich():
+        _install_rich(folder, path, log_path)
     if _run_pip(folder, folder / LOCK, log_path, cpu_source):
         print_stderr(*_tail(log_path)[-10:])
         raise PreflightError(
             "pip could not install the packages",
-            "its last words are above",
-            f"see {log_path}, correct that and start again",
+            "the end of its log is above",
+            f"read {log_path}, correct the cause and start again",
         )
     inform(f"installed in {duration(time.monotonic() - began)}")
     return "cuda" if build == "cpu" and not cpu_source else build
 
 
+def _install_rich(folder: Path, path: Path, log_path: Path) -> None:
+    """Install the packages of the command line first, and import them from `folder`.
+
+    Later packages take minutes, and get a progress bar.
+    """
+    required, lock = required_packages(path.with_name(CLI), NO_TORCH)
+    entries = locked_entries(required, lock, False)
+    cli_lock = folder / f"{CLI}.lock"
+    cli_lock.write_text("".join(entries.values()))
+    if not _run_pip(folder, cli_lock, log_path, []):
+        sys.path.append(str(_site_packages(folder)))
+        importlib.invalidate_caches()
+
+
+def _site_packages(folder: Path) -> Path:
+    return next((folder / "lib").glob("python*/site-packages"))
+
+
 def _run_pip(folder: Path, lock: Path, log_path: Path, options: list[str]) -> int:
     """Install the entries of `lock` in `folder` by pip or uv, and return the exit code.
 
-    The last line of the log is shown on a terminal. Raise Interrupted after a signal.
+    Show the progress of each download. Raise Interrupted after a signal.
     """
-    began, python = time.monotonic(), folder / "bin" / "python"
-    installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    python = folder / "bin" / "python"
+    bar = "raw" if _pip_version(folder) >= RAW_PROGRESS else "off"
+    installer = [str(python), "-m", "pip", "install", "--progress-bar", bar]
     if uv := shutil.which("uv"):  # ten times as fast; the option searches indices in pip's order
         installer = [uv, "pip", "install", "--python", str(python)]
         installer += ["--index-strategy", "unsafe-best-match"]
     command = [*installer, "--require-hashes", "--no-deps", *options, "-r", str(lock)]
+    count = len(re.findall(r"^\w\S*==", lock.read_text(), re.MULTILINE))
+    with log_path.open("w") as log, Progress("installing", 0, "B") as progress:
 
-    def show() -> bool:
-        if sys.stderr.isatty() and not is_quiet():
-            last = next(
-                (
-                    line
-                    for line in reversed(_tail(log_path))
-                    if line.startswith(("Collecting", "Downloading", "Installing"))
-                ),
-                "",
-            )
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            print(
-                f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
+        def show() -> bool:
+            title, done, total = _download(log_path.read_text(errors="replace"), count)
+            progress.at(done, title, total)
+            return False
 
-    with log_path.open("w") as log:
-        ending = supervise(command, dict(os.environ), folder, stop=show, stdout=log, stderr=log)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        environment = dict(os.environ)
+        ending = supervise(command, environment, folder, stop=show, stdout=log, stderr=log)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     return ending.returncode
+
+
+def _pip_version(folder: Path) -> tuple[int, ...]:
+    """Return the version of the pip in `folder`, () if there is none."""
+    for info in _site_packages(folder).glob("pip-*.dist-info"):
+        return tuple(map(int, re.findall(r"\d+", info.name)[:2]))
+    return ()
+
+
+def _download(log: str, count: int) -> tuple[str, int, int]:
+    """Return what pip does by its log, and the bytes of the current file: read, and in total.
+
+    The total is 0 if it is unknown.
+
+    `count`: the number of packages to install.
+    """
+    packages = re.findall(r"^Collecting ([\w.-]+)", log, re.MULTILINE)
+    if not packages or "Installing collected packages" in log:
+        return "installing", 0, 0
+    _, _, current = log.rpartition("Collecting ")
+    title = f"{packages[-1]} ({len(packages)} of {count})"
+    if sizes := re.findall(r"^Progress (\d+) of (\d+)$", current, re.MULTILINE):
+        return title, int(sizes[-1][0]), int(sizes[-1][1])
+    return title, 0, 0
 
 
 def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:

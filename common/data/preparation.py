@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from pathlib import Path
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
-from common.terminal import data_size, outlive_readers, shown
+from common.terminal import data_size, outlive_readers, print_stderr, shown
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_stderr(text)
 
 
 @contextmanager

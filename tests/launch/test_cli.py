@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from pseudo_terminal import PseudoTerminal
@@ -230,6 +231,32 @@ def test_a_command_line_is_read_without_any_package():
         env={"PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize("line", ["--help", "llama2_70b_lora merge --help", "plan --help"])
+def test_help_needs_no_package_and_no_network(line):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "launch", "--install", *line.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PIP_INDEX_URL": "http://127.0.0.1:9"},
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: ./run_and_time.sh")
+    assert "installing" not in done.stderr and time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_help_fits_the_terminal(name, columns, monkeypatch, capsys):
+    """Lines that are longer hold one word, or an example to be copied."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        cli.read([*name.split(), "--help"])
+    text, _, _ = capsys.readouterr().out.partition("examples:")
+    wide = [line for line in text.splitlines() if len(line) > columns]
+    assert [line for line in wide if not line.startswith("  ") and " " in line.strip()] == []
 
 
 COMPLETED = {

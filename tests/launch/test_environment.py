@@ -578,3 +578,26 @@ def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, numb
             int(started), signal.SIGKILL
         )  # what pip starts is left to pip where nobody is left to end it
     assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"
+
+
+def test_the_progress_of_pip_is_read_from_its_log():
+    log = "Collecting numpy==2.4.6\n  Downloading numpy.whl (17.0 MB)\nProgress 17 of 17\n"
+    assert environment._download("", 45) == ("installing", 0, 0)
+    assert environment._download(log, 45) == ("numpy (1 of 45)", 17, 17)
+    log += "Collecting torch==2.13.0\n"
+    assert environment._download(log, 45) == ("torch (2 of 45)", 0, 0)
+    log += "Progress 100 of 900\nProgress 300 of 900\n"
+    assert environment._download(log, 45) == ("torch (2 of 45)", 300, 900)
+    log += "Installing collected packages: numpy, torch\n"
+    assert environment._download(log, 45) == ("installing", 0, 0)
+
+
+def test_rich_is_installed_first_where_it_is_missing(tmp_path, pip, monkeypatch):
+    """So that minutes of downloads have a progress bar."""
+    (tmp_path / environment.CLI).write_text("no-tool==1.0\n")
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(environment, "has_rich", lambda: False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert [found[-1] for found in pip.lists] == ["no-tool==1.0", "no-such-package==1.0"]
+    assert sys.path[-1] == str(tmp_path / ".venv/lib/python3.11/site-packages")
