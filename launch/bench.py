@@ -15,6 +15,7 @@ from launch.processes.supervise import supervise
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
+    """Return the torchrun command of `bench` or `profile`, with its config in `folder`."""
     arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
     arguments += [
         "--config",
@@ -40,6 +41,7 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
 
 
 def bench(job: Job, options: argparse.Namespace) -> int:
+    """Measure the throughput on synthetic tokens. Return 0, or the exit code of the failure."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.selection.log_name).write_text(job.config.as_toml())
@@ -56,6 +58,10 @@ def bench(job: Job, options: argparse.Namespace) -> int:
 
 
 def profile(job: Job, options: argparse.Namespace) -> int:
+    """Run a bench whose steps are profiled into --out, and say how to read the files.
+
+    Return the exit code. Raises StorageError if --out cannot be written.
+    """
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code

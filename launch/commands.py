@@ -181,6 +181,7 @@ def _add_profile_options(parser: Parser) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command NAME BENCHMARK OPTIONS in `arguments`, and return its exit code."""
     outlive_readers()
     raise_at_signals()
     name, benchmark, *rest = arguments
@@ -194,6 +195,10 @@ def main(arguments: list[str]) -> int:
 
 
 def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
+    """Start the command `name` with parsed `options`, and return its exit code.
+
+    Raises the errors of `job_from`, and ConfigError for options that conflict.
+    """
     request = (
         series.request_from(os.environ, options.max_failures, options.resume)
         if name == "run"

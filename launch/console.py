@@ -62,6 +62,7 @@ def header(
 
 
 def expectation(selection: Selection, rules: Rules) -> str:
+    """Return the target, how often it is evaluated, and what the reference needed."""
     batch = selection.config.global_batch_size
     target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
     if selection.config.miniature:

@@ -49,16 +49,12 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     )
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
-        what = (
-            f"NODE_RANK={rank} is no node of {count}"
-            if rank
-            else f"the config is for {count} nodes, and NODE_RANK is not set"
-        )
-        do = (
-            "set 0 to nodes - 1, a different number on each node, or use run.sub"
-            if count > 1
-            else "use a config with more nodes"
-        )
+        what = f"the config is for {count} nodes, and NODE_RANK is not set"
+        if rank:
+            what = f"NODE_RANK={rank}, but the config is for {count} node{'s' if count > 1 else ''}"
+        do = "use a config with more nodes"
+        if count > 1:
+            do = "set 0 to nodes - 1, a different number on each node, or use run.sub"
         raise ConfigError(what, "each node must know its number", do)
     if count == 1:
         return Node()
@@ -69,7 +65,7 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
         )
     if not port.isdigit() or not 0 < int(port) < 65535:
         raise ConfigError(
-            f"MASTER_PORT={port} is no port",
+            f"MASTER_PORT={port} is not a valid port",
             "this port and the next one are used",
             "choose one below 65535, or unset it",
         )
@@ -95,10 +91,12 @@ class Job:
 
     @property
     def config(self) -> RunConfig:
+        """The config of the selection."""
         return self.selection.config
 
     @property
     def rules(self) -> Rules:
+        """The benchmark's rules for this config."""
         return rules_of(self.benchmark, self.config)
 
     @property
@@ -114,6 +112,7 @@ class Job:
 
     @property
     def data_files(self) -> list[Path]:
+        """Paths of the files that a run reads, under the data directory."""
         return [self.data_dir / name for name in self.rules.data_files]
 
 
@@ -207,7 +206,9 @@ def ensure_data(job: Job) -> None:
         raise DataError(f"{job.data_dir} is damaged", f"{damage}; DATADIR is never written", do)
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
-        raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
+        raise DataError(
+            f"missing data file: {missing[0]}", why, f"set DATADIR, or see {prepare} --help"
+        )
     if damage:
         print_stderr(f"building the miniature's data in {shown(job.data_dir)} again: {damage}")
     command = [
@@ -262,6 +263,7 @@ def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
+    """Return the torchrun command of a run in `run_dir`."""
     arguments = [
         "--run-dir",
         str(run_dir),

@@ -90,8 +90,8 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
         )
     if TOOLS[name].one_rank and ranks > 1:
         why = (
-            "it runs each kernel several times, and one of NCCL then waits for the other ranks "
-            "for ever"
+            "it runs each kernel several times, and a repeated NCCL kernel waits for the other "
+            "ranks forever"
         )
         raise ConfigError(
             f"{name} cannot watch one of {ranks} ranks",

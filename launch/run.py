@@ -151,15 +151,17 @@ def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 
 
 def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> Ending:
-    """Run this node's ranks until they end. Only node 0 decides whether the ranks of all nodes
-    hang.
+    """Run this node's ranks until they end.
+
+    Only node 0 decides whether the ranks of all nodes hang.
     """
     config, node = job.config, job.node
     local_ranks = range(node.rank * config.gpus_per_node, (node.rank + 1) * config.gpus_per_node)
     step_s = config.hang_timeout_s * BEFORE_COLLECTIVES if node.rank == 0 else math.inf
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
-    command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
+    command = trainer_command(job, run_dir, seed)
+    environment = trainer_environment(job, cleared)
     about, on_gpus = (
         (job.benchmark, job.selection.log_name, config, job.rules),
         job.selection.device == "cuda",

@@ -25,6 +25,8 @@ REAL_RUN_VARIABLES = ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU")
 
 @dataclass(frozen=True)
 class Selection:
+    """The config of a run, and how it was selected."""
+
     config: RunConfig
     path: Path  # of a derived config: the path that its file would have
     # config_filename in the log. It ends in +derived, +forced or +modified if the run does not
@@ -293,6 +295,7 @@ def requested_gpus(environment: Mapping[str, str]) -> int:
 
 
 def key_value(text: str) -> tuple[str, str]:
+    """Return key and value of the text KEY=VALUE. Raises ConfigError for another form."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(

@@ -162,12 +162,14 @@ class Series:
         self.path = folder / ledger.NAME
 
     def append(self, event: str, **facts) -> dict:
+        """Add an event to the ledger and to the record. Raises StorageError if that fails."""
         line = {"event": event, "series": self.record.id, **facts}
         ledger.append(self.path, line)
         self.record.add(line)
         return line
 
     def start(self, run_dir: Path, seed: int) -> dict:
+        """Enter the start of an attempt in the ledger, and return its line."""
         name, selection = run_dir.name, self.selection
         about = {
             "config": selection.log_name,
@@ -179,6 +181,10 @@ class Series:
         )
 
     def end(self, start: dict, outcome: Outcome) -> None:
+        """Enter the end of the attempt that began with line `start`.
+
+        A full disk: RESERVE_FILE is removed first. Raises StorageError if space is still missing.
+        """
         error, result = outcome.error, outcome.result
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
         ending = {

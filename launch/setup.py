@@ -20,6 +20,7 @@ from launch.torch_build import BUILDS, missing_compiler, suitable_builds
 
 
 def parser(benchmark: str = "") -> Parser:
+    """Return the argument parser of `setup`."""
     parser = Parser("setup", __doc__, ["setup", "setup --for cuda"])
     text = (
         "build of torch: cpu, cuda (CUDA 13, driver 580), cuda12 (driver 525, on Blackwell 570) "
@@ -30,6 +31,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def setup(build: str) -> None:
+    """Install the packages into .venv. `build`: the build of torch, "" for this machine's."""
     raise_at_signals()
     print(python_for(ROOT / ALL, ROOT / ".venv", build))
     has_gpu = (build or suitable_builds(os.environ)[0]) != "cpu"

@@ -54,6 +54,7 @@ class Request:
     train_tokens: float | None = None  # tokens of the whole training; None: not asked
 
     def arrangements(self) -> list[Arrangement]:
+        """Return all ways to hold the model on these GPUs, the fastest first."""
         return arrangements(
             self.shape,
             self.kind,
@@ -77,6 +78,7 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
+    """Plan a model, or calculate an MFU. Return 0, or 12 if the model does not fit."""
     options = parser().parse_args(arguments)
     if options.mfu:
         print("\n".join(_mfu(options)))
@@ -87,6 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> Parser:
+    """Return the argument parser of `plan` without a benchmark."""
     parser = Parser("plan", __doc__)
     model = parser.add_argument(
         "--model",
@@ -149,6 +152,7 @@ def parser() -> Parser:
 
 
 def amount(text: str) -> float:
+    """Parse an argument that is a positive, finite number, such as 405e9."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -216,6 +220,7 @@ def _of_this_machine() -> tuple[GpuKind, int]:
 
 
 def describe(request: Request) -> list[str]:
+    """Return the lines about a model: a table of arrangements, memory, verdict and speed."""
     found, ours = request.fitting(), [each for each in request.arrangements() if each.ours]
     shown = found or min(ours, key=lambda each: each.memory.allocated)
     return [
@@ -233,6 +238,7 @@ def describe(request: Request) -> list[str]:
 
 
 def title(request: Request) -> str:
+    """Return the line with the model, its weights, its batch and the GPUs."""
     shape, kind, gpus = request.shape, request.kind, request.gpus
     what = f"LoRA of rank {request.lora_rank}" if request.lora_rank else "all weights trained"
     weights = (
@@ -292,6 +298,7 @@ def arrangements_table(request: Request) -> str:
 
 
 def verdict(request: Request, shown: Arrangement) -> str:
+    """Say whether arrangement `shown` fits; if not, what takes the memory and what would help."""
     needed, usable = gib(shown.memory.needed), gib(plan.usable_bytes(request.kind))
     sizes = (
         f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each "

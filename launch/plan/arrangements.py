@@ -45,9 +45,11 @@ class Arrangement:
 
     @property
     def memory(self) -> Memory:
+        """Peak memory of one GPU at `batch`."""
         return self.at(self.batch)
 
     def largest_batch(self, kind: GpuKind) -> int:
+        """Return the largest batch that fits on a GPU of `kind`, 0 if none does."""
         return plan.largest(lambda size: plan.fits(self.at(size), kind))
 
 

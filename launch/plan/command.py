@@ -47,6 +47,7 @@ run on an AMD GPU or an H100."""
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
+    """Print the plan of one config or of all. Return 0, or 12 if a config does not fit."""
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling.main(root, benchmark, options)
@@ -183,6 +184,7 @@ def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
 
 
 def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
+    """Return the planned step time, tokens/s and minutes to the target of `config` on `kind`."""
     return plan.estimate(
         config,
         workload(benchmark, config),
@@ -231,6 +233,7 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
 
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    """Say whether `memory` fits on `kind`, in GiB; if not, which option makes it fit."""
     usable, needed = plan.usable_bytes(kind), memory.needed
     sizes = (
         f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
@@ -286,6 +289,7 @@ def flops_line(work: Workload) -> str:
 
 
 def target_line(benchmark: str, config: RunConfig) -> str:
+    """Say where the number of sequences to the target comes from."""
     samples, batch = (
         rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
         config.global_batch_size,

@@ -67,10 +67,12 @@ class Memory:
 
 
 def usable_bytes(kind: GpuKind) -> float:
+    """Return the bytes of a GPU that torch can allocate."""
     return kind.memory_bytes * USABLE_SHARE
 
 
 def fits(memory: Memory, kind: GpuKind) -> bool:
+    """Return whether the peak, with context and fragmentation, fits on a GPU of `kind`."""
     return memory.needed <= usable_bytes(kind)
 
 
@@ -456,4 +458,5 @@ def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval
 
 
 def gib(size: float) -> float:
+    """Return `size`, in bytes, in GiB."""
     return size / GIB

@@ -10,10 +10,13 @@ from launch.plan.estimate import Memory, gib
 
 
 def memory_table(memory: Memory) -> str:
-    rows = [[name, f"{gib(size):.1f}"] for name, size in memory.parts.items() if gib(size) >= 0.05]
-    return table(
-        [f"per GPU, in {memory.moment}", "GiB"], [*rows, ["sum", f"{gib(memory.allocated):.1f}"]]
-    )
+    """Return a table of a GPU's memory at its peak, in GiB, by kind of tensor."""
+    rows = []
+    for name, size in memory.parts.items():
+        if gib(size) >= 0.05:
+            rows.append([name, f"{gib(size):.1f}"])
+    rows.append(["sum", f"{gib(memory.allocated):.1f}"])
+    return table([f"per GPU, in {memory.moment}", "GiB"], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,5 +27,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     alignment = "<" + ">" * (len(head) - 1)
     if sys.stdout.isatty() and terminal.has_rich():
         return "\n".join(terminal.table([head, *rows], alignment))
-    head, *rows = text_tables.align([head, *rows], alignment)
-    return text_tables.markdown(head, rows, alignment).rstrip("\n")
+    aligned = text_tables.align([head, *rows], alignment)
+    text = text_tables.markdown(aligned[0], aligned[1:], alignment)
+    return text.rstrip("\n")

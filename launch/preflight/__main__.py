@@ -79,10 +79,12 @@ class Request:
 
     @property
     def device(self) -> str:
+        """Device of the measuring processes: "cpu", or "cuda" for CUDA and ROCm."""
         return "cpu" if self.kind == "CPU" else "cuda"
 
 
 def main(arguments: list[str]) -> int:
+    """Examine the machine, and return the exit code: 0, 18 if a row refuses, 2 for bad usage."""
     return exit_code_of(lambda: examine(*split_benchmark(arguments)))
 
 
@@ -96,13 +98,14 @@ def examine(benchmark: str, rest: list[str]) -> None:
     print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
     if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
         raise PreflightError(
-            f"this machine is not fit for the run: {refused}",
-            "see these rows of the table",
-            "do what each row says",
+            f"this machine is not ready for the run: {refused}",
+            "these rows of the table refuse",
+            "follow the last column of each row",
         )
 
 
 def parser(benchmark: str = "") -> Parser:
+    """Return the argument parser of `preflight`."""
     parser = Parser(
         f"{benchmark} preflight".strip(),
         __doc__,
@@ -230,6 +233,7 @@ def requested_run(
 
 
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
+    """Return the rows about the host: memory, limits, data, results and system settings."""
     data_dir, log_dir = directories(benchmark, request.config, environment)
     rows = host.judge(
         host.read(), request.count, request.device, request.nodes, request.pinned_bytes
@@ -262,6 +266,7 @@ def measured(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> tuple[list[Measured], list[CheckRow]]:
+    """Run the measuring processes. Return their measurements, and the rows about them."""
     seconds = QUICK_SECONDS if options.quick else SECONDS
     print(
         f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...",

@@ -48,6 +48,7 @@ def at_least(check: str, amount: float, limits: Limits, value: str, unit: str, d
 
 
 def skipped(check: str, why: str, expected: str = "") -> CheckRow:
+    """Return a row for a check that was not made. Skipped does not mean passed."""
     return CheckRow(check, "skipped", why, expected)
 
 

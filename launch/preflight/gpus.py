@@ -25,6 +25,10 @@ BUSY_PERCENT = (1, 10)  # limits for warn and refuse; an idle card reports 0
 def judge_presence(
     kind: GpuKind | None, visible: int, kind_name: str, count: int
 ) -> list[CheckRow]:
+    """Return rows about the kind and number of GPUs.
+
+    `kind`, `visible`: the GPUs found. `kind_name`, `count`: those that the run needs.
+    """
     name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
@@ -121,6 +125,7 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
 
 
 def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
+    """Return a row that warns or refuses if another process works on a GPU."""
     percents = _of(ranks, before, "utilization_percent")
     findings = [
         None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %")
@@ -153,6 +158,7 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
 
 
 def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
+    """Return a row about clocks that heat, power or the driver lowered under load."""
     findings: list[Finding] = []
     for rank in ranks:
         reported = [

@@ -67,5 +67,6 @@ class Measured:
 
 
 def read_ranks(folder: Path) -> list[Measured]:
+    """Return what the measuring processes wrote to `folder`, in the order of their ranks."""
     found = [Measured(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
     return sorted(found, key=lambda rank: rank.rank)
