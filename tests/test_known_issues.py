@@ -28,6 +28,7 @@ GOOD = {
 }
 # (kind, what differs from GOOD, the issues that are shown, whether one refuses)
 MET = [
+    ("MI355X", {"rocm": "10.0"}, ["rocm-10.0-attention-backward"], False),
     ("MI355X", {"torch": "2.10.0+git0e0ddc8", "rocm": "7.12.60610"}, ["rocm-7.12-bf16-nan"], True),
     (
         "MI350X",
