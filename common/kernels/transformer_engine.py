@@ -37,6 +37,8 @@ def require() -> None:
     """Import the package. Raises ImportError, AttributeError if it lacks a function."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if folder := folder_of_cudnn():
+        os.environ.setdefault("CUDNN_HOME", folder)
     if cudnn := cudnn_of_torch():
         os.environ.setdefault("CUDNN_PATH", cudnn)
     importlib.import_module("transformer_engine.pytorch").DotProductAttention  # noqa: B018
@@ -56,6 +58,19 @@ def cudnn_of_torch() -> str:
         return ""
     locations = spec.submodule_search_locations if spec else None
     return next(iter(locations), "") if locations else ""
+
+
+def folder_of_cudnn() -> str:
+    """Return the folder of the cuDNN that torch's wheels use, "" if there is none.
+
+    Transformer Engine prefers the system's cuDNN. Two versions in one process do not work: the
+    second fails with an undefined symbol.
+    """
+    try:
+        spec = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        return ""
+    return next(iter(spec.submodule_search_locations or ()), "") if spec else ""
 
 
 def product(

@@ -104,6 +104,24 @@ def test_fp8_products_take_our_numbers_and_scales(library, gradient):
     assert library.layouts == ["TN"]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_it_takes_the_cudnn_of_torch(monkeypatch, library, own):
+    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
+    if not own:
+        monkeypatch.delenv("CUDNN_HOME")
+    monkeypatch.setattr(transformer_engine, "folder_of_cudnn", lambda: "/site/nvidia/cudnn")
+    transformer_engine.require()
+    assert os.environ["CUDNN_HOME"] == ("/opt/cudnn" if own else "/site/nvidia/cudnn")
+
+
+def test_without_a_wheel_of_cudnn_the_system_decides(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", missing)
+    assert transformer_engine.folder_of_cudnn() == ""
+
+
 def test_the_environment_allows_fused_attention_only(monkeypatch, library):
     for name in transformer_engine.ENVIRONMENT:
         monkeypatch.delenv(name)

@@ -132,3 +132,18 @@ def test_such_a_run_ends_with_its_code_and_a_log_without_a_clock(processes, tmp_
     assert (ended.error, ended.status) == ("non_finite", "") and "warm-up" in ended.message
     keys = [record["key"] for record in records(tmp_path / "run/result.txt")]
     assert keys[1] == "init_start" and not {"init_stop", "run_start", "run_stop"} & set(keys)
+
+
+def test_a_synthetic_step_has_few_micro_batches(assembly, processes, monkeypatch):
+    """A micro-batch of the 8B takes 0.6 s on an H200, and one GPU accumulates 16 of them."""
+    counts = []
+    step = warmup.train_step
+
+    def counted(assembly, batches, batching, *rest):
+        counts.append(batching.gradient_accumulation_steps)
+        return step(assembly, batches, batching, *rest)
+
+    monkeypatch.setattr(warmup, "train_step", counted)
+    for accumulated in (1, 8):
+        warm_up(assembly, Batching(32, accumulated), (4, 4), processes, lambda phase: None)
+    assert counts == [1, 1, 2, 2]

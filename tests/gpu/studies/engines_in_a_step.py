@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -81,7 +82,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}).items():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     path = ROOT / "configs" / args.benchmark / "H200_1x1.toml"
