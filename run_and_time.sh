@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The one door: ./run_and_time.sh <benchmark> [verb] [options], or ./run_and_time.sh <verb> [benchmark] [options]; --help lists the verbs.
-# Needs Linux, bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
+# The command line: ./run_and_time.sh BENCHMARK [COMMAND] [OPTIONS]. --help lists the commands.
+# Needs Linux, bash, python3 >= 3.11 and git. Uses the current Python if it has the packages of
+# requirements.txt, otherwise .venv. --help and --version need no package and no network.
 set -euo pipefail
 system=$(uname -s)
 if [[ $system != Linux ]]; then
@@ -8,7 +9,7 @@ if [[ $system != Linux ]]; then
         Darwin) do="in a Linux container: docker run --rm -it -v \"\$PWD:/llama\" -w /llama python:3.12 ./run_and_time.sh llama31_8b" ;;
         *) do='on Windows use WSL 2 (wsl --install), and start this inside it' ;;
     esac
-    printf 'error: this is %s, and a run needs Linux\n  why: the launcher asks /proc, the page cache and the kernel about its processes\n  do:  %s\n' \
+    printf 'error: %s is not supported\n  why: the launcher needs /proc and the page cache of Linux\n  do:  %s\n' \
         "$system" "$do" >&2
     exit 18
 fi
@@ -23,7 +24,9 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
         "$(python3 --version 2>&1 || true)" >&2
     exit 18
 fi
-[[ -e /proc/self/fd/1 ]] || exec >/dev/null # closed: the next file that is opened would take the place, and what is printed
+# If a stream is closed, the next file that is opened would take its place and get the output.
+[[ -e /proc/self/fd/1 ]] || exec >/dev/null
 [[ -e /proc/self/fd/2 ]] || exec 2>/dev/null
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec python3 -P -m launch --install "$@" # -P: a folder of the caller's hides no module; one process from here on: a signal to it ends pip, too
+# -P: no folder of the caller hides a module. exec: a signal to this process also ends pip.
+exec python3 -P -m launch --install "$@"

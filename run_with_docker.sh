@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run_and_time.sh in a container, with Docker or rootless Podman: ./run_with_docker.sh <benchmark> [verb] [options] [--print]
+# ./run_and_time.sh in a container, with Docker or rootless Podman: ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
 # --print shows the command and starts nothing. docs/clusters.md says more.
 #   CONT              the image; default llama-training, as built by the Dockerfile
 #   CONTAINER_ENGINE  docker or podman; default: the one that is installed, docker first
@@ -29,7 +29,7 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --print ]]; then print=yes; else arguments+=("$argument"); fi
 done
-[[ ${#arguments[@]} -gt 0 ]] || fail 'which benchmark or verb?' 'none was given' './run_with_docker.sh <benchmark> [verb] [options] [--print]'
+[[ ${#arguments[@]} -gt 0 ]] || fail 'no benchmark or command given' 'the container needs one to run' './run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]'
 
 engine=${CONTAINER_ENGINE:-}
 if [[ -z $engine ]]; then

@@ -66,10 +66,11 @@ def fold(line: str, width: int) -> str:
         return line
     label = LABEL.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip())
+    room = width - max(map(len, line.split()))  # beside the longest word, such as a path
     return textwrap.fill(
         line,
         width,
-        subsequent_indent=" " * min(indent, width // 2),
+        subsequent_indent=" " * max(min(indent, room), 2),
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -55,28 +55,25 @@ def header(
         )
     if directories:
         places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
-        lines += [*places, f"expect     {expectation(selection, rules)}"]
+        lines += [*places, f"target     {expectation(selection, rules)}"]
     else:
-        lines.append("expect     throughput on synthetic tokens; no data is read")
+        lines.append("measures   throughput on synthetic tokens; no data is read")
     return lines + [f"NOTE       {note}" for note in selection.notes]
 
 
 def expectation(selection: Selection, rules: Rules) -> str:
-    """Return the target, how often it is evaluated, and what the reference needed."""
-    batch = selection.config.global_batch_size
-    target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
-    if selection.config.miniature:
-        return f"{target}; some minutes on two cores"
+    """Return the target, the mean of the reference runs and the limit of sequences."""
+    config = selection.config
+    batch = config.global_batch_size
+    interval = rules.eval_interval(batch)
+    target = f"loss <= {rules.target_loss}, evaluated every {interval:,} sequences"
+    if config.miniature:
+        return f"{target} (a few minutes on two cores)"
     mean = rcp.mean_samples(rules, batch)
-    reference = (
-        f"the reference needs {mean:,.0f} on average"
-        if mean
-        else "there is no reference for this global batch"
-    )
-    return (
-        f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at "
-        f"{selection.config.max_samples:,}"
-    )
+    reference = "no MLPerf reference runs at this global batch"
+    if mean:
+        reference = f"MLPerf reference mean {mean:,.0f} sequences at global batch {batch}"
+    return f"{target}; {reference}; limit {config.max_samples:,} sequences"
 
 
 def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
@@ -90,9 +87,9 @@ def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) ->
     if error_lines:
         lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
     else:
-        lines.append("the log is clean: official checker and our own checks")
+        lines.append("log check: passed (MLCommons checker and additional checks)")
     if miniature:
-        lines.append("This was the miniature: NOT a benchmark result.")
+        lines.append("The miniature is NOT a benchmark result.")
     report = run_dir / "report.html"
     return [*lines, f"results: {shown(run_dir)}" + (", report.html" if report.is_file() else "")]
 

@@ -86,6 +86,13 @@ def test_messages_are_folded_between_words(monkeypatch, columns):
     assert max(map(len, lines)) <= columns and lines[1].startswith(" " * 11)
 
 
+def test_a_long_path_stays_whole():
+    path = "results/" + "x" * 48
+    assert terminal.fold(f"run        {path}, seed 1", 60) == f"run\n  {path}, \n  seed 1".replace(
+        " \n", "\n"
+    )
+
+
 def test_a_message_in_a_pipe_stays_one_line(capsys):
     print_stderr("x " * 200)
     assert capsys.readouterr().err == "x " * 200 + "\n"

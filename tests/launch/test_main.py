@@ -122,7 +122,7 @@ def test_what_fails_in_saving_ends_the_command_and_not_the_run(
     project, tmp_path, mode, code, words
 ):
     seen, _, err = finish(launch(project, tmp_path, "--save", TOY=mode))
-    assert seen == code and words in err and "32 sequences" in err and "log is clean" in err
+    assert seen == code and words in err and "32 sequences" in err and "log check: passed" in err
     end = next(
         line
         for line in map(
