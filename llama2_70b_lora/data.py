@@ -58,14 +58,23 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
         rows = np.empty((len(table), 2, rules.sequence_length), np.int32)
         for number, name in enumerate(COLUMNS):
             lengths = compute.list_value_length(table.column(name)).to_numpy()
-            if (wrong := lengths != rules.sequence_length).any():
+            wrong = lengths != rules.sequence_length
+            if wrong.any():
                 row = int(wrong.argmax())
-                what = f"{path}: row {row}: expected {rules.sequence_length} {name}, got {lengths[row]}"
-                raise DataError(what, "all sequences of the benchmark have this length", OWN_FILES)
+                expected = f"{rules.sequence_length} {name}"
+                raise DataError(
+                    f"{path}: row {row}: expected {expected}, got {lengths[row]}",
+                    "all sequences of the benchmark have this length",
+                    OWN_FILES,
+                )
             values = compute.list_flatten(table.column(name))
             if not types.is_integer(values.type) or values.null_count:
-                what = f"{path}: {name} has values of type {values.type}, {values.null_count} of them missing"
-                raise DataError(what, "every row must be a list of integers", OWN_FILES)
+                missing = f"{values.null_count} of them missing"
+                raise DataError(
+                    f"{path}: {name} has values of type {values.type}, {missing}",
+                    "every row must be a list of integers",
+                    OWN_FILES,
+                )
             rows[:, number] = (
                 values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
             )
@@ -76,10 +85,9 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
         # damage inside a file can raise any of them
     ) as error:
         first_line, _, _ = str(error).partition("\n")
-        what = f"{path}: cannot be read as GovReport: {first_line}"
         raise DataError(
-            what,
-            "the file is missing, damaged or of another kind",
+            f"{path}: cannot be read as GovReport: {first_line}",
+            "the file is missing, damaged or in another format",
             "check DATADIR, or see prepare fetch",
         ) from error
     check_rows(rows, split, rules, str(path))
@@ -96,30 +104,34 @@ def check_rows(rows: np.ndarray, split: str, rules: Rules, source: str) -> None:
     if len(rows) != expected:
         what = f"{source}: expected {expected} sequences, got {len(rows)}"
         raise DataError(what, "the file is incomplete, or not the benchmark's", OWN_FILES)
-    ids, labels = rows[:, 0], rows[:, 1]
+    ids = rows[:, 0]
+    labels = rows[:, 1]
     counts = labels != IGNORE_INDEX
     last = rules.shape.vocab_size - 1
-    for expects, found, wrong in (
-        (f"a token id from 0 to {last}", ids, (ids < 0) | (ids > last)),
-        (
-            f"the token id of the same position or {IGNORE_INDEX} as label",
-            labels,
-            counts & (labels != ids),
-        ),
-    ):
-        if wrong.any():
-            row, position = np.unravel_index(wrong.argmax(), wrong.shape)
-            what = f"{source}: row {row}, position {position}: expected {expects}, got {found[row, position]}"
-            raise DataError(
-                what,
-                "it was tokenized with another vocabulary, labels were shifted, or it is damaged",
-                OWN_FILES,
-            )
+    same = f"the token id of the same position or {IGNORE_INDEX} as label"
+    _require(ids, (ids >= 0) & (ids <= last), f"a token id from 0 to {last}", source)
+    _require(labels, ~counts | (labels == ids), same, source)
     # the first label never counts, because nothing predicts it
     masked = np.flatnonzero(~counts[:, 1:].any(axis=1))
     if len(masked):
-        what = f"{source}: all labels are masked in {len(masked)} sequences, the first is row {masked[0]}"
-        raise DataError(what, "the mean loss of such a sequence is 0/0", OWN_FILES)
+        raise DataError(
+            f"{source}: all labels are masked in {len(masked)} sequences, first in row {masked[0]}",
+            "the mean loss of such a sequence is 0/0",
+            OWN_FILES,
+        )
+
+
+def _require(values: np.ndarray, valid: np.ndarray, expected: str, source: str) -> None:
+    """Raise DataError for the first of `values` [rows, sequence] that is not `valid`."""
+    if valid.all():
+        return
+    row, position = np.unravel_index(valid.argmin(), valid.shape)
+    raise DataError(
+        f"{source}: row {row}, position {position}:"
+        f" expected {expected}, got {values[row, position]}",
+        "another vocabulary was used, labels were shifted, or the file is damaged",
+        OWN_FILES,
+    )
 
 
 def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:

@@ -172,6 +172,9 @@ def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank:
             or sum(size[0] for size in sizes) != stored.shape[0]
             or {size[1:] for size in sizes} != inner
         ):
-            what = f"the adapter of {weight} has rank {rank} and B and A of {sizes}; the base has it as {stored.dtype} {stored.shape}"
+            what = (
+                f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
+                f" the weight in the base is {stored.dtype} {stored.shape}"
+            )
             refuse(what, f"it must be rows x columns in {', '.join(DTYPES)}", ANOTHER_BASE)
     return updates

@@ -40,7 +40,8 @@ from llama2_70b_lora.rules import DATA_FILES, MINIATURE, Rules
 # Raise it when texts, packing or the base's training change: existing files are then rebuilt.
 RECIPE = 1
 TOKENIZER = "tokenizer.model"
-BASE_MANIFEST, DATA_MANIFEST = (Path(name).name for name in MINIATURE.manifests)
+BASE_MANIFEST = Path(MINIATURE.manifests[0]).name
+DATA_MANIFEST = Path(MINIATURE.manifests[1]).name
 
 # 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens
 # attention has learned too little for adapters to change: they gained 0.1 nats instead of 0.3.
@@ -63,11 +64,9 @@ def build(data_dir: Path) -> None:
     Two steps, so that an interruption of the second, or damage to its files, does not train the
     base again.
     """
-    base, library, size = (
-        data_dir / "base",
-        f"of the standard library of Python {platform.python_version()}",
-        MINIATURE.shape.vocab_size,
-    )
+    base = data_dir / "base"
+    library = f"of the standard library of Python {platform.python_version()}"
+    size = MINIATURE.shape.vocab_size
     source = f"documentation {library}, recipe {RECIPE}"
     build_once(
         base,
@@ -84,11 +83,10 @@ def build(data_dir: Path) -> None:
 
 def _build_base(folder: Path) -> dict[str, PairFacts]:
     if others := [path for path in folder.glob("*.safetensors") if path.name != SINGLE]:
-        why = "they are somebody else's, or of an earlier version"
         raise StorageError(
-            f"{folder}: has other weights: {others[0].name}",
-            why,
-            "remove them, or name another folder",
+            f"{folder}: contains other weights: {others[0].name}",
+            "this command did not write them, or an earlier version did",
+            "remove them, or choose another folder",
         )
     texts = library_texts()
     sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
@@ -106,7 +104,8 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
 
 
 def _build_data(data_dir: Path) -> dict[str, PairFacts]:
-    tokenizer, texts = corpus.load_sentencepiece(data_dir / "base" / TOKENIZER), library_texts()
+    tokenizer = corpus.load_sentencepiece(data_dir / "base" / TOKENIZER)
+    texts = library_texts()
     for split, pairs, count in (
         ("train", texts.train, MINIATURE.train_samples),
         ("validation", texts.validation, MINIATURE.eval_samples),
@@ -153,7 +152,8 @@ def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
     The texts, each between bos and eos, are concatenated, cut into sequences and put in random
     order.
     """
-    bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
+    bos = tokenizer.bos_id()
+    eos = tokenizer.eos_id()
     stream = np.fromiter(
         (id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32
     )

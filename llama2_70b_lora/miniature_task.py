@@ -55,7 +55,7 @@ def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
     A source is a function or class of the standard library as `ast.unparse` writes it, without its
     docstring and without comments.
     """
-    found: dict[str, tuple[str, bool]] = {}
+    answers: dict[str, tuple[str, bool]] = {}
     for module, _, tree in corpus.modules():
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -64,12 +64,14 @@ def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
             if len(answer) >= MIN_ANSWER and _lines(node) - _lines(node.body[0]) <= MAX_LINES:
                 node.body = node.body[1:] or [ast.Pass()]  # the docstring is the first statement
                 # If the same source occurs twice, only the first counts.
-                found.setdefault(ast.unparse(node), (answer, module in held_out))
-    order = sorted(found, key=lambda source: hashlib.sha256(source.encode()).digest())
-    train, validation = (
-        [(source, found[source][0]) for source in order if found[source][1] is held]
-        for held in (False, True)
-    )
+                answers.setdefault(ast.unparse(node), (answer, module in held_out))
+    order = sorted(answers, key=lambda source: hashlib.sha256(source.encode()).digest())
+    train: list[Pair] = []
+    validation: list[Pair] = []
+    for source in order:
+        answer, is_held_out = answers[source]
+        split = validation if is_held_out else train
+        split.append((source, answer))
     return train, validation
 
 
@@ -81,7 +83,8 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     """Pack the pairs into sequences: int32 [rows, 2, sequence], ids and unshifted labels in Hugging
     Face's convention.
     """
-    bos, eos = [tokenizer.bos_id()], [tokenizer.eos_id()]
+    bos = [tokenizer.bos_id()]
+    eos = [tokenizer.eos_id()]
     prompts = tokenizer.encode([PROMPT.format(source=source) for source, _ in pairs])
     answers = tokenizer.encode([answer for _, answer in pairs])
     ids: list[int] = []

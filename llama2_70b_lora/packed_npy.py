@@ -114,7 +114,7 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     """
     if path.exists() and not path.is_file():
         raise DataError(
-            f"{path} is no regular file",
+            f"{path} is not a regular file",
             "a pipe or a device may never end",
             "name AMD's train.npy or validation.npy",
         )
@@ -130,11 +130,11 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
             content = _Unpickler(file).load() if dtype == np.dtype("O") else None
         rows = content.state[4] if isinstance(content, Stored) and content.state else content
         for row in rows if isinstance(rows, list) else [None]:
-            if not isinstance(converted := plain(row), dict):
-                what = f"{path}: expected an array of dicts, got one of {dtype} with something else in it"
+            converted = plain(row)
+            if not isinstance(converted, dict):
                 raise DataError(
-                    what,
-                    "it is no packed GovReport",
+                    f"{path}: expected an array of dicts, got an array of {dtype}",
+                    "it is not a packed GovReport",
                     "check that it is AMD's train.npy or validation.npy",
                 )
             yield converted
@@ -151,7 +151,7 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
         what = f"{path}: not a packed array: {type(error).__name__}: {error}"
         raise DataError(
             what,
-            "the file is missing, incomplete, damaged or of another kind",
+            "the file is missing, incomplete, damaged or in another format",
             "check the path, or fetch it again",
         ) from error
 
@@ -181,7 +181,7 @@ def _try_to_load(path: Path) -> None:
         if time.monotonic() > end:
             os.kill(child, 9)
             os.waitpid(child, 0)
-            raise Refused(f"what cannot be read in {limit_s:.0f} s")
+            raise Refused(f"data that cannot be read in {limit_s:.0f} s")
         time.sleep(0.01)
 
 
@@ -200,8 +200,11 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
             or row.dtype.kind not in "iufb"
             or not np.array_equal(row, row.astype(np.int32))
         ):
-            what = f"{where}: {key} is no list of {sequence_length} whole numbers"
-            raise DataError(what, "it is no packed GovReport, or damaged", "fetch it again")
+            raise DataError(
+                f"{where}: {key} is not a list of {sequence_length} integers",
+                "it is not a packed GovReport, or it is damaged",
+                "fetch it again",
+            )
         parts.append(row.astype(np.int32))
     ids, mask = parts
     if not np.isin(mask, (0, 1)).all():
@@ -229,11 +232,12 @@ def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:
                 "choose another --data-dir",
             )
         source = npy_dir / f"{split}.npy"
-        rows = [
-            as_row(packed, f"{source}: row {i}", rules.sequence_length)
-            for i, packed in enumerate(read_packed(source))
-        ]
-        converted[split] = np.array(rows)
+        converted[split] = np.array(
+            [
+                as_row(packed, f"{source}: row {i}", rules.sequence_length)
+                for i, packed in enumerate(read_packed(source))
+            ]
+        )
         check_rows(converted[split], split, rules, str(source))
-    for split, found in converted.items():
-        write_rows(data_dir, split, found)
+    for split, rows in converted.items():
+        write_rows(data_dir, split, rows)

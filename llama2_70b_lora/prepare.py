@@ -77,34 +77,41 @@ def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> list[str]:
         "weights": any(weights.glob("*.safetensors")),
     }
     missing = [name for name, there in present.items() if not there]
-    check = f"./run_and_time.sh llama2_70b_lora prepare verify --data-dir {data_dir} --weights {weights}"
+    prepare = "./run_and_time.sh llama2_70b_lora prepare"
+    check = f"{prepare} verify --data-dir {data_dir} --weights {weights}"
     if not missing:
-        say(f"data and weights are there. To check them:\n  {check}")
+        say(f"Data and weights are present. Check them:\n  {check}")
         return missing
     say(
-        f"""{nothing_has} been downloaded: the weights are Meta's, under a license that you must accept yourself. Missing: {" and ".join(missing)}.
+        f"""{nothing_has} been downloaded: Meta's weights have a license that you must accept.
+Missing: {" and ".join(missing)}.
 
-1. License. Llama 2 is under the Llama 2 Community License (https://ai.meta.com/llama/license). For a submission the starting weights
-   must be MLCommons' copy with fused query, key and value projections; MLCommons gives it to its members after they agree to a
-   notice. The reference's README says how:
+1. License. Llama 2 has the Llama 2 Community License (https://ai.meta.com/llama/license). A
+   submission must start from MLCommons' copy with fused query, key and value projections.
+   MLCommons gives it to members who agree to a notice. The reference's README explains how:
      https://github.com/mlcommons/training/tree/master/llama2_70b_lora
-   The names are `Llama2-70b-fused-qkv-mlperf` (weights) and `scrolls_gov_report_8k` (data). If access is refused, ask MLCommons.
-2. The author of the reference has the same files on the Hugging Face hub, which decides whether you may download them. fetch --download gets
-   the data. At these revisions:
+   The names are `Llama2-70b-fused-qkv-mlperf` (weights) and `scrolls_gov_report_8k` (data). If
+   access is refused, ask MLCommons.
+2. The author of the reference has the same files on the Hugging Face Hub, which decides whether you
+   may download them. `fetch --download` gets the data. The revisions are:
      hf download {DATA_REPOSITORY} --repo-type dataset \\
        --revision {DATA_REVISION} --local-dir {data_dir}
      hf download {WEIGHTS_REPOSITORY} \\
-       --revision {WEIGHTS_REVISION} --include "*.safetensors" "*.json" --local-dir {weights}
-   About {WEIGHTS_BYTES / 1e9:.0f} GB, without the repository's .py files, which are not needed. Ordinary Llama-2-70B weights with q_proj,
-   k_proj and v_proj (safetensors) work too, but not for a submission.
-3. Move {" and ".join(DATA_FILES.values())} up to {data_dir}, if they are in a folder inside it, and check everything:
+       --revision {WEIGHTS_REVISION} \\
+       --include "*.safetensors" "*.json" --local-dir {weights}
+   The weights have about {WEIGHTS_BYTES / 1e9:.0f} GB; the .py files of the repository are not
+   needed. Ordinary Llama 2 70B weights (safetensors with q_proj, k_proj and v_proj) work too, but
+   cannot be submitted.
+3. If {" and ".join(DATA_FILES.values())}
+   are in a folder inside {data_dir}, move them up to it. Then check everything:
      {check}
-   No SHA-256 of the weights is published. Write your own once, and check this and other copies with it later:
-     ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights {weights} --output llama2_70b.json
-     {check} --manifest llama2_70b.json --full
+   No SHA-256 of the weights is published. Record your own, and compare later copies with it:
+     {prepare} write-manifest --weights {weights} --output llama2_70b.json
+     {check} \\
+       --manifest llama2_70b.json --full
 
-AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which convert-npy reads without executing them.
-Training needs no tokenizer: it reads token ids only."""
+AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which
+convert-npy reads without executing them. Training reads token ids only, without a tokenizer."""
     )
     return missing
 
@@ -133,39 +140,45 @@ def verify(args: argparse.Namespace, rules: Rules) -> None:
 def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     """Return the parser. `work(args, rules)` of the parsed arguments executes the command."""
     parser = Parser(f"{benchmark} prepare", __doc__)
-    verbs = parser.add_subparsers(dest="command", required=True)
-    data, weights, small = (Parser("", add_help=False) for _ in range(3))
-    data.add_argument("--data-dir", type=Path, required=True, help="where the data is, or will be")
-    weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
-    small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
-    verb = verbs.add_parser(
-        "miniature", parents=[data], help="build the CPU miniature's base and data"
+    commands = parser.add_subparsers(dest="command", required=True)
+    data = Parser("", add_help=False)
+    data.add_argument("--data-dir", type=Path, required=True, help="directory of the data")
+    weights = Parser("", add_help=False)
+    weights.add_argument("--weights", type=Path, help="directory of the checkpoint")
+    small = Parser("", add_help=False)
+    small.add_argument("--miniature", action="store_true", help="expect the miniature's sizes")
+    command = commands.add_parser(
+        "miniature", parents=[data], help="build the base and data of the CPU miniature"
     )
-    verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
-    verb = verbs.add_parser(
-        "convert-npy", parents=[data], help="AMD's packed .npy files to parquet"
+    command.set_defaults(work=lambda args, rules: miniature(args.data_dir))
+    command = commands.add_parser(
+        "convert-npy", parents=[data], help="convert AMD's packed .npy files to parquet"
     )
-    verb.add_argument(
-        "--npy-dir", type=Path, required=True, help="with train.npy and validation.npy"
+    command.add_argument(
+        "--npy-dir", type=Path, required=True, help="directory of train.npy and validation.npy"
     )
-    verb.set_defaults(work=convert)
-    verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
-    verb.add_argument("--manifest", type=Path, help="written by write-manifest")
-    verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
-    verb.set_defaults(work=verify)
-    verb = verbs.add_parser(
+    command.set_defaults(work=convert)
+    command = commands.add_parser(
+        "verify", parents=[data, weights, small], help="check data and weights"
+    )
+    command.add_argument("--manifest", type=Path, help="manifest written by write-manifest")
+    command.add_argument("--full", action="store_true", help="also read every byte of the weights")
+    command.set_defaults(work=verify)
+    command = commands.add_parser(
         "write-manifest",
         parents=[small],
-        help="write sizes and SHA-256 of weights (reads every byte)",
+        help="write sizes and SHA-256 of the weights (reads every byte)",
     )
-    verb.add_argument("--weights", type=Path, required=True, help="the checkpoint's folder")
-    verb.add_argument("--output", type=Path, required=True, help="the manifest")
-    verb.set_defaults(work=write)
-    verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
-    verb.add_argument(
-        "--download", action="store_true", help=f"fetch the data from {DATA_REPOSITORY}"
+    command.add_argument("--weights", type=Path, required=True, help="directory of the checkpoint")
+    command.add_argument("--output", type=Path, required=True, help="manifest to write")
+    command.set_defaults(work=write)
+    command = commands.add_parser(
+        "fetch", parents=[data, weights], help="print how to get data and weights"
     )
-    verb.set_defaults(
+    command.add_argument(
+        "--download", action="store_true", help=f"download the data from {DATA_REPOSITORY}"
+    )
+    command.set_defaults(
         work=lambda args, rules: fetch(
             args.data_dir, args.weights or args.data_dir / "base", args.download
         )

@@ -81,7 +81,9 @@ def high_priority_compute(config: Config) -> bool:
 
 def run(run: Run, reports: Reports) -> None:
     """Do a timed run on one rank, from the first line of the log to the last."""
-    config, data_dir, seed = run.config, run.data_dir, run.seed
+    config = run.config
+    data_dir = run.data_dir
+    seed = run.seed
     assert isinstance(config, Config)
     rules = rules_of(config)
     processes = timed_run.start(run, reports, high_priority_compute(config))

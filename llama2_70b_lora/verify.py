@@ -9,7 +9,7 @@ from common.data.preparation import say
 from common.errors import DataError
 from common.terminal import Progress
 from llama2_70b_lora.data import OWN_FILES, read_rows
-from llama2_70b_lora.rules import DATA_FILES, Rules
+from llama2_70b_lora.rules import Rules
 from llama2_70b_lora.weights_help import weights_help
 
 
@@ -17,18 +17,20 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
     """Check counts, every id and label, and that no sequence is in both splits. Raises
     DataError.
     """
-    train, validation = (read_rows(data_dir, split, rules) for split in DATA_FILES)
+    train = read_rows(data_dir, "train", rules)
+    validation = read_rows(data_dir, "validation", rules)
     row_of = {ids.tobytes(): row for row, ids in enumerate(train[:, 0])}
     for row, ids in enumerate(validation[:, 0]):
-        if ids.tobytes() in row_of:
-            what = f"{data_dir}: row {row} of the validation data is row {row_of[ids.tobytes()]} of the training data"
+        same = row_of.get(ids.tobytes())
+        if same is not None:
             raise DataError(
-                what,
-                "the validation loss would measure memorization; one file may be a copy of the other",
+                f"{data_dir}: row {row} of the validation data is row {same} of the training data",
+                "the validation loss would measure memorization; one file may be a copy",
                 OWN_FILES,
             )
     say(
-        f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length}, all ids and labels are correct"
+        f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length},"
+        " all ids and labels are correct"
     )
 
 
@@ -46,17 +48,16 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
     checkpoint = open_checkpoint(weights, rules.shape)
     total = sum(stored.bytes for stored in checkpoint.tensors.values())
     say(
-        f"{weights}: {checkpoint.layout} layout, {len(checkpoint.tensors)} tensors, {total:,} bytes in {len(checkpoint.files)} files"
+        f"{weights}: {checkpoint.layout} layout, {len(checkpoint.tensors)} tensors,"
+        f" {total:,} bytes in {len(checkpoint.files)} files"
     )
     if manifest_path is None:
-        say(
-            "not checked: SHA-256 of the weights, for which --manifest is needed: a changed byte would not be found"
-        )
+        say("not checked: SHA-256 of the weights (needs --manifest)")
     elif full:
         check_hashes(checkpoint, manifest_path, torch.device("cpu"))
     else:
         check_sizes(checkpoint, manifest_path)
-        say("not checked: SHA-256 of the weights, for which --full is needed")
+        say("not checked: SHA-256 of the weights (needs --full)")
 
 
 @weights_help()

@@ -14,5 +14,5 @@ def weights_help() -> Iterator[None]:
     try:
         yield
     except WeightsError as error:
-        error.do += "; ./run_and_time.sh llama2_70b_lora prepare --help lists fetch, verify and write-manifest"
+        error.do += "; see ./run_and_time.sh llama2_70b_lora prepare --help"
         raise

@@ -42,9 +42,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     for path in inputs:
         _reader_of(path)
         if not path.is_file():
-            raise DataError(
-                f"{path}: there is no such file", "it was given as --input", "check the name"
-            )
+            raise DataError(f"{path}: no such file", "it was given as --input", "check the name")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with (
         EncoderProcess(encode, tokenizer_path) as encoder,
@@ -53,7 +51,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         if index_path(prefix).exists() or (
             tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()
         ):
-            do = "remove it yourself, or choose another --output-prefix"
+            do = "remove it, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
         writer = Writer(prefix, vocab_size)
         read = 0
@@ -93,13 +91,13 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
             why,
             "fetch the model's tokenizer.json again",
         ) from error
-    size, expected = tokenizer.get_vocab_size(), CLOSED.shape.vocab_size
+    size = tokenizer.get_vocab_size()
+    expected = CLOSED.shape.vocab_size
     if size != expected:
-        why = "the file is another model's: its ids mean other words, or do not fit into the embedding"
         raise DataError(
             f"{path}: expected a vocabulary of {expected:,} tokens, got {size:,}",
-            why,
-            "take Llama 3.1's tokenizer.json",
+            "the file belongs to another model: its ids mean other words",
+            "use Llama 3.1's tokenizer.json",
         )
     tokenizer.no_truncation()  # truncation and padding may be stored in the file
     tokenizer.no_padding()
@@ -115,9 +113,9 @@ def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[st
     if name.endswith(".txt"):
         return _text_documents
     raise ConfigError(
-        f"{path}: unknown kind of input",
-        "its name does not end in .jsonl, .json or .txt (or .gz)",
-        "rename or convert it",
+        f"{path}: unsupported input format",
+        "the name must end in .jsonl, .json or .txt, optionally followed by .gz",
+        "rename or convert the file",
     )
 
 
@@ -133,7 +131,7 @@ def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise DataError(
                     f"{path}: broken gzip: {error}",
-                    "the file is cut off or damaged",
+                    "the file is truncated or damaged",
                     "fetch it again",
                 ) from error
         done += path.stat().st_size

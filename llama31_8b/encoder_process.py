@@ -49,7 +49,10 @@ class EncoderProcess:
         self._pipe.close()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of `texts`. Raises DataError if the tokenizer fails or takes too long."""
+        """Return the token ids of `texts`.
+
+        Raises DataError if the tokenizer fails or takes too long.
+        """
         limit_s = BATCH_FLOOR_S + sum(map(len, texts)) / CHARACTERS_PER_S
         longest = max(map(len, texts))
         try:
@@ -65,7 +68,7 @@ class EncoderProcess:
             self._process.join()
             raise self._failure(
                 f"its process ended with exit code {self._process.exitcode}",
-                "it crashed, or the system ended it for want of memory",
+                "it crashed, or the system killed it because memory ran out",
             ) from None
         if failure:
             raise self._failure(failure, "its rules fail on one of the documents")
@@ -92,6 +95,6 @@ def _serve(encode: Encode, pipe: Connection, other_end: Connection) -> None:
             return
         try:
             answer = encode(texts), ""
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             answer = [], f"{type(error).__name__}: {str(error)[:200]}"
         pipe.send(answer)

@@ -40,21 +40,26 @@ DATA_URI = (
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
 DOWNLOAD_BYTES = 80_000_000_000  # approximate, from AMD's v5.1 README
 HOW_TO_FETCH = f"""\
-None of the token files has been downloaded: MLCommons' storage asks you to log in with a browser, and this program cannot do that for you.
+No token files were downloaded. MLCommons' storage requires a login in a browser, which this program
+cannot do for you.
 Missing in {{data_dir}}: {{missing}}
 
-1. Get MLCommons' downloader and read it before you run it (it may install cloudflared, and checks MD5 sums itself):
+1. Get MLCommons' downloader, and read it before you run it. It may install cloudflared, and it
+   checks MD5 sums.
      git clone {DOWNLOADER}
      less r2-downloader/mlc-r2-downloader.sh
-2. Download about {DOWNLOAD_BYTES / 1e9:.0f} GB. It opens a browser once; without one, ask MLCommons for service credentials (option -s):
-     bash r2-downloader/mlc-r2-downloader.sh -d {{data_dir}} {DATA_URI}
-3. If it created a folder inside {{data_dir}}, move the four files up; other files may stay where they are.
+2. Download about {DOWNLOAD_BYTES / 1e9:.0f} GB. A browser opens once. Without a browser, ask
+   MLCommons for service credentials (option -s).
+     bash r2-downloader/mlc-r2-downloader.sh -d {{data_dir}} \\
+       {DATA_URI}
+3. If this created a folder inside {{data_dir}}, move the four files up to {{data_dir}}.
 4. Check the files:
      {{check}} --full
-   and record what you found, so that later copies can be compared with it:
+   Record sizes and SHA-256, to compare later copies with them:
      {{check}} --write-manifest c4.json
 
-Training reads token ids only: it needs neither the tokenizer nor its licence. `convert` needs it for your own text: fetch --download gets it.
+Training reads token ids only, without the tokenizer or its license. To convert your own text, get
+the tokenizer with fetch --download.
 If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
 
@@ -62,7 +67,8 @@ def miniature(data_dir: Path) -> None:
     """Build the corpus, the vocabulary, both .bin/.idx pairs and at last the manifest in
     `data_dir`, unless they are complete.
     """
-    source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
+    library = f"the standard library of Python {platform.python_version()}"
+    source = f"documentation of {library}, recipe {MINIATURE_RECIPE}"
     files = (TOKENIZER, *MINIATURE.data_files)
     build_once(
         data_dir,
@@ -93,8 +99,7 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 
 
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
-    """Print how to get MLCommons' files into `data_dir`. With `download_tokenizer`, download the
-    tokenizer first.
+    """Print how to get MLCommons' files. With `download_tokenizer`, download the tokenizer first.
 
     The instructions are printed before an error is raised. Raises the errors of `download`, or
     without a download PreflightError if the disk has too little space for the files.
@@ -114,7 +119,7 @@ def _say_how(data_dir: Path) -> None:
     missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
     check = f"./run_and_time.sh llama31_8b prepare verify --data-dir {data_dir}"
     if not missing:
-        say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
+        say(f"{data_dir}: all four files are present. Check them:\n  {check} --full")
         return
     say(HOW_TO_FETCH.format(data_dir=data_dir, missing=missing, check=check))
 
@@ -135,56 +140,57 @@ def verify(args: argparse.Namespace) -> None:
 def parser(benchmark: str = "llama31_8b") -> Parser:
     """Return the parser. `work(args)` of the parsed arguments executes the command."""
     parser = Parser(f"{benchmark} prepare", __doc__)
-    verbs = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     data = Parser("", add_help=False)
-    data.add_argument(
-        "--data-dir", type=Path, required=True, help="where the token files are, or will be"
-    )
+    data.add_argument("--data-dir", type=Path, required=True, help="directory of the token files")
 
-    def verb(
+    def add_command(
         name: str, text: str, work: Callable[[argparse.Namespace], None], *parents: Parser
     ) -> Parser:
-        found = verbs.add_parser(name, parents=parents, help=text, description=text)
-        found.set_defaults(work=work)
-        return found
+        command = commands.add_parser(name, parents=parents, help=text, description=text)
+        command.set_defaults(work=work)
+        return command
 
-    verb("miniature", "build the CPU miniature's data", lambda args: miniature(args.data_dir), data)
-    texts = verb("convert", "text to .bin/.idx", convert)
+    add_command(
+        "miniature",
+        "build the data of the CPU miniature",
+        lambda args: miniature(args.data_dir),
+        data,
+    )
+    texts = add_command("convert", "convert text to .bin and .idx files", convert)
     texts.add_argument(
         "--input",
         type=Path,
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl, .json or .txt, also .gz",
+        help="text files: .jsonl, .json or .txt, optionally with .gz",
     )
     texts.add_argument(
         "--tokenizer",
         type=Path,
         required=True,
-        help="a SentencePiece model, or tokenizer.json of Llama 3.1",
+        help="SentencePiece model, or tokenizer.json of Llama 3.1",
     )
     texts.add_argument(
-        "--output-prefix", type=Path, required=True, help="of the .bin and .idx files"
+        "--output-prefix", type=Path, required=True, help="path of the output without .bin or .idx"
     )
-    texts.add_argument(
-        "--jsonl-key", default="text", help="the field of a line that holds the text; default: text"
-    )
-    files = verb("verify", "check downloaded files", verify, data)
+    texts.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
+    files = add_command("verify", "compare downloaded files with a manifest", verify, data)
     files.add_argument(
         "--manifest",
         type=Path,
         default=SHIPPED_MANIFEST,
-        help="what to compare with; default: %(default)s",
+        help="manifest to compare with (default: %(default)s)",
     )
-    files.add_argument("--full", action="store_true", help="every token and every byte")
+    files.add_argument("--full", action="store_true", help="read every token and every byte")
     files.add_argument(
         "--write-manifest",
         type=Path,
         metavar="FILE",
-        help="record sizes, SHA-256 and counts (reads every byte)",
+        help="write sizes, SHA-256 and counts to FILE (reads every byte)",
     )
-    how = verb(
+    how = add_command(
         "fetch",
         "print how to get MLCommons' files",
         lambda args: fetch(args.data_dir, args.download),
@@ -193,7 +199,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     how.add_argument(
         "--download",
         action="store_true",
-        help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes",
+        help=f"download {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, for convert",
     )
     return parser
 

@@ -88,10 +88,7 @@ class Rules(benchmarks.Rules):
         # The checker computes the next line's value from this one.
         return [
             ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
-            (
-                "opt_learning_rate_warmup_steps",
-                warmup_steps,
-            ),
+            ("opt_learning_rate_warmup_steps", warmup_steps),
             ("opt_learning_rate_decay_steps", self.max_steps - warmup_steps),
             ("opt_learning_rate_decay_schedule", self.decay_schedule),
             ("max_steps", self.max_steps),

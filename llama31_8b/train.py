@@ -50,7 +50,9 @@ assemble_random = assemble
 
 def run(run: Run, reports: Reports) -> None:
     """Do a timed run on one rank, from the first line of the log to the last."""
-    config, data_dir, seed = run.config, run.data_dir, run.seed
+    config = run.config
+    data_dir = run.data_dir
+    seed = run.seed
     assert isinstance(config, Config)
     rules = rules_of(config)
     if run.save:
@@ -93,7 +95,8 @@ def open_data(
 
     Call it after the clock has started.
     """
-    vocab_size, length = rules.shape.vocab_size, rules.sequence_length
+    vocab_size = rules.shape.vocab_size
+    length = rules.sequence_length
     # the last step is a whole one
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)

@@ -24,52 +24,54 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
     `full` and records the results for later checks: use it after a download that you have reason to
     trust.
     """
-    manifest, full = Manifest.read(manifest_path), full or write_manifest is not None
-    found = Manifest(f"{manifest.source}; facts as found in a downloaded copy", manifest.vocab_size)
+    manifest = Manifest.read(manifest_path)
+    full = full or write_manifest is not None
+    copy = Manifest(f"{manifest.source}; facts as found in a downloaded copy", manifest.vocab_size)
     bad: list[str] = []
     unknown: list[str] = [] if full else ["SHA-256 and ids: use --full"]
     for name, expected in manifest.files.items():
         try:
             size = (data_dir / name).stat().st_size
-            found.files[name] = FileFacts(size)
+            copy.files[name] = FileFacts(size)
             if full:
                 with Progress(f"SHA-256 of {name}", size, "B") as progress:
-                    found.files[name] = facts_of(data_dir / name, progress.advance)
-            _compare(str(data_dir / name), expected, found.files[name], bad, unknown)
+                    copy.files[name] = facts_of(data_dir / name, progress.advance)
+            _compare(str(data_dir / name), expected, copy.files[name], bad, unknown)
         except OSError as error:
             bad.append(f"{data_dir / name}: expected a file, got {error.strerror}")
     for prefix, facts in manifest.pairs.items():
         try:
-            found.pairs[prefix] = _read_pair(data_dir / prefix, manifest.vocab_size, full)
-            _compare(str(data_dir / prefix), facts, found.pairs[prefix], bad, unknown)
+            copy.pairs[prefix] = _read_pair(data_dir / prefix, manifest.vocab_size, full)
+            _compare(str(data_dir / prefix), facts, copy.pairs[prefix], bad, unknown)
         except DataError as error:
             bad.append(error.what)
-    for text in (*(f"not checked: {what}" for what in unknown), *(f"BAD  {what}" for what in bad)):
-        say(text)
+    for what in unknown:
+        say(f"not checked: {what}")
+    for what in bad:
+        say(f"BAD  {what}")
     if bad:
         more = f" (and {len(bad) - 1} more, above)" if len(bad) > 1 else ""
         raise DataError(
             bad[0] + more, f"it differs from {manifest_path}", "fetch or build that file again"
         )
     if write_manifest is not None:
-        found.write(write_manifest)
+        copy.write(write_manifest)
         say(f"wrote {write_manifest}: sizes, SHA-256 and counts as found here")
-    say(
-        f"{data_dir}: nothing wrong found{', except that some facts were not checked (above)' if unknown else ''}"
-    )
+    unchecked = "; some facts were not checked (above)" if unknown else ""
+    say(f"{data_dir}: no differences found{unchecked}")
 
 
 def _compare(
     name: str,
     expected: FileFacts | PairFacts,
-    found: FileFacts | PairFacts,
+    actual: FileFacts | PairFacts,
     bad: list[str],
     unknown: list[str],
 ) -> None:
     for fact, value in asdict(expected).items():
-        got = getattr(found, fact)
+        got = getattr(actual, fact)
         if value is None:
-            unknown.append(f"{fact} of {name}: found {got}, the right value is not known")
+            unknown.append(f"{fact} of {name}: found {got}, the correct value is unknown")
         elif got is not None and got != value:
             bad.append(f"{name}: {fact}: expected {value}, got {got}")
 
@@ -91,6 +93,7 @@ def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
                 check_ids(ids, vocab_size, tokens.path, f"tokens {first} to {first + len(ids) - 1}")
                 progress.advance(len(ids))
     say(
-        f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences, {index.num_tokens:,} tokens"
+        f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences,"
+        f" {index.num_tokens:,} tokens"
     )
     return PairFacts(index.dtype.name, index.num_documents, index.num_tokens)

@@ -39,34 +39,39 @@ class Advice(NamedTuple):
 def advice(run: Run) -> list[Advice]:
     """Return the advice for `run`, which is empty for a run on the CPU."""
     samples = read_samples(run)
-    found = (
-        []
-        if run.gpu == "CPU"
-        else [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
-    )
-    return [
-        Advice(*(TABLE[name][field].format(run=run, **facts) for field in Advice._fields))
-        for name, facts in found
-    ]
+    if run.gpu == "CPU":
+        return []
+    hints = []
+    for name, facts in (
+        *_clocks(run, samples),
+        *_memory(run),
+        *_speed(run, samples),
+        *_ranks(run),
+    ):
+        texts = TABLE[name]
+        hints.append(Advice(*(texts[field].format(run=run, **facts) for field in Advice._fields)))
+    return hints
 
 
 def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
-    clocks = {
-        gpu: values
-        for gpu in range(len(samples.rows))
-        if (values := samples.values(gpu, "clock_mhz"))
-    }
+    every = {gpu: samples.values(gpu, "clock_mhz") for gpu in range(len(samples.rows))}
+    clocks = {gpu: values for gpu, values in every.items() if values}
     if not clocks:
         return
-    medians, highest = (
-        {gpu: median(values) for gpu, values in clocks.items()},
-        max(map(max, clocks.values())),
-    )
-    usual, fastest = median(list(medians.values())), max(medians.values())
+    medians = {gpu: median(values) for gpu, values in clocks.items()}
+    highest = max(map(max, clocks.values()))
+    usual = median(list(medians.values()))
+    fastest = max(medians.values())
     board = TABLE["board_w"].get(run.gpu, 0)
     for gpu, now in medians.items():
-        facts = {"gpu": gpu, "now": now, "board": board}
-        facts |= {"below": 1 - now / usual, "behind": 1 - now / fastest, "lost": 1 - now / highest}
+        facts = {
+            "gpu": gpu,
+            "now": now,
+            "board": board,
+            "below": 1 - now / usual,
+            "behind": 1 - now / fastest,
+            "lost": 1 - now / highest,
+        }
         if now < TABLE["low_clock"] * usual:
             yield "clock", facts
         for reason, share in (samples.held_down(gpu) or {}).items():
@@ -120,14 +125,8 @@ def _planned(run: Run) -> float:
 
 def _ranks(run: Run) -> Iterator[Symptom]:
     compared = comparisons(run)
-    for rank in compared[-1]["slow"] if compared else ():
-        yield (
-            "rank",
-            {
-                "rank": rank,
-                "late": fmean(
-                    record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]
-                )
-                - 1,
-            },
-        )
+    if not compared:
+        return
+    for rank in compared[-1]["slow"]:
+        ratios = [record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]]
+        yield "rank", {"rank": rank, "late": fmean(ratios) - 1}

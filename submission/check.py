@@ -37,7 +37,9 @@ from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, r
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.terminal import plural
 
-CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
+CLEAN = "CLEAN"
+ACCEPTED = "ACCEPTED"
+NOT_CLEAN = "NOT CLEAN"
 # Day by which the logs of a round were made. The keys do not identify these rounds, as later ones
 # have the same. Sources of the days: submission deadlines and the published logs.
 LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
@@ -46,7 +48,7 @@ LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 def parser(benchmark: str = "") -> Parser:
     parser = Parser(
         "check",
-        "Check MLPerf logs: official rules and our own.",
+        "Check MLPerf logs with the official checker and with additional rules.",
         ["check results/llama31_8b/*/result.txt", "check DIR --json"],
     )
     parser.add_argument(
@@ -54,16 +56,18 @@ def parser(benchmark: str = "") -> Parser:
         type=Path,
         nargs="+",
         metavar="LOG_OR_FOLDER",
-        help="logs, or folders with result*.txt in them",
+        help="log, or folder that contains result*.txt",
     )
-    parser.add_argument("--ruleset", choices=RULESETS, help="hold the logs to this closed ruleset")
+    parser.add_argument(
+        "--ruleset", choices=RULESETS, help="MLPerf ruleset (default: detected from the log)"
+    )
     parser.add_argument(
         "--werror",
         action="store_true",
-        help="warnings count as errors, also those of the official checker",
+        help="treat warnings as errors, including those of the official checker",
     )
     parser.add_argument(
-        "--json", action="store_true", dest="as_json", help="one JSON object a log, a line each"
+        "--json", action="store_true", dest="as_json", help="print one JSON object per log"
     )
     return parser
 
@@ -71,7 +75,9 @@ def parser(benchmark: str = "") -> Parser:
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
     logs = [log for path in paths for log in _logs(path)]
     sets = result_set.folders(logs) if any(path.is_dir() for path in paths) else {}
-    title = f"official checker: mlperf-logging {official_tools.checker_version()}{', warnings are errors (--werror)' if werror else ''}"
+    title = f"official checker: mlperf-logging {official_tools.checker_version()}"
+    if werror:
+        title += ", warnings are errors (--werror)"
     if not as_json:
         print(title)
     codes = []
@@ -89,25 +95,23 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         if path.parent in sets:
             sets[path.parent].append(examined)
     for folder, members in sets.items():
-        found = result_set.findings(members)
-        codes.append(CheckFailed.exit_code if errors(found, werror) else 0)
+        findings = result_set.findings(members)
+        codes.append(CheckFailed.exit_code if errors(findings, werror) else 0)
         if as_json:
-            print(
-                json.dumps(
-                    {"folder": str(folder), "findings": [_as_dict(finding) for finding in found]}
-                )
-            )
-        elif found:
-            print(f"\n{folder}", *_finding_lines(folder.name, found, werror), sep="\n")
+            facts = {"folder": str(folder), "findings": [_as_dict(each) for each in findings]}
+            print(json.dumps(facts))
+        elif findings:
+            print(f"\n{folder}", *_finding_lines(folder.name, findings, werror), sep="\n")
     if len(logs) > 1 and not as_json:
         counts = ", ".join(
             f"{verdicts.count(verdict)} {verdict.lower()}"
             for verdict in (CLEAN, ACCEPTED, NOT_CLEAN)
         )
         print(f"\n{len(logs)} logs: {counts}")
-    return next(
-        (code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0
-    )
+    for code in (ConfigError.exit_code, CheckFailed.exit_code):
+        if code in codes:
+            return code
+    return 0
 
 
 def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
@@ -120,17 +124,14 @@ def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
 def _logs(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(
-        (log for log in path.rglob("result*.txt") if log.is_file()),
-        key=lambda log: (log.parent, len(log.name), log.name),
-    )
-    if not found:
+    logs = [log for log in path.rglob("result*.txt") if log.is_file()]
+    if not logs:
         raise ConfigError(
             f"{path}: no log",
             "there is no result*.txt in it",
             "name a log, or the folder of a run or of a result set",
         )
-    return found
+    return sorted(logs, key=lambda log: (log.parent, len(log.name), log.name))
 
 
 def examine(
@@ -149,25 +150,28 @@ def examine(
     log = read(path)
     if not log.events and not log.bad:
         raise ConfigError(
-            f"{path} is no MLPerf log",
+            f"{path} is not an MLPerf log",
             "it has no line with :::MLLOG",
             "name a log, or the folder of a run or of a result set",
         )
-    division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
+    division = log.value("submission_division")
+    benchmark = log.value("submission_benchmark")
     ours = own_log.is_ours(log) if ours is None else ours
     rules = rules_of(log) if ruleset is None else None
     unofficial = division == "miniature" or (
         division == OPEN and benchmark == benchmarks.open_benchmark()
     )
     if rules is not None and unofficial:
-        title = "a miniature, no benchmark result"
+        title = "a miniature, not a benchmark result"
         if division == OPEN:
-            title = "open division, held to its config.toml; no benchmark of MLPerf"
+            title = "open division, checked by its config.toml; not an MLPerf benchmark"
         verdict = official_tools.own_verdict(path, str(benchmark), rules, log)
     else:
-        held_to = ruleset or round_of(log, ours)
-        title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"
-        verdict = official_tools.closed_verdict(path, held_to, log)
+        applied = ruleset or round_of(log, ours)
+        title = f"{division} division, ruleset {applied}"
+        if not ruleset:
+            title += " (detected)"
+        verdict = official_tools.closed_verdict(path, applied, log)
     findings = list(verdict.complaints) + rule_findings(
         log, ours, "closed" if ruleset else None, project_root
     )
@@ -185,16 +189,13 @@ def rule_findings(
     """
     rules = rules_of(log, division)
     if rules is None:
-        named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
-        return [
-            Finding(
-                0,
-                "benchmark",
-                f"only the official checker was asked: no rules here for {named}",
-                "submission/log_rules.py",
-                NOTE,
-            )
-        ]
+        benchmark = log.value("submission_benchmark")
+        named = log.value("submission_division")
+        message = (
+            "checked by the official checker only: no additional rules for"
+            f" {benchmark!r} in division {named!r}"
+        )
+        return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
     own = own_log.own_rules(project_root) if ours else ()
     applied = (*RULES, *CLOCK, *own)
     return [finding for rule in applied for finding in rule.findings(log, rules, ours)]
@@ -245,31 +246,24 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     words = "FAILED" if not official.passed or (werror and warned) else "passed"
     if warned:
         words += f", {plural(warned, 'warning')}, errors with --werror"
-    found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
-    found += _finding_lines(examined.path.name, examined.findings, werror)
+    text = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
+    text += _finding_lines(examined.path.name, examined.findings, werror)
     verdict = verdict_of(examined.findings, werror)
     failed = len(examined.errors(werror))
     warnings = sum(finding.warning for finding in examined.findings) - (failed if werror else 0)
     if verdict == ACCEPTED:
-        return [
-            *found,
-            f"  {ACCEPTED}, with {plural(warnings, 'break')} of the rules' text: 0 errors",
-        ]
-    return [
-        *found,
-        f"  {verdict}: {plural(failed, 'error')}, {plural(max(0, warnings), 'warning')}",
-    ]
+        return [*text, f"  {ACCEPTED}: 0 errors, {plural(warnings, 'warning')}"]
+    return [*text, f"  {verdict}: {plural(failed, 'error')}, {plural(max(0, warnings), 'warning')}"]
 
 
 def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list[str]:
-    found = []
+    text = []
     for finding in findings:
         place = f"{name}:{finding.line}" if finding.line else name
         severity = ERROR if werror and finding.warning else finding.severity
-        found.append(
-            f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]"
-        )
-    return found
+        start = f"  {severity:<7}  {place:<18}  {finding.rule:<15}"
+        text.append(f"{start}  {finding.message}  [{finding.source}]")
+    return text
 
 
 main = program(parser, lambda options: _check_all(**vars(options)))

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from common.benchmarks import Rules
 from common.records.mlperf_log import Event, Log
-from submission.log_rules import ERROR, WARNING_OF_OTHERS, Found, Rule, reaches
+from submission.log_rules import ERROR, WARNING_OF_OTHERS, Breaks, Rule, reaches
 
 CLOCK_KEYS = ("init_start", "init_stop", "run_start", "run_stop")
 PLAUSIBLE_MS = (1e12, 1e13)  # 2001 to 2286, in milliseconds since 1970
@@ -19,7 +19,7 @@ LATE_MS = 1000  # tolerance: several processes may write their lines out of time
 SETUP_MS = 60_000  # between init_stop and run_start: no published log exceeds it
 
 
-def stopped_early(log: Log, rules: Rules) -> Found:
+def stopped_early(log: Log, rules: Rules) -> Breaks:
     """Find a run_stop before the evaluation that reached the target, by its line or its time."""
     stop = log.first("run_stop")
     passing = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
@@ -27,38 +27,35 @@ def stopped_early(log: Log, rules: Rules) -> Found:
         return
     if stop.line < passing.line or passing.time_ms - stop.time_ms > LATE_MS:
         late_s = (passing.time_ms - stop.time_ms) / 1000
-        yield (
-            stop.line,
-            f"run_stop before the evaluation of line {passing.line} that reached the target, {late_s:.1f} s later",
+        message = (
+            f"run_stop {late_s:.1f} s before the evaluation that reached the target"
+            f" (line {passing.line})"
         )
+        yield stop.line, message
 
 
-def started_twice(log: Log, rules: Rules) -> Found:
+def started_twice(log: Log, rules: Rules) -> Breaks:
     """Find a second run_start with another time. Repeated lines of equal time are accepted."""
     starts = log.all("run_start")
     for event in starts[1:]:
         if event.time_ms != starts[0].time_ms:
-            yield (
-                event.line,
-                f"a second run_start, {(event.time_ms - starts[0].time_ms) / 1000:.1f} s after that of line {starts[0].line}",
-            )
+            seconds = (event.time_ms - starts[0].time_ms) / 1000
+            yield event.line, f"second run_start, {seconds:.1f} s after line {starts[0].line}"
             return
 
 
-def implausible_time(log: Log, rules: Rules) -> Found:
+def implausible_time(log: Log, rules: Rules) -> Breaks:
     """Find a record of CLOCK_KEYS whose time is not between 2001 and 2286, in ms since 1970."""
     low, high = PLAUSIBLE_MS
     for key in CLOCK_KEYS:
         for event in log.all(key):
             if not low <= event.time_ms <= high:
-                yield (
-                    event.line,
-                    f"{key} at time_ms {event.time_ms!r}, which is no time in milliseconds since 1970",
-                )
+                message = f"{key}: time_ms {event.time_ms!r} is not in milliseconds since 1970"
+                yield event.line, message
                 return
 
 
-def repeated_evaluation(log: Log, rules: Rules) -> Found:
+def repeated_evaluation(log: Log, rules: Rules) -> Breaks:
     """Find a samples_count at which one evaluation missed the target and a later one reached it."""
     missed: dict[object, list[Event]] = defaultdict(list)
     for event in log.all("eval_accuracy"):
@@ -67,23 +64,25 @@ def repeated_evaluation(log: Log, rules: Rules) -> Found:
         if not reaches(event, rules):
             missed[event.samples].append(event)
         elif earlier := missed.get(event.samples):
-            yield (
-                event.line,
-                f"evaluated again at {event.samples} until the target was reached; line {earlier[0].line} missed it",
+            message = (
+                f"evaluated again at {event.samples} samples until the target was reached;"
+                f" line {earlier[0].line} missed it"
             )
+            yield event.line, message
             return
 
 
-def late_start(log: Log, rules: Rules) -> Found:
+def late_start(log: Log, rules: Rules) -> Breaks:
     """Find a run_start more than SETUP_MS milliseconds after init_stop."""
     stop = log.first("init_stop")
     start = log.first("run_start")
     if stop and start and start.time_ms - stop.time_ms > SETUP_MS:
         seconds = (start.time_ms - stop.time_ms) / 1000
-        yield (
-            start.line,
-            f"run_start {seconds:.0f} s after init_stop: work between them is neither initialization nor timed",
+        message = (
+            f"run_start {seconds:.0f} s after init_stop:"
+            " work between them is neither initialization nor timed"
         )
+        yield start.line, message
 
 
 RUN_RESULTS = "TR Run Results"

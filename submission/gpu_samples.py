@@ -6,6 +6,7 @@ step. A missing file is not a finding, because the sampler is optional. Standard
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -42,31 +43,30 @@ class Samples:
 
         None if the GPU does not report throttle reasons.
         """
-        said = [
+        samples = [
             record["throttle"]
             for record in self.rows[gpu]
             if isinstance(record.get("throttle"), list)
         ]
-        names = sorted({reason for reasons in said for reason in reasons})
-        return (
-            {name: sum(name in reasons for reasons in said) / len(said) for name in names}
-            if said
-            else None
-        )
+        if not samples:
+            return None
+        counts = Counter(reason for reasons in samples for reason in {*reasons})
+        return {reason: counts[reason] / len(samples) for reason in sorted(counts)}
 
 
 @cache
 def read_samples(run: Run) -> Samples:
     """Return the samples within the timed run. Lines that are not complete objects are skipped."""
-    samples, low, high = Samples(), 0.0, float("inf")
+    samples = Samples()
+    low = 0.0
+    high = float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start":
-            samples.source, samples.gpus, samples.rows = (
-                record["source"],
-                record["gpus"],
-                [[] for _ in record["gpus"]],
-            )
-            start, stop = run.log.first("run_start"), run.log.first("run_stop")
+            samples.source = record["source"]
+            samples.gpus = record["gpus"]
+            samples.rows = [[] for _ in record["gpus"]]
+            start = run.log.first("run_start")
+            stop = run.log.first("run_stop")
             low = start.time_ms / 1e3 - record["time"] if start else 0.0
             # A killed run has no run_stop. Samples after its failure are not training.
             end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
@@ -88,8 +88,10 @@ def energy_kwh(samples: Samples) -> float | None:
 
     None unless every GPU has at least two power samples.
     """
-    found = [_kwh(samples, gpu) for gpu in range(len(samples.gpus))]
-    return sum(found) if found and None not in found else None  # type: ignore[arg-type]
+    energies = [_kwh(samples, gpu) for gpu in range(len(samples.gpus))]
+    if not energies or None in energies:
+        return None
+    return sum(energies)  # type: ignore[arg-type]
 
 
 def _kwh(samples: Samples, gpu: int) -> float | None:
@@ -111,25 +113,21 @@ def blocks(samples: Samples) -> list[Block]:
             for gpu, rows in enumerate(samples.rows)
         ]
         charts.append(page.chart(label, "minutes", curves, sync="gpus"))
-    how = f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
+    how = (
+        f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source};"
+        " not a power measurement by MLPerf's rules"
+    )
     return [_table(samples), {"notes": [how, *samples.notes]}, *charts]
 
 
 def _table(samples: Samples) -> Block:
-    rows, known = (
-        [],
-        [
-            key
-            for key in CURVES
-            if any(samples.values(gpu, key) for gpu in range(len(samples.gpus)))
-        ],
-    )
+    rows = []
+    gpus = range(len(samples.gpus))
+    known = [key for key in CURVES if any(samples.values(gpu, key) for gpu in gpus)]
     for gpu, facts in enumerate(samples.gpus):
         reasons = samples.held_down(gpu)
-        held = (
-            ", ".join(f"{reason} {share:.0%}" for reason, share in (reasons or {}).items())
-            or "nothing"
-        )
+        shares = [f"{reason} {share:.0%}" for reason, share in (reasons or {}).items()]
+        held = ", ".join(shares) or "nothing"
         spans = [span(samples.values(gpu, key)) for key in known]
         energy = terminal.number(_kwh(samples, gpu), ".3f")
         rows.append(

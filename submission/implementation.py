@@ -29,15 +29,15 @@ README = Path(__file__).with_name("implementation_readme.txt")
 # Pages that a reader of the packaged code needs, in addition to the page of the GPU. The others are
 # about this project's own work.
 DOCS = (
-    *(
-        "architecture.md",
-        "checkpoints.md",
-        "glossary.md",
-        "number_formats.md",
-        "preflight.md",
-        "run_directory.md",
-    ),
-    *("setup.md", "system_tuning.md", "troubleshooting.md"),
+    "architecture.md",
+    "checkpoints.md",
+    "glossary.md",
+    "number_formats.md",
+    "preflight.md",
+    "run_directory.md",
+    "setup.md",
+    "system_tuning.md",
+    "troubleshooting.md",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
@@ -66,12 +66,12 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
     `system`: ID of the system. Raises CheckFailed if the repository does not have the commit of the
     run, or if that commit contains links or does not have the config that the log names.
     """
-    config, commit = str(run.log.value("config_filename")), str(run.versions["commit"])
+    config = str(run.log.value("config_filename"))
+    commit = str(run.versions["commit"])
     export(folder, root, run.benchmark, commit, str(run.gpu))
     if not (folder / "configs" / run.benchmark / config).is_file():
-        what = f"commit {commit} has no configs/{run.benchmark}/{config}"
         raise CheckFailed(
-            what,
+            f"commit {commit} has no configs/{run.benchmark}/{config}",
             "the log names it as its config (config_filename)",
             "run with a config of the repository",
         )
@@ -182,15 +182,15 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
 
 def _scripts(run: Run, config: str) -> dict[str, list[str]]:
     code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
-    org, platform = (
-        shlex.quote(str(run.log.value(f"submission_{name}"))) for name in ("org", "platform")
-    )
+    org = shlex.quote(str(run.log.value("submission_org")))
+    platform = shlex.quote(str(run.log.value("submission_platform")))
     identity = [f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"]
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [
             code,
-            "python3 -m launch.environment requirements.txt  # the packages of requirements.lock, into .venv",
+            "# installs the packages of requirements.lock into .venv",
+            "python3 -m launch.environment requirements.txt",
         ],
         "init_datasets.sh": [
             code,

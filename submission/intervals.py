@@ -36,17 +36,19 @@ class Interval:
 
 def rate(blocks: Sequence[Interval]) -> float | None:
     """Return the sequences per second over `blocks`, or None if the log does not have them."""
-    seconds, samples = (
-        sum(block.seconds for block in blocks),
-        sum(block.samples for block in blocks),
-    )
+    seconds = sum(block.seconds for block in blocks)
+    samples = sum(block.samples for block in blocks)
     return samples / seconds if seconds > 0 and samples > 0 else None
 
 
 def samples_of(event: Event) -> int | None:
+    """Return the training sequences that a record counts, or None."""
     # Both benchmarks count sequences under either name.
-    counts = (event.metadata.get(key) for key in ("samples_count", "epoch_num"))
-    return next((round(count) for count in counts if is_number(count)), None)
+    for key in ("samples_count", "epoch_num"):
+        count = event.metadata.get(key)
+        if is_number(count):
+            return round(count)
+    return None
 
 
 def training(events: list[Event], around: list[Interval]) -> list[Interval]:
@@ -55,17 +57,16 @@ def training(events: list[Event], around: list[Interval]) -> list[Interval]:
     `around`: all evaluations. The subtraction is needed because some logs have one epoch around
     everything.
     """
-    found = []
-    for block in _blocks(
-        events, "block" if any(event.key == "block_start" for event in events) else "epoch"
-    ):
-        inside = sum(
-            e.stop_ms - e.start_ms
-            for e in around
-            if block.start_ms <= e.start_ms and e.stop_ms <= block.stop_ms
+    has_blocks = any(event.key == "block_start" for event in events)
+    intervals = []
+    for block in _blocks(events, "block" if has_blocks else "epoch"):
+        evaluations_ms = sum(
+            evaluation.stop_ms - evaluation.start_ms
+            for evaluation in around
+            if block.start_ms <= evaluation.start_ms and evaluation.stop_ms <= block.stop_ms
         )
-        found.append(replace(block, stop_ms=block.stop_ms - inside))
-    return found
+        intervals.append(replace(block, stop_ms=block.stop_ms - evaluations_ms))
+    return intervals
 
 
 def _blocks(events: list[Event], name: str) -> list[Interval]:
@@ -75,13 +76,12 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
     start and stop, others the count at the start. There a block ends at the count of the next
     evaluation.
     """
-    starts, stops = (
-        [samples_of(event) or 0 for event in events if event.key == f"{name}_{end}"]
-        for end in ("start", "stop")
-    )
+    starts = [samples_of(event) or 0 for event in events if event.key == f"{name}_start"]
+    stops = [samples_of(event) or 0 for event in events if event.key == f"{name}_stop"]
     if max(stops, default=0) > max(starts, default=0):
         return pairs(events, name, 0)
-    found, done = [], 0
+    intervals = []
+    done = 0
     evaluated = [
         (event.time_ms, samples_of(event) or 0)
         for event in events
@@ -93,9 +93,9 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
             None,
         )
         if after is not None:
-            found.append(Interval(block.start_ms, block.stop_ms, done, after))
+            intervals.append(Interval(block.start_ms, block.stop_ms, done, after))
             done = after
-    return found
+    return intervals
 
 
 def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
@@ -107,12 +107,12 @@ def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> l
     the global batch: the count at the stop may be less than that at the start, by less than one
     batch. `counted`: whether to read the counts of the lines.
     """
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     opened: Event | None = None
     for event in events:
         samples = samples_of(event) if counted else None
         if event.key == f"{name}_start" and opened is None:
-            done = found[-1].stop_samples if found else None
+            done = intervals[-1].stop_samples if intervals else None
             late = False
             if samples is not None and done is not None:
                 late = samples < done if batch == 0 else samples <= done
@@ -123,6 +123,6 @@ def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> l
             if samples is not None and before is not None:
                 late = samples <= before - batch
             if not late and event.time_ms >= opened.time_ms:
-                found.append(Interval(opened.time_ms, event.time_ms, before, samples))
+                intervals.append(Interval(opened.time_ms, event.time_ms, before, samples))
                 opened = None
-    return found
+    return intervals

@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from common import benchmarks
 from common.benchmarks import Rules
@@ -54,7 +55,7 @@ OWN_CONSTANTS = (
 # Key of the invented logs of a rehearsal (submission/rehearsal.py). No submission may contain it.
 REHEARSAL = "rehearsal"
 
-Found = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), message
+Breaks = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), message
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Rule:
     """A rule: the function that finds where a log breaks it, its source and its severity."""
 
     name: str
-    find: Callable[[Log, Rules], Found]
+    find: Callable[[Log, Rules], Breaks]
     source: str
     severity: str = ERROR
     # One cause leads to many breaks: only the first is reported, with the number of the others.
@@ -87,13 +88,14 @@ class Rule:
         severity = self.severity
         if severity == WARNING_OF_OTHERS:
             severity = ERROR if ours else WARNING
-        found = list(self.find(log, rules))
-        if self.one_cause and len(found) > 1:
-            line, message = found[0]
-            found = [
-                (line, f"{message}; {len(found) - 1} more like it, the last in line {found[-1][0]}")
-            ]
-        return (Finding(line, self.name, message, self.source, severity) for line, message in found)
+        breaks = list(self.find(log, rules))
+        if self.one_cause and len(breaks) > 1:
+            line, message = breaks[0]
+            last, _ = breaks[-1]
+            more = f"{len(breaks) - 1} more of this kind, the last in line {last}"
+            breaks = [(line, f"{message}; {more}")]
+        for line, message in breaks:
+            yield Finding(line, self.name, message, self.source, severity)
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
@@ -109,28 +111,42 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 # Evaluations.
 
 
-def wrong_interval(log: Log, rules: Rules) -> Found:
+def wrong_interval(log: Log, rules: Rules) -> Breaks:
     """Find the first evaluation that is not where it is due, or one missing before the end."""
-    batch, counts = log.value("global_batch_size"), _evaluations(log)
+    batch = log.value("global_batch_size")
+    counts = _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
         return
-    interval, last = rules.eval_interval(batch), resumed_at(log)
-    due = max(rules.first_evaluation(batch), last // interval * interval + interval if last else 0)
+    interval = rules.eval_interval(batch)
+    last = resumed_at(log)
+    due = rules.first_evaluation(batch)
+    if last:
+        due = max(due, last // interval * interval + interval)
     for line, samples in counts:
         if samples != due:
-            message = f"evaluation at {samples}, {samples - last} after {last}; at a global batch of {batch} it is due at {due}"
-            gain = f"may stop up to {due - samples} sequences earlier"
-            if samples > due:
-                gain = f"saves {-(-(samples - due) // interval)} evaluations of {rules.eval_samples} sequences"
-            yield line, f"{message}, the interval is {interval}; it {gain}"
+            message = (
+                f"evaluation at {samples}, {samples - last} after {last};"
+                f" at a global batch of {batch} it is due at {due} (interval {interval})"
+            )
+            yield line, f"{message}; this {_gain(samples, due, interval, rules)}"
             return
-        last, due = samples, due + interval
+        last = samples
+        due += interval
     stop = log.first("run_stop")
     if stop and type(stop.samples) is int and stop.samples >= due:
-        yield (
-            stop.line,
-            f"training went on from {last} to {stop.samples} with no evaluation; one was due at {due}",
+        message = (
+            f"training continued from {last} to {stop.samples} without an evaluation;"
+            f" one was due at {due}"
         )
+        yield stop.line, message
+
+
+def _gain(samples: int, due: int, interval: int, rules: Rules) -> str:
+    """Describe the advantage of an evaluation at `samples` instead of `due`."""
+    if samples < due:
+        return f"may stop up to {due - samples} sequences earlier"
+    skipped = -(-(samples - due) // interval)
+    return f"saves {skipped} evaluations of {rules.eval_samples} sequences"
 
 
 def resumed_at(log: Log) -> int:
@@ -139,27 +155,26 @@ def resumed_at(log: Log) -> int:
     return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 
 
-def counted_short(log: Log, rules: Rules) -> Found:
+def counted_short(log: Log, rules: Rules) -> Breaks:
     """Find evaluations at the right places whose samples_count is one global batch too low.
 
     Such a log was counted before the optimizer step.
     """
-    batch, counts = log.value("global_batch_size"), _evaluations(log)
+    batch = log.value("global_batch_size")
+    counts = _evaluations(log)
     if is_positive_int(batch) and _one_step_short(counts, batch, rules):
         line, samples = _without_extra(counts, batch, rules)[0]
-        yield (
-            line,
-            f"samples_count {samples} and all that follow are one global batch of {batch} short of what was trained",
+        message = (
+            f"samples_count {samples} and all later ones are one global batch of {batch} too low"
         )
+        yield line, message
 
 
 def uncounted(event: Event, rules: Rules) -> str:
     """Return a message if the metadata of `event` has no number as samples_count, else ""."""
-    return (
-        ""
-        if is_number(event.samples)
-        else f"{event.key} without a number as samples_count in its metadata"
-    )
+    if is_number(event.samples):
+        return ""
+    return f"{event.key} without a number as samples_count in its metadata"
 
 
 def _evaluations(log: Log) -> list[tuple[int, int]]:
@@ -167,16 +182,15 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
 
     Consecutive records with the same count are one evaluation that several processes logged.
     """
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
         samples = event.samples
-        if (
-            is_number(samples)
-            and 0 <= samples == int(samples)
-            and not (found and found[-1][1] == samples)
-        ):
-            found.append((event.line, int(samples)))
-    return found
+        if not is_number(samples) or not 0 <= samples == int(samples):
+            continue
+        repeated = counts and counts[-1][1] == samples
+        if not repeated:
+            counts.append((event.line, int(samples)))
+    return counts
 
 
 def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
@@ -196,36 +210,37 @@ def _without_extra(
     return counts[1:] if counts and counts[0][1] < rules.first_evaluation(batch) - batch else counts
 
 
-def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Found]:
+def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Breaks]:
     """Return a rule function that tests each record of `keys` (default: all records) with `find`.
 
     `find`: returns "" for a correct record, else a message that says what is wrong.
     """
 
-    def found(log: Log, rules: Rules) -> Found:
-        for event in (event for key in keys for event in log.all(key)) if keys else log.every():
-            if message := find(event, rules):
+    def breaks(log: Log, rules: Rules) -> Breaks:
+        events = chain.from_iterable(log.all(key) for key in keys) if keys else log.every()
+        for event in events:
+            message = find(event, rules)
+            if message:
                 yield event.line, message
 
-    return found
+    return breaks
 
 
 def unfit(
     fits: Callable[[object], object], words: str, *keys: str
-) -> Callable[[Log, Rules], Found]:
+) -> Callable[[Log, Rules], Breaks]:
     """Return a rule function that finds the records of `keys` whose value does not satisfy `fits`.
 
     `words`: description of a correct value, for the message.
     """
-    return on_each(
-        lambda event, rules: (
-            "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}"
-        ),
-        *keys,
-    )
+
+    def find(event: Event, rules: Rules) -> str:
+        return "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}"
+
+    return on_each(find, *keys)
 
 
-def wrong_status(log: Log, rules: Rules) -> Found:
+def wrong_status(log: Log, rules: Rules) -> Breaks:
     """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
 
     Without a target the evaluations say nothing about the status.
@@ -236,23 +251,19 @@ def wrong_status(log: Log, rules: Rules) -> Found:
     reached = any(reaches(event, rules) for event in log.all("eval_accuracy"))
     status = stop.metadata.get("status")
     if (status == "success") != reached or status not in ("success", "aborted"):
-        yield (
-            stop.line,
-            f"status is {status!r}, but the target of {rules.target_loss} was {'' if reached else 'not '}reached",
-        )
+        outcome = "reached" if reached else "not reached"
+        message = f"status is {status!r}, but the target of {rules.target_loss} was {outcome}"
+        yield stop.line, message
 
 
-def after_target(log: Log, rules: Rules) -> Found:
+def after_target(log: Log, rules: Rules) -> Breaks:
     """Find the first evaluation after the one that reached the target."""
     reached = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if reached is None:
         return
     for event in log.all("eval_accuracy"):
         if event.line > reached.line and event.samples != reached.samples:
-            yield (
-                event.line,
-                f"one more evaluation after line {reached.line} had reached the target",
-            )
+            yield event.line, f"another evaluation after line {reached.line} reached the target"
             return
 
 
@@ -264,14 +275,14 @@ def reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def other_constants(log: Log, rules: Rules) -> Found:
+def other_constants(log: Log, rules: Rules) -> Breaks:
     """Find values that differ from those that the division fixes, OWN_CONSTANTS excepted."""
     for key, wanted in rules.fixed_log_values().items():
         if key not in OWN_CONSTANTS:
             yield from unlike(log, rules, key, wanted)
 
 
-def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Found:
+def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Breaks:
     """Find each value of `key` that is not `wanted`. 1 and 1.0 are equal, True and 1 are not."""
     for event in log.all(key):
         value = event.value
@@ -281,31 +292,36 @@ def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Fou
             and not isinstance(value, bool)
         )
         if not same:
-            yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
+            message = f"{key} is {value!r}; the {rules.division} division requires {wanted!r}"
+            yield event.line, message
 
 
-def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
-    base, end = log.value("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+def wrong_end_learning_rate(log: Log, rules: Rules) -> Breaks:
+    base = log.value("opt_base_learning_rate")
+    end = log.first("opt_end_learning_rate")
     if not is_number(base) or end is None:
         return
     wanted = rules.end_learning_rate(base)
     if wanted is None:
         return
     if not (is_number(end.value) and math.isclose(end.value, wanted, rel_tol=1e-9)):
-        yield (
-            end.line,
-            f"opt_end_learning_rate is {end.value!r}, not {wanted:g} for a base learning rate of {base}",
+        message = (
+            f"opt_end_learning_rate is {end.value!r};"
+            f" a base learning rate of {base} requires {wanted:g}"
         )
+        yield end.line, message
 
 
-def unlike_reference(log: Log, rules: Rules) -> Found:
-    batch, rate = log.value("global_batch_size"), log.first("opt_base_learning_rate")
+def unlike_reference(log: Log, rules: Rules) -> Breaks:
+    batch = log.value("global_batch_size")
+    rate = log.first("opt_base_learning_rate")
     wanted = rules.reference_learning_rates.get(batch) if is_positive_int(batch) else None
     if rate and wanted and is_number(rate.value) and rate.value != wanted:
-        yield (
-            rate.line,
-            f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}",
+        message = (
+            f"base learning rate {rate.value!r};"
+            f" the reference converged with {wanted:g} at a global batch of {batch}"
         )
+        yield rate.line, message
 
 
 def cache_kept(event: Event, rules: Rules) -> str:
@@ -313,58 +329,48 @@ def cache_kept(event: Event, rules: Rules) -> str:
 
     A miniature may say so, because dropping the cache needs root.
     """
-    kept = event.value is False and rules.division == "closed"
-    return (
-        "cache_clear is false: allowed only if the system was restarted before the run"
-        if kept
-        else ""
-    )
+    if event.value is not False or rules.division != "closed":
+        return ""
+    return "cache_clear is false: allowed only if the system was restarted before the run"
 
 
-def partly_disclosed(log: Log, rules: Rules) -> Found:
+def partly_disclosed(log: Log, rules: Rules) -> Breaks:
     """Find a log with some but not all of DISCLOSURE_KEYS, and keys that look misspelled."""
     missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
     others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
     alike = {key: difflib.get_close_matches(key, others, n=1, cutoff=0.8) for key in missing}
     for key, names in alike.items():
         if names:
-            yield (
-                log.all(names[0])[0].line,
-                f"{names[0]} is no key of 6.1.0; {key} is missing and may be meant",
-            )
+            line = log.all(names[0])[0].line
+            yield line, f"{names[0]} is not a key of 6.1.0; did you mean {key}, which is missing?"
     if 0 < len(missing) < len(DISCLOSURE_KEYS):
-        yield (
-            0,
-            f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well",
-        )
+        message = f"{len(missing)} of the {len(DISCLOSURE_KEYS)} disclosure keys are missing"
+        yield 0, f"{message}; 6.1.0 also requires {', '.join(missing)}"
 
 
 # Seeds, and lines that the official tools misread.
 
 
-def no_seed(log: Log, rules: Rules) -> Found:
+def no_seed(log: Log, rules: Rules) -> Breaks:
     """Find a missing seed, and seeds that the official seed checker cannot read."""
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
-    yield from unfit(converts_to_int, "a whole number", "seed")(log, rules)
+    yield from unfit(converts_to_int, "an integer", "seed")(log, rules)
     for event in log.all("seed"):
         if "file" not in event.metadata or "lineno" not in event.metadata:
             yield event.line, "seed without file and lineno in its metadata"
 
 
-def many_seeds(log: Log, rules: Rules) -> Found:
+def many_seeds(log: Log, rules: Rules) -> Breaks:
     seeds = {str(event.value): event for event in log.all("seed")}
     if len(seeds) > 1:
         yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
 
 
 def two_on_a_line(event: Event, rules: Rules) -> str:
-    twice = TOKEN in event.prefix
-    return (
-        f"two records on one line: the official parser sees the second one only, {event.key}"
-        if twice
-        else ""
-    )
+    if TOKEN not in event.prefix:
+        return ""
+    return f"two records on one line: the official parser reads only the second one, {event.key}"
 
 
 def misread(event: Event, rules: Rules) -> str:
@@ -463,7 +469,7 @@ RULES = (
     ),
     Rule(
         "batch",
-        unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"),
+        unfit(is_positive_int, "a positive integer: there is no reference", "global_batch_size"),
         "RCP rcp_checker.py",
     ),
     Rule(
@@ -476,7 +482,7 @@ RULES = (
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule(
         "odd_seed",
-        unfit(_is_plain_seed, "a whole number of 32 bits", "seed"),
+        unfit(_is_plain_seed, "an integer of 32 bits", "seed"),
         "SEED (converts it with int())",
         WARNING_OF_OTHERS,
     ),

@@ -8,8 +8,8 @@ its output says so and contains nothing that contradicts it. The programs leave 
 working directory, so each runs in a temporary one.
 
 A miniature is checked with a rule file of this project, because the official files fix the sequence
-length and the target. So is a run in the open division of no benchmark of MLPerf. That file has the closed rules with the numbers of the benchmark's miniature
-division.
+length and the target. So is a run in the open division that is not of an MLPerf benchmark. The rule
+file has the closed rules with the numbers of the run's own division.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ LARGE_LOG_BYTES = 16 * 2**20  # from here on the checker gets the records one by
 UNSEEN = "no blank after the token"
 
 BAD_LINE = re.compile(
-    r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS|Compliance check failed in"
+    r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS"
+    r"|Compliance check failed in"
 )
 
 
@@ -79,8 +80,8 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
 def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> Verdict:
     """Return the compliance checker's verdict by this project's rule file for a division.
 
-    `rules`: of the miniature, or of a run whose config sets its rules. Raises PreflightError without
-    a checker.
+    `rules`: those of the miniature, or of a run whose config sets its rules. Raises PreflightError
+    without a checker.
     """
     with tempfile.TemporaryDirectory() as folder:
         path_of_rules = Path(folder, f"{rules.division}_{benchmark}.yaml")
@@ -150,7 +151,7 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
                 Finding(
                     0,
                     "broke_off",
-                    f"the checker broke off without a verdict: {why}",
+                    f"the checker crashed without a verdict: {why}",
                     "CC mlp_compliance.py",
                 ),
             ),
@@ -232,7 +233,9 @@ def silent() -> Iterator[None]:
 
     They would add a handler that prints if the root logger had none.
     """
-    root, handler, before = logging.getLogger(), logging.NullHandler(), logging.root.manager.disable
+    root = logging.getLogger()
+    handler = logging.NullHandler()
+    before = logging.root.manager.disable
     root.addHandler(handler)
     logging.disable(logging.CRITICAL)
     try:
@@ -353,22 +356,24 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     must have passed its RCP test, and exactly `missed` logs must have been forgiven.
     """
     text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
-    parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
+    parts = re.split(r"Running compliance checks in dir (.+)\n", text)
+    verdicts = {}
     for folder, said in zip(parts[1::2], parts[2::2], strict=True):
         bad = [
             line.strip()
             for line in said.splitlines()
             if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)
         ]
-        passed = not bad and "RCP Test Passed" in said
-        verdicts[Path(folder).parent.name, Path(folder).name] = (
-            "passed" if passed else (bad or ["no RCP test"])[0][:60]
-        )
+        verdict = "passed"
+        if bad or "RCP Test Passed" not in said:
+            verdict = (bad or ["no RCP test"])[0][:60]
+        verdicts[Path(folder).parent.name, Path(folder).name] = verdict
     passed = (
         "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
-        and list(verdicts.values()) == ["passed"] * sets
+        and len(verdicts) == sets
+        and set(verdicts.values()) == {"passed"}
+        and text.count("accepting this under olympic scoring") == missed
     )
-    passed = passed and text.count("accepting this under olympic scoring") == missed
     return replace(_answer("package_checker", text, passed), verdicts=verdicts)
 
 
@@ -384,7 +389,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
             "result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table)
         )
         rows = list(csv.DictReader(table.open())) if table.is_file() else []
-    found = {
+    scores = {
         (Path(row["details_url"]).stem, name): float(row[name])
         for row in rows
         for name in benchmarks.names()
@@ -396,7 +401,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
         == text.count("Compliance check failed in")
     )
     return replace(
-        _answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found
+        _answer("result_summarizer", text, len(scores) == sets and forgiven, missed), scores=scores
     )
 
 
@@ -412,7 +417,7 @@ def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answ
     complaints = (
         tuple(bad)
         if bad or passed
-        else (f"{tool} did not say that all is well; its last words: {text.strip()[-300:]!r}",)
+        else (f"{tool} did not report success; its output ends with: {text.strip()[-300:]!r}",)
     )
     return Answer(tool, passed, () if passed else complaints, text)
 

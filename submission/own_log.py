@@ -22,7 +22,7 @@ from submission import official_tools
 from submission.log_rules import (
     OWN_CONSTANTS,
     WARNING,
-    Found,
+    Breaks,
     Rule,
     is_positive,
     is_positive_int,
@@ -100,34 +100,30 @@ def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
     )
 
 
-def not_once(log: Log, rules: Rules) -> Found:
+def not_once(log: Log, rules: Rules) -> Breaks:
     """Find keys of the clock and of initialization that are missing or repeated."""
     for key in (*CLOCK_KEYS, *init_keys_of(log)):
-        found = log.all(key)
-        if not found:
+        events = log.all(key)
+        if not events:
             yield 0, f"{key} is missing"
-        for event in found[1:]:
-            yield event.line, f"{key} again; it stands in line {found[0].line} already"
+        for event in events[1:]:
+            yield event.line, f"{key} is repeated; its first line is {events[0].line}"
 
 
 def prefixed(event: Event, rules: Rules) -> str:
-    return (
-        f"{event.prefix[:40]!r} before the token"
-        if event.prefix and TOKEN not in event.prefix
-        else ""
-    )
+    if not event.prefix or TOKEN in event.prefix:
+        return ""
+    return f"{event.prefix[:40]!r} before the token"
 
 
 def wrong_event_type(event: Event, rules: Rules) -> str:
     wanted = EVENT_TYPES.get(event.key, POINT)
-    return (
-        f"{event.key} is logged as {event.event_type!r}, not {wanted}"
-        if event.event_type != wanted
-        else ""
-    )
+    if event.event_type == wanted:
+        return ""
+    return f"{event.key} is logged as {event.event_type!r}, not {wanted}"
 
 
-def out_of_order(log: Log, rules: Rules) -> Found:
+def out_of_order(log: Log, rules: Rules) -> Breaks:
     """Find records that do not follow TRANSITIONS.
 
     Initialization, clock, blocks and evaluations come in order and are closed. run_stop is last.
@@ -143,42 +139,44 @@ def out_of_order(log: Log, rules: Rules) -> Found:
         elif event.key in TRANSITIONS[state]:
             state = TRANSITIONS[state][event.key]
         elif event.key in ("cache_clear", *EVENT_TYPES, "eval_accuracy"):
-            yield event.line, f"{event.key} while the run stands at: {state}"
+            yield event.line, f"{event.key} in state {state!r}"
 
 
-def back_in_time(log: Log, rules: Rules) -> Found:
+def back_in_time(log: Log, rules: Rules) -> Breaks:
     for before, event in pairwise(log.every()):
         if event.time_ms < before.time_ms:
-            yield (
-                event.line,
-                f"{event.key} is {before.time_ms - event.time_ms} ms before the line above",
-            )
+            milliseconds = before.time_ms - event.time_ms
+            yield event.line, f"{event.key} is {milliseconds} ms before the previous line"
 
 
-def wrong_samples(log: Log, rules: Rules) -> Found:
+def wrong_samples(log: Log, rules: Rules) -> Breaks:
     """Find a samples_count that is not the number of sequences trained so far.
 
     It is counted after the optimizer step: a multiple of the global batch that grows only at
     block_stop.
     """
-    batch, last = log.value("global_batch_size"), resumed_at(log)
-    for event in (event for event in log.events if event.key in COUNTED_KEYS):
+    batch = log.value("global_batch_size")
+    last = resumed_at(log)
+    for event in log.events:
+        if event.key not in COUNTED_KEYS:
+            continue
         samples = event.samples
         if type(samples) is not int or samples < 0:
             yield event.line, f"{event.key} has samples_count {samples!r}"
             continue
         if is_positive_int(batch) and samples % batch:
-            yield (
-                event.line,
-                f"{event.key} at {samples}, which is no multiple of the global batch of {batch}",
-            )
+            message = f"{event.key} at {samples}, not a multiple of the global batch of {batch}"
+            yield event.line, message
         if samples < last or (samples > last and event.key != "block_stop"):
-            yield event.line, f"{event.key} at {samples}, but training stands at {last}"
+            yield event.line, f"{event.key} at {samples}, but {last} samples were trained so far"
         last = samples
 
 
 def resumed(event: Event, rules: Rules) -> str:
-    return f"the run went on from a checkpoint at {event.value!r} samples: its minutes are those of one sitting, and package refuses it"
+    return (
+        f"the run continued from a checkpoint at {event.value!r} samples:"
+        " its minutes do not include the run before, and package refuses it"
+    )
 
 
 def chosen_seed(event: Event, rules: Rules) -> str:
@@ -186,11 +184,9 @@ def chosen_seed(event: Event, rules: Rules) -> str:
     chosen = type(event.value) is int and (
         0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS
     )
-    return (
-        f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
-        if chosen
-        else ""
-    )
+    if not chosen:
+        return ""
+    return f"seed {event.value} looks chosen, or drawn from 15 bits; use 32 random bits"
 
 
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
@@ -200,37 +196,40 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     that test.
     """
 
-    def wrong_config(log: Log, rules: Rules) -> Found:
+    def wrong_config(log: Log, rules: Rules) -> Breaks:
         """Find a config that was changed, or that is not a file of the repository.
 
         A miniature is exempt. It may run anywhere and with any change, so `CPU_1x1+modified.toml`
         is a correct name, and it cannot be submitted.
         """
-        event, folder = log.first("config_filename"), f"configs/{log.value('submission_benchmark')}"
+        event = log.first("config_filename")
         if event is None or rules.division != "closed":
             return
         name = str(event.value)
         if any(mark in name for mark in CHANGED):
             yield (
                 event.line,
-                f"config_filename is {name!r}: derived, changed with --set, or forced onto another GPU",
+                f"config_filename is {name!r}: derived, changed, or forced onto another GPU",
             )
-        elif project_root and (
-            Path(name).name != name or not (project_root / folder / name).is_file()
-        ):
-            yield event.line, f"config_filename is {name!r}, which is no file in {folder}/"
+        elif project_root:
+            folder = f"configs/{log.value('submission_benchmark')}"
+            is_file = Path(name).name == name and (project_root / folder / name).is_file()
+            if not is_file:
+                yield event.line, f"config_filename is {name!r}, which is not a file in {folder}/"
 
     return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
-def wrong_batch(log: Log, rules: Rules) -> Found:
+def wrong_batch(log: Log, rules: Rules) -> Breaks:
     """Find a global batch that is not a multiple of accumulation steps x micro batch size."""
-    batch, steps, size = (
-        log.value(key)
-        for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")
-    )
+    batch = log.value("global_batch_size")
+    steps = log.value("gradient_accumulation_steps")
+    size = log.value("micro_batch_size")
     if all(map(is_positive_int, (batch, steps, size))) and batch % (steps * size):
-        message = f"global batch {batch} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
+        message = (
+            f"global batch {batch} is not a multiple of"
+            f" gradient_accumulation_steps {steps} x micro_batch_size {size}"
+        )
         yield log.all("global_batch_size")[0].line, message
 
 
@@ -238,7 +237,7 @@ def is_share(value: object) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
-def own_constants(log: Log, rules: Rules) -> Found:
+def own_constants(log: Log, rules: Rules) -> Breaks:
     fixed = rules.fixed_log_values()
     for key in OWN_CONSTANTS:
         yield from unlike(log, rules, key, fixed[key])
@@ -283,7 +282,7 @@ OWN_RULES = (
     Rule(
         "batch",
         unfit(
-            is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"
+            is_positive_int, "a positive integer", "gradient_accumulation_steps", "train_samples"
         ),
         "OWN",
     ),
@@ -295,12 +294,16 @@ OWN_RULES = (
     ),
     Rule(
         "schedule",
-        unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"),
+        unfit(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
         TR_HYPERPARAMETERS,
     ),
     Rule(
         "schedule",
-        unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"),
+        unfit(
+            is_share,
+            "a fraction of the steps, from 0 to below 1",
+            "opt_learning_rate_warmup_factor",
+        ),
         TR_HYPERPARAMETERS,
     ),
     Rule("constant", own_constants, TR_HYPERPARAMETERS),

@@ -41,8 +41,9 @@ from submission.examined import Examined
 from submission.log_rules import REHEARSAL, Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
+from submission.terminal import plural
 
-# Name of an organization, system or implementation, each of which becomes a directory.
+# Pattern of an organization, system or implementation, each of which becomes a directory.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 PLACEHOLDERS = (
     "unnamed",
@@ -54,7 +55,7 @@ PLACEHOLDERS = (
     "test",
     "todo",
     "none",
-    "organisation",
+    "organisation",  # the British spelling too
     "organization",
 )
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -72,7 +73,10 @@ SECRETS = {
     "an API key": r"\bsk-[A-Za-z0-9_-]{24,}|\bAIza[0-9A-Za-z_-]{35}",
     "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "a password": r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}",
+    "a password": (
+        r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)"
+        r"(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}"
+    ),
     "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'{}]+:[^/\s:@\"'{}]+@",
 }
 
@@ -109,7 +113,7 @@ def parser(benchmark: str = "") -> Parser:
         "package",
         "Make a submission out of series of ten runs, and run the official tools on it.",
         [
-            "package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us",
+            "package --benchmark llama31_8b=results --system H200_1x8.json --org Us --out tree",
             "package --rehearse --out rehearsal",
             "package --rehearse --benchmark llama31_8b=results --out rehearsal --org Us",
         ],
@@ -248,8 +252,12 @@ def package(request: PackageRequest) -> int:
             partial = Path(folder, "partial")
             _build(partial / request.org, request, chosen)
             offences = forbidden(partial / request.org)
-            what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
-            _demand(not offences, what, "see there", "remove them")
+            _demand(
+                not offences,
+                f"{plural(len(offences), 'file')} must not be in a submission",
+                "; ".join(offences),
+                "remove them from the commit or from the logs",
+            )
             partial.rename(request.out)
     except OSError as error:
         raise StorageError(
@@ -267,22 +275,23 @@ def _demand(holds: bool, what: str, why: str, do: str) -> None:
 
 
 def _check_names(request: PackageRequest) -> None:
-    for flag, name in (
-        ("--org", request.org),
-        ("--system", request.system.stem),
-        ("--implementation", request.implementation),
-    ):
+    names = {
+        "--org": request.org,
+        "--system": request.system.stem,
+        "--implementation": request.implementation,
+    }
+    for option, name in names.items():
         if not NAME.fullmatch(name):
-            why = "it becomes a directory: letters, digits and _ . + - only, no blank, no dot in front"
             raise ConfigError(
-                f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name"
+                f"{option}: {name!r} cannot be a directory of a submission",
+                "only letters, digits and _ . + - are allowed, and no leading dot",
+                "choose another name",
             )
     if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
-        why = "it stands for an organisation that nobody has named"
         raise ConfigError(
             f"--org {request.org}",
-            why,
-            "name yours; the runs must have had it as MLPERF_SUBMISSION_ORG",
+            "this is a placeholder, not the name of an organization",
+            "name your organization, as in MLPERF_SUBMISSION_ORG of the runs",
         )
     if rehearsal.is_marked(request.org) and not request.rehearsal:
         raise ConfigError(
@@ -300,12 +309,16 @@ def _check_names(request: PackageRequest) -> None:
 
 def _check_description(request: PackageRequest, description: dict) -> None:
     problems = describe.problems(description)
-    do = f"complete it: ./run_and_time.sh describe --out {request.system} ..."
-    _demand(not problems, f"{request.system} cannot be submitted", "; ".join(problems), do)
-    what = f"{request.system}: submitter is {description['submitter']!r}, --org is {request.org!r}"
     _demand(
-        description["submitter"] == request.org,
-        what,
+        not problems,
+        f"{request.system} cannot be submitted",
+        "; ".join(problems),
+        f"complete it: ./run_and_time.sh describe --out {request.system} ...",
+    )
+    submitter = description["submitter"]
+    _demand(
+        submitter == request.org,
+        f"{request.system}: submitter is {submitter!r}, --org is {request.org!r}",
         "reviewers find the code by the submitter's name",
         "make them equal",
     )
@@ -328,20 +341,24 @@ def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRu
         "run more: NEXP with --resume, or a new series",
     )
     count = sum(not window.invalid for window in windows(series))
-    attempts = (
-        f"attempts {chosen.runs[0].number} to {chosen.runs[-1].number}: {chosen.rank:.4f} min"
-    )
-    attempts += "" if chosen.passed else ", fails the RCP test"
+    first = chosen.runs[0].number
+    last = chosen.runs[-1].number
     print(
-        f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {attempts}"
+        f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
+        f" {plural(count, 'valid window')} of ten"
     )
+    rcp = "" if chosen.passed else ", fails the RCP test"
+    print(f"  median: attempts {first} to {last}, {chosen.rank:.4f} min{rcp}")
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
     _check_seeds(series.runs)
     for run in chosen.runs:
-        lost = f"{run.name} was killed and left no log"
-        why = "a result set is ten files, and the official tools read each"
-        _demand(bool(run.log.events), lost, why, "run more: NEXP with --resume, or a new series")
+        _demand(
+            bool(run.log.events),
+            f"{run.name} was killed and left no log",
+            "a result set has ten files, and the official tools read each of them",
+            "run more: NEXP with --resume, or a new series",
+        )
         _check_same(chosen.runs[0], run)
         _check_identity(request, run, description)
         _check_log(request, run)
@@ -412,21 +429,31 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
 
 def _check_seeds(runs: list[Run]) -> None:
     """Raise CheckFailed unless all runs of the series have independent seeds, submitted or not."""
-    seeds, do = [run.start.get("seed") for run in runs], "run a series without SEED"
-    for index, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
-        logged, other, before = (
-            run.log.value("seed"),
-            runs[seeds.index(seed)],
-            seeds[index - 1] if index else None,
+    first_with: dict[object, Run] = {}
+    previous: object = None
+    for run in runs:
+        seed = run.start.get("seed")
+        logged = run.log.value("seed")
+        _demand(
+            type(seed) is int and logged in (None, seed),
+            f"{run.path}: seed {logged}",
+            f"the ledger says {seed}: the log is not the one that this attempt wrote",
+            "submit logs as they were written",
         )
-        why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
-        fits = type(seed) is int and logged in (None, seed)
-        _demand(fits, f"{run.path}: seed {logged}", why, "submit logs as they were written")
-        what = f"attempts {other.number} and {run.number} have the same seed {seed}"
-        _demand(other is run, what, "the ten runs must be independent", do)
-        what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
-        why = "these were chosen: seeds come from the clock or from the system's entropy"
-        _demand(before is None or seed != before + 1, what, why, do)
+        other = first_with.setdefault(seed, run)
+        _demand(
+            other is run,
+            f"attempts {other.number} and {run.number} have the same seed {seed}",
+            "the ten runs must be independent",
+            "run a series without SEED",
+        )
+        _demand(
+            type(previous) is not int or seed != previous + 1,
+            f"attempts {run.number - 1} and {run.number} have the seeds {previous} and {seed}",
+            "consecutive seeds were chosen; they must come from the clock or the system's entropy",
+            "run a series without SEED",
+        )
+        previous = seed
 
 
 def _check_same(first: Run, run: Run) -> None:
@@ -435,27 +462,32 @@ def _check_same(first: Run, run: Run) -> None:
     Source: MLPerf training rules, "Benchmark Results".
     """
     commit = run.versions.get("commit")
-    dirty = run.versions.get("dirty")
     named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
-    why = (
-        "there were changes that no commit holds"
-        if named
-        else "its versions.json names no commit (40 hexadecimal digits)"
+    why = "its versions.json names no commit (40 hexadecimal digits)"
+    if named:
+        why = "there were uncommitted changes"
+    _demand(
+        named and run.versions.get("dirty") is False,
+        f"{run.folder}: the code that ran is unknown",
+        why,
+        "commit, and run the series from a clean tree",
     )
-    do = "commit, and run the series from a clean tree"
-    _demand(named and dirty is False, f"{run.folder}: nobody can say which code ran", why, do)
     both = f"attempts {first.number} and {run.number} ran with different"
     for key in SAME:
-        mine, theirs = run.versions.get(key), first.versions.get(key)
-        why = "the ten runs must be of one system and one code"
+        value = run.versions.get(key)
+        other = first.versions.get(key)
         _demand(
-            mine == theirs,
-            f"{both} {key}: {theirs} and {mine}",
-            why,
+            value == other,
+            f"{both} {key}: {other} and {value}",
+            "the ten runs must have one system and one code",
             "run a series without changing anything",
         )
-    why = f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}"
-    _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
+    _demand(
+        run.config == first.config,
+        f"{both} configs",
+        f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
+        "run a series with one config",
+    )
 
 
 def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:
@@ -463,36 +495,42 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
 
     They must name the same organization, platform, GPUs and torch version.
     """
-    rerun, do = (
-        "a log is not edited: run the series with MLPERF_SUBMISSION_{} set",
-        "describe the system that ran",
+    rerun = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set"
+    platform = run.log.value("submission_platform")
+    packages = run.versions.get("packages") or {}
+    torch = str(packages.get("torch") or "").split("+")[0]
+    _demand(
+        run.org == request.org,
+        f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
+        "reviewers see both",
+        rerun.format("ORG"),
     )
-    platform, torch = (
-        run.log.value("submission_platform"),
-        str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0],
-    )
-    what = f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}"
-    _demand(run.org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
-    what = f"{run.folder / 'config.toml'} does not say where it ran"
     _demand(
         bool(run.nodes),
-        what,
-        "it is missing or spoilt",
+        f"{run.folder / 'config.toml'} does not name the GPUs",
+        "it is missing or damaged",
         "submit run directories as the launcher left them",
     )
     shape = f"{run.nodes}x{run.gpus_per_node}"
-    facts = {"number_of_nodes": str(run.nodes), "accelerators_per_node": str(run.gpus_per_node)}
-    facts |= {"accelerator_model_name": str(run.gpu), "framework": torch}
+    facts = {
+        "number_of_nodes": str(run.nodes),
+        "accelerators_per_node": str(run.gpus_per_node),
+        "accelerator_model_name": str(run.gpu),
+        "framework": torch,
+    }
     for key, value in facts.items():
         named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
-        why = f"{run.folder} ran on {shape} {run.gpu} with torch {torch}"
-        _demand(named, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
+        _demand(
+            named,
+            f"{request.system}: {key} is {description[key]}, not {value}",
+            f"{run.folder} ran on {shape} {run.gpu} with torch {torch}",
+            "describe the system that ran",
+        )
     fitting = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
-    why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
     _demand(
         platform in fitting,
         f"{run.path}: submission_platform is {platform!r}",
-        why,
+        f"for this system it must be one of {', '.join(map(repr, fitting))}",
         rerun.format("PLATFORM"),
     )
 
@@ -502,23 +540,22 @@ def _check_log(request: PackageRequest, run: Run) -> None:
 
     Findings that every run has if it missed its target or was killed are accepted.
     """
-    linked = run.path.is_symlink()
     _demand(
-        not linked,
+        not run.path.is_symlink(),
         f"{run.path} is a link",
         "a log is a file that a run has written",
         "submit run directories as they are",
     )
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
-    found = [
-        finding
-        for finding in examined.errors(werror=True)
-        if not _is_of_a_failed_run(run, finding, examined)
-        and not (request.rehearsal and finding.rule == REHEARSAL)
-    ]
-    complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
+    complaints = []
+    for finding in examined.errors(werror=True):
+        if _is_of_a_failed_run(run, finding, examined):
+            continue
+        if request.rehearsal and finding.rule == REHEARSAL:
+            continue
+        complaints.append(f"line {finding.line}: {finding.message} ({finding.source})")
     _demand(
-        not found,
+        not complaints,
         f"{run.path} is not clean",
         "; ".join(complaints),
         f"see ./run_and_time.sh check {run.path}",
@@ -556,9 +593,9 @@ def _offences(path: Path) -> Iterator[str]:
     if path.name.startswith("."):
         yield "its name starts with a dot"
     if any(letter.isspace() for letter in path.name):
-        yield "there is a blank in its name"
+        yield "its name contains a space"
     if path.name in CACHES or path.name.endswith(CACHE_SUFFIXES):
-        yield "is a cache or something built"
+        yield "is a cache or a build output"
     if path.is_symlink():
         yield "is a link"
     elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
@@ -602,7 +639,8 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     Their output and the verdict are written into `request.out`. `missed`: number of packaged runs
     that missed the target or were killed, at most one per benchmark.
     """
-    org_dir, sets = request.out / request.org, len(request.sources)
+    org_dir = request.out / request.org
+    sets = len(request.sources)
     # The order matters: the summarizer reads the RCP factor that the package checker writes.
     answers = [
         tool(org_dir, request.ruleset, sets, missed)
@@ -612,20 +650,18 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
-        print("".join(f"  {line}\n" for line in answer.complaints), end="")
-        print(
-            "".join(
-                f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()
-            ),
-            end="",
-        )
+        for line in answer.complaints:
+            print(f"  {line}")
+        for (_, name), minutes in answer.scores.items():
+            print(f"  {name}: {minutes:.3f} minutes")
     for (system, benchmark), verdict in answers[0].verdicts.items():
         if "RCP" in verdict:
             place = org_dir / "results" / system / benchmark / "package_checker_params"
             print(
-                f"{benchmark}: a result that fails the RCP test can be uploaded only with a reason that the results chair accepts,"
+                f"{benchmark}: to upload a result that fails the RCP test, you need a reason that"
+                " the results chair accepts"
             )
-            print(f"  and a file without a line end:  printf rcp-bypass > {place}")
+            print(f"  and a file without a newline:  printf rcp-bypass > {place}")
     passed = all(answer.passed for answer in answers)
     scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
     facts = {

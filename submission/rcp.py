@@ -61,14 +61,12 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
         try:
             # With set_scaling, the checker writes scaling.json into the folder. Without, it removes
             # /scaling.json.
-            found = checker.check_directory(
+            passed, message, factor = checker.check_directory(
                 folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True
             )
-            passed, message, factor = found
         except Exception as error:  # any exception means that there is no verdict
-            return Verdict(
-                False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0
-            )
+            reason = f"{type(error).__name__}: {error}"
+            return Verdict(False, f"the official RCP checker crashed: {reason}", 1.0)
     return Verdict(bool(passed), message, float(factor))
 
 
@@ -91,17 +89,14 @@ def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
     checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)
     if record is None:
-        low, high = (
-            checker._find_top_min_rcp(batch, POINTS),
-            checker._find_bottom_max_rcp(batch, POINTS),
-        )
+        low = checker._find_top_min_rcp(batch, POINTS)
+        high = checker._find_bottom_max_rcp(batch, POINTS)
         if high is None:
             return None
-        record = (
-            checker._create_interp_rcp(batch, low, high)[1]
-            if low
-            else checker._find_min_rcp(POINTS)
-        )
+        if low:
+            _, record = checker._create_interp_rcp(batch, low, high)
+        else:
+            record = checker._find_min_rcp(POINTS)
     return Point(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
 
 

@@ -21,7 +21,7 @@ from common.records import ledger
 from launch.monitor import tracking
 from launch.monitor.trackers import TRACKERS
 from submission import gpu_samples, terminal
-from submission.advice import advice
+from submission.advice import Advice, advice
 from submission.run_page import run_page
 from submission.runs import Run, read_attempt
 from submission.series import read_series
@@ -31,10 +31,9 @@ OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_sam
 
 
 def parser(benchmark: str = "") -> Parser:
-    about = "Write the page of a run, of a series, or of runs compared: report.html in DIR."
     parser = Parser(
         "report",
-        about,
+        "Write an HTML page about a run or a series, or a comparison of runs.",
         ["report results/llama31_8b", "report RUN OTHER_RUN", "report RUN --export tensorboard"],
     )
     parser.add_argument(
@@ -42,13 +41,14 @@ def parser(benchmark: str = "") -> Parser:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="of a run, or LOGDIR/<benchmark>; several runs are compared",
+        help="run directory, or LOGDIR/<benchmark>; several runs are compared",
     )
     parser.add_argument(
         "--series",
         default="",
         metavar="ID",
-        help="which series of the ledger (how its id begins); default: the newest",
+        help="series ID from the run ledger, or its beginning"
+        " (default: the newest series with more than one run)",
     )
     parser.add_argument(
         "--export",
@@ -65,34 +65,34 @@ def write(folders: list[Path], series: str, sink: str | None) -> int:
     a series of this project, StorageError if the page cannot be written, PreflightError if
     mlperf-logging, jinja2 or the package of `sink` is missing.
     """
-    first, path, found = folders[0], folders[0] / "report.html", []
     if sink:
         for folder in folders:
             tracking.export(folder, sink)
         return 0
+    first = folders[0]
+    path = first / "report.html"
+    hints: list[Advice] = []
     if len(folders) > 1:
-        path = (
-            first
-            / f"compared_with_{'_and_'.join(folder.resolve().name for folder in folders[1:])}.html"
-        )
+        others = "_and_".join(folder.resolve().name for folder in folders[1:])
+        path = first / f"compared_with_{others}.html"
         text = comparison_page([_read(folder) for folder in folders], first)
-    elif not _is_run(first) and (
-        (first / ledger.NAME).is_file() or any(first.glob("*/result.txt"))
-    ):
+    elif _is_series(first):
         text = series_page(read_series([first], series), first)
     else:
         run = _read(first)
-        text = run_page(run, found := advice(run))
+        hints = advice(run)
+        text = run_page(run, hints)
     terminal.write(path, text)
-    print(
-        path,
-        *(
-            f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})"
-            for each in found
-        ),
-        sep="\n",
-    )
+    print(path)
+    for hint in hints:
+        print(f"advice     {hint.symptom}; worth {hint.worth}: {hint.do} ({hint.source})")
     return 0
+
+
+def _is_series(folder: Path) -> bool:
+    if _is_run(folder):
+        return False
+    return (folder / ledger.NAME).is_file() or any(folder.glob("*/result.txt"))
 
 
 def _is_run(folder: Path) -> bool:
@@ -103,18 +103,16 @@ def _read(folder: Path) -> Run:
     """Return the run in `folder`. Raises ConfigError if it has none of the files of a run."""
     if _is_run(folder):
         return read_attempt(folder / "result.txt")
-    why = (
-        f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
-        if folder.is_dir()
-        else "it is not a directory"
-    )
     if any(folder.glob("*/result.txt")):
-        why = "it is a series, and only runs are put beside each other"
-    raise ConfigError(
-        f"{folder}: no such run",
-        why,
-        "name directories of runs; of two series: score A --against B",
-    )
+        raise ConfigError(
+            f"{folder} is a series",
+            "report compares runs only",
+            "name run directories, or compare two series with score A --against B",
+        )
+    why = "it is not a directory"
+    if folder.is_dir():
+        why = f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
+    raise ConfigError(f"{folder}: no run", why, "name a run directory, or LOGDIR/<benchmark>")
 
 
 main = program(parser, lambda options: write(options.directories, options.series, options.export))

@@ -14,6 +14,7 @@ from submission.examined import Examined
 from submission.log_rules import Finding
 
 NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
+UNREADABLE = "line_format"  # rule of lines that the official parser cannot read
 
 
 def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:
@@ -26,25 +27,18 @@ def findings(logs: Sequence[Examined]) -> list[Finding]:
 
     The seeds must be readable for the official seed checker, and no two logs may share one.
     """
-    found = []
+    findings = []
     logs = [each for each in logs if NAME.fullmatch(each.path.name)]
     if len(logs) != SUBMISSION_RUNS:
-        found.append(
-            Finding(
-                0,
-                "number",
-                f"{len(logs)} logs; a result set is {SUBMISSION_RUNS}",
-                "TR Benchmark Results",
-            )
-        )
+        message = f"{len(logs)} logs; a result set has {SUBMISSION_RUNS}"
+        findings.append(Finding(0, "number", message, "TR Benchmark Results"))
     first: dict[tuple[str, str, str], str] = {}
     for each in logs:
-        unreadable = next(
-            (finding for finding in each.verdict.complaints if finding.rule == "line_format"), None
-        )
-        if unreadable is not None:
-            message = f"{each.path.name}: the seed checker breaks off at line {unreadable.line}: {unreadable.message}"
-            found.append(Finding(0, "seed", message, "SEED"))
+        unreadable = [finding for finding in each.verdict.complaints if finding.rule == UNREADABLE]
+        if unreadable:
+            line = unreadable[0].line
+            message = f"{each.path.name}: the seed checker crashes at line {line}"
+            findings.append(Finding(0, "seed", f"{message}: {unreadable[0].message}", "SEED"))
         for event in each.seeds:
             seed = (
                 str(event.metadata.get("file")),
@@ -54,7 +48,6 @@ def findings(logs: Sequence[Examined]) -> list[Finding]:
             other = first.setdefault(seed, each.path.name)
             if other != each.path.name:
                 message = f"{other} and {each.path.name} have the same seed {event.value!r}"
-                found.append(
-                    Finding(0, "seed", message, "SEED; TR Random numbers: the runs are independent")
-                )
-    return found
+                source = "SEED; TR Random numbers: the runs are independent"
+                findings.append(Finding(0, "seed", message, source))
+    return findings

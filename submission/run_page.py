@@ -206,7 +206,10 @@ def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
         f" · dashed: target {run.target}" if run.target is not None else ""
     )
     if band:
-        label += f" · band: RCP, from the least mean of a series that passes, {band[0]:,.2f}, to the reference's mean, {band[1]:,.2f}"
+        label += (
+            f" · band: RCP, from the lowest mean that passes, {band[0]:,.2f},"
+            f" to the mean of the reference, {band[1]:,.2f}"
+        )
     return page.chart(label, "training sequences", curves, target=run.target, band=band)
 
 
@@ -250,17 +253,17 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
 
     `alone`: whether the page has only this run. If so, the seed is added, else config.toml.
     """
-    found = {
+    facts = {
         key: value
         for key in (*FACTS, *["seed"] * alone)
         if (value := run.log.value(key)) is not None
     } | run.versions
     for record in run.records:
         if record.get("event") == "self_test":
-            found["attention by"] = record.get("attention")
+            facts["attention by"] = record.get("attention")
     with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
-        found |= {} if alone else tomllib.loads(run.config)
-    return {str(key): _plain(value) for key, value in found.items() if value is not None}
+        facts |= {} if alone else tomllib.loads(run.config)
+    return {str(key): _plain(value) for key, value in facts.items() if value is not None}
 
 
 def _plain(value: object) -> str:
@@ -295,46 +298,44 @@ def _banner(run: Run, clean: bool) -> Block:
     lines = [outcome if run.state == GOOD or not run.reason else f"{outcome}: {run.reason}"]
     if last := evaluations(run)[-1:]:
         lines.append(
-            f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples"
+            f"last evaluation {number(last[0]['loss'])}, target {number(run.target)},"
+            f" at {number(last[0]['samples'])} samples"
         )
     lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
     lines[0] += ", but the log is not clean" * (run.state == GOOD and not clean)
-    return banner("bad" if run.state != GOOD else "good" if clean else "warn", *lines)
+    if run.state != GOOD:
+        return banner("bad", *lines)
+    return banner("good" if clean else "warn", *lines)
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     """Return pairs of a sentence and a command, which may be empty."""
-    command, folder, series = (
-        "./run_and_time.sh",
-        shlex.quote(str(run.folder)),
-        shlex.quote(str(run.folder.parent)),
-    )
-    found = []
+    command = "./run_and_time.sh"
+    folder = shlex.quote(str(run.folder))
+    series = shlex.quote(str(run.folder.parent))
+    steps = []
     if run.state != GOOD:
-        found.append(
+        steps.append(
             (
-                str(
-                    run.failure.get("do")
-                    or "Look for the reason: docs/troubleshooting.md says what each exit code means."
-                ),
+                str(run.failure.get("do") or "Look up the exit code in docs/troubleshooting.md."),
                 "",
             )
         )
     if not clean and run.state == GOOD:
-        found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
+        steps.append(("The log is not clean. All findings:", f"{command} check {folder}"))
     if run.state == GOOD and run.is_miniature:
-        found.append(
+        steps.append(
             (
                 "The package runs on this machine. What do the benchmark's own sizes need?",
                 f"{command} {run.benchmark} plan",
             )
         )
     elif run.state == GOOD:
-        found.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
-        found.append(
+        steps.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
+        steps.append(
             ("What a series scores, and how much of it is luck:", f"{command} score {series}")
         )
-    return [*found, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
+    return [*steps, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
 
 
 def _verdict(run: Run) -> tuple[bool, list[Block]]:

@@ -43,8 +43,11 @@ REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
 
-# How a run ended, in the words of docs/submission.md.
-GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
+# States of a run, in the words of docs/submission.md.
+GOOD = "good"
+FAILED = "did not converge"
+LOST = "lost"
+NOT_STARTED = "never started its clock"
 
 
 @dataclass(eq=False)
@@ -127,8 +130,9 @@ class Run:
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
-        """Reasons why the official compliance checker refuses the log. Empty for a log that no
-        official rules are for: of a miniature, or of no benchmark of MLPerf.
+        """Reasons why the official compliance checker refuses the log.
+
+        Empty for a log without official rules: of a miniature, or not of an MLPerf benchmark.
         """
         unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
         if self.is_miniature or unofficial:
@@ -197,11 +201,9 @@ class Run:
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         rate = self.samples_per_s
-        return (
-            None
-            if rate is None or not self.gpus or not self.rules
-            else rate * self.rules.sequence_length / self.gpus
-        )
+        if rate is None or not self.gpus or not self.rules:
+            return None
+        return rate * self.rules.sequence_length / self.gpus
 
     @property
     def evaluation_s(self) -> float | None:
@@ -209,27 +211,22 @@ class Run:
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
 
     def describe(self) -> str:
-        result = (
-            f"{self.minutes:.2f} min, {self.samples:,} samples"
-            if self.state == GOOD
-            else self.reason
-        )
+        """Return one line on the run: its number, its outcome, and its result or reason."""
+        result = self.reason
+        if self.state == GOOD:
+            result = f"{self.minutes:.2f} min, {self.samples:,} samples"
         return f"attempt {self.number:>2}  {self.outcome}{', ' if result else ''}{result}"
 
     @property
     def reason(self) -> str:
         """The reason why the run is not good, in one line, or "" if `state` says everything."""
         if self.state == FAILED and self.status == "success":
-            refused = self.refused[:1]
-            return (
-                f"the official checker refuses its log: {refused[0]}"
-                if refused
-                else "its log claims success and does not show it"
-            )
-        return str(
-            self.end.get("reason")
-            or ("" if self.end or not self.start else "its launcher left no end of it")
-        )
+            if self.refused:
+                return f"the official checker refuses its log: {self.refused[0]}"
+            return "its log claims success, but no evaluation reached the target"
+        if not self.end and self.start:
+            return "its launcher ended without an entry in the ledger"
+        return str(self.end.get("reason") or "")
 
     @cached_property
     def records(self) -> list[dict]:
@@ -250,9 +247,8 @@ def read_run(path: Path, ruleset: str = "") -> Run:
     """
     run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in benchmarks.names():
-        what = f"{path} is no log of {' or '.join(benchmarks.names())}"
         raise ConfigError(
-            what,
+            f"{path} is not a log of {' or '.join(benchmarks.names())}",
             f"its submission_benchmark is {run.benchmark or 'missing'}",
             "name MLPerf result logs",
         )
@@ -276,18 +272,18 @@ def read_attempt(
 
 
 def _filled(run: Run) -> Run:
-    config, batch = run.folder / "config.toml", run.log.last("global_batch_size")
+    config = run.folder / "config.toml"
+    batch = run.log.last("global_batch_size")
     run.config = config.read_text(errors="replace") if config.is_file() else ""
     run.versions = _object(run, "versions.json")
     run.failure = _object(run, "failure.json")
     if not isinstance(run.versions.get("packages", {}), dict):
-        run.notes.append("versions.json: packages is no object")
+        run.notes.append("versions.json: packages is not an object")
         run.versions["packages"] = {}
     run.ruleset = run.ruleset or round_of(run.log, ours=False)
     run.benchmark = str(run.log.last("submission_benchmark") or "")
-    run.org, run.division = (
-        str(run.log.value(f"submission_{part}") or "") for part in ("org", "division")
-    )
+    run.org = str(run.log.value("submission_org") or "")
+    run.division = str(run.log.value("submission_division") or "")
     run.batch = int(batch) if is_number(batch) and batch >= 1 else None
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
@@ -295,7 +291,8 @@ def _filled(run: Run) -> Run:
     run.blocks = intervals.training(run.log.events, run.evaluations)
     if run.blocks and run.samples is not None and run.trained != run.samples:
         run.notes.append(
-            f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}"
+            f"the last evaluation is logged at {run.samples:,} sequences,"
+            f" the blocks end at {run.trained:,}"
         )
     _find_gpus(run)
     return run
@@ -309,7 +306,7 @@ def _object(run: Run, name: str) -> dict:
         value = json.loads(path.read_text(errors="replace")) if path.is_file() else None
         if isinstance(value, dict):
             return value
-    run.notes.append(f"{name} is cut off or spoilt")
+    run.notes.append(f"{name} is truncated or damaged")
     return {}
 
 
@@ -330,9 +327,9 @@ def _read_result(run: Run) -> None:
         # Divided in this order, as in the summarizer.
         run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000
     if run.log.events and not stops:
-        run.notes.append("no run_stop: it was cut short")
+        run.notes.append("no run_stop: the run did not end")
     elif stops and run.minutes is None:
-        run.notes.append("run_stop stands before run_start, or there is no run_start")
+        run.notes.append("run_stop is before run_start, or there is no run_start")
 
 
 # Finding the machine.
@@ -346,18 +343,14 @@ def _find_gpus(run: Run) -> None:
     """
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
-        run.gpu, run.nodes, run.gpus_per_node = (
-            config["gpu"],
-            config["nodes"],
-            config["gpus_per_node"],
-        )
+        run.gpu = config["gpu"]
+        run.nodes = config["nodes"]
+        run.gpus_per_node = config["gpus_per_node"]
         run.gpus = run.nodes * run.gpus_per_node
         return
     # The log is <org>/results/<system>/<benchmark>/result_0.txt.
-    model, system = (
-        "",
-        run.path.resolve().parent.parent,
-    )
+    model = ""
+    system = run.path.resolve().parent.parent
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = json.loads(
             (system.parent.parent / "systems" / f"{system.name}.json").read_text(

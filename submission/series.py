@@ -73,15 +73,17 @@ def ten_runs(series: Series) -> TenRuns:
 
     If it is not valid, its `invalid` says why the series has no result.
     """
-    found = windows(series)
-    median = found[rule.median([window.rank for window in found])]
-    if not median.invalid or len(found) == 1:
+    every = windows(series)
+    median = every[rule.median([window.rank for window in every])]
+    if not median.invalid or len(every) == 1:
         return median
-    valid = sum(not window.invalid for window in found)
+    valid = sum(not window.invalid for window in every)
     more = rule.good_runs_needed([run.converged for run in counted(series)])
     bad = "; ".join(run.describe() for run in series.runs if not run.converged)
-    why = f"{valid} of {len(found)} windows of {SUBMISSION_RUNS} consecutive runs are valid, and the median window is not one of them; "
-    why += f"{more} more good runs in a row would make it one; {bad}"
+    why = (
+        f"the median window is not valid ({valid} of {len(every)} windows of {SUBMISSION_RUNS}"
+        f" consecutive runs are); {more} more good runs in a row would make it valid; {bad}"
+    )
     return replace(median, invalid=why)
 
 
@@ -102,14 +104,13 @@ def _invalid(runs: list[Run]) -> str:
     if rule.is_valid([run.converged for run in runs]):
         return ""
     failed = [run for run in runs if not run.converged]
-    if len(failed) > rule.MAY_FAIL:
-        names = ", ".join(
-            f"{run.name} ({run.state})" if run.state == LOST else run.name for run in failed
-        )
-        return f"{len(failed)} runs did not converge, one may: {names}" + (
-            f"; the first: {failed[0].reason}" if failed[0].reason else ""
-        )
-    return f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
+    if len(failed) <= rule.MAY_FAIL:
+        return f"a result has {SUBMISSION_RUNS} runs, this series has {len(runs)}"
+    names = [f"{run.name} ({LOST})" if run.state == LOST else run.name for run in failed]
+    text = f"{len(failed)} runs did not converge, and at most one may: {', '.join(names)}"
+    if failed[0].reason:
+        text += f"; the first: {failed[0].reason}"
+    return text
 
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
@@ -156,38 +157,36 @@ def pace(ten: TenRuns) -> Pace | None:
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
-    count, seconds = (
-        sum(len(run.evaluations) for run in runs),
-        sum(run.evaluation_s or 0.0 for run in runs),
-    )
+    count = sum(len(run.evaluations) for run in runs)
+    seconds = sum(run.evaluation_s or 0.0 for run in runs)
     return Pace(
-        ten.minutes,
-        samples,
-        rate,
-        *((count / len(runs), seconds / count) if count else (None, None)),
+        minutes=ten.minutes,
+        samples=samples,
+        samples_per_s=rate,
+        evaluations=count / len(runs) if count else None,
+        evaluation_s=seconds / count if count else None,
     )
 
 
 def result(series: Series, ten: TenRuns) -> Published:
     """Return the result of the runs `ten` of `series` in the form of a published result."""
-    run, mine = series.first, pace(ten)
-    rates = (
-        (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s)
-        if mine
-        else (None, None, None, None)
-    )
+    run = series.first
+    mine = pace(ten)
     return Published(
-        "",
-        run.benchmark,
-        run.gpu,
-        run.gpus,
-        "",
-        series.name,
-        run.batch,
-        len(ten.runs),
-        ten.score,
-        ten.minutes,
-        *rates,
+        round="",
+        benchmark=run.benchmark,
+        gpu=run.gpu,
+        gpus=run.gpus,
+        submitter="",
+        system=series.name,
+        batch=run.batch,
+        runs=len(ten.runs),
+        score=ten.score,
+        minutes=ten.minutes,
+        samples=mine.samples if mine else None,
+        samples_per_s=mine.samples_per_s if mine else None,
+        evaluations=mine.evaluations if mine else None,
+        evaluation_s=mine.evaluation_s if mine else None,
     )
 
 
@@ -205,60 +204,75 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     Raises ConfigError if there is nothing to read.
     """
     notes: list[str] = []
-    found = [_read(path, wanted, ruleset, notes) for path in paths]
-    runs = [run for _, part in found for run in part]
+    names = []
+    runs: list[Run] = []
+    for path in paths:
+        name, part = _read(path, wanted, ruleset, notes)
+        names.append(name)
+        runs += part
     for number, run in enumerate(runs, start=1):
         run.number = run.number or number
     if not runs:
         raise ConfigError(
-            f"there is no run in {', '.join(map(str, paths))}",
+            f"no runs in {', '.join(map(str, paths))}",
             "; ".join(notes),
-            "let at least one run start",
+            "start at least one run",
         )
-    return Series(", ".join(name for name, _ in found), runs, notes)
+    return Series(", ".join(names), runs, notes)
 
 
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
+    """Return the name of the series at `path` and its runs. See `read_series`."""
     name = path.resolve().name
-    in_order = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
-    if (
-        results := [path]
-        if path.is_file() or path.is_fifo()
-        else in_order or sorted(path.glob("result.txt"))
-    ):
-        return name, [read_run(result, ruleset) for result in results]
-    if record := _record(path / ledger.NAME, wanted):
+    logs = _logs(path)
+    if logs:
+        return name, [read_run(log, ruleset) for log in logs]
+    record = _record(path / ledger.NAME, wanted)
+    if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")
-        attempts = sorted(record.starts.items())
-        logs = [
-            (path / str(start.get("run", "")) / "result.txt", number, start)
-            for number, start in attempts
-        ]
-        return f"series {record.id}", [
-            read_attempt(log, number, start, record.ends.get(number, {}))
-            for log, number, start in logs
-        ]
-    if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
+        attempts = []
+        for number, start in sorted(record.starts.items()):
+            log = path / str(start.get("run", "")) / "result.txt"
+            attempts.append(read_attempt(log, number, start, record.ends.get(number, {})))
+        return f"series {record.id}", attempts
+    logs = sorted(path.glob("*/result.txt"))  # run directories begin with the date
+    if logs:
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
-        return name, [read_attempt(result) for result in results]
-    inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
-    why = f"it holds {inside}" if path.exists() else "it does not exist"
+        return name, [read_attempt(log) for log in logs]
+    why = "it does not exist"
+    if path.exists():
+        folders = sorted(item.name for item in path.glob("*/") if item.is_dir())
+        why = f"it contains {', '.join(folders) or 'nothing'}"
     raise ConfigError(
         f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt"
     )
 
 
+def _logs(path: Path) -> list[Path]:
+    """Return the logs that `path` names: itself, its result_*.txt, or its result.txt."""
+    if path.is_file() or path.is_fifo():
+        return [path]
+    numbered = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
+    return numbered or sorted(path.glob("result.txt"))
+
+
 def _record(path: Path, wanted: str) -> ledger.Record | None:
+    """Return the series of the ledger at `path` that `wanted` names, or None without a ledger.
+
+    Raises ConfigError if `wanted` does not name exactly one series.
+    """
     records = ledger.read(path)
-    found = [record for record in records if record.id.startswith(wanted)]
-    if wanted and len(found) != 1:
-        known = (
-            ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+    matches = [record for record in records if record.id.startswith(wanted)]
+    if wanted and len(matches) != 1:
+        known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
+        raise ConfigError(
+            f"{path}: no series {wanted}",
+            f"{len(matches)} series begin with this; the ledger has: {known}",
+            "name one of these",
         )
-        why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
-        raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
-    several = [record for record in found if record.goal > 1 or wanted]
-    return next(reversed(several or found), None)
+    several = [record for record in matches if record.goal > 1 or wanted]
+    candidates = several or matches
+    return candidates[-1] if candidates else None
 
 
 def check_same(series: Series) -> None:
@@ -266,19 +280,12 @@ def check_same(series: Series) -> None:
 
     They must agree in SAME, have a global batch, and be different runs. Equal seeds add a note.
     """
-    for what in SAME:
-        if (
-            len(
-                found := {
-                    value for run in series.runs if (value := getattr(run, what)) not in (None, "")
-                }
-            )
-            > 1
-        ):
-            why = "the runs of a series are of one submitter, one benchmark, one global batch and one system"
+    for key in SAME:
+        values = {getattr(run, key) for run in series.runs} - {None, ""}
+        if len(values) > 1:
             raise ConfigError(
-                f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}",
-                why,
+                f"the logs differ in {key}: {', '.join(sorted(map(str, values)))}",
+                "a series has one submitter, one benchmark, one global batch and one system",
                 "name the logs of one series",
             )
     seen: dict[str, Run] = {}
@@ -286,25 +293,30 @@ def check_same(series: Series) -> None:
         if run.benchmark and run.batch is None:
             raise ConfigError(
                 f"{run.path} has no global_batch_size",
-                "the RCP test goes by it",
+                "the RCP test depends on it",
                 "name complete logs",
             )
-        seed, times = (
-            run.log.value("seed"),
-            [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)],
-        )
-        if (
-            other := seen.setdefault(
-                f"{seed} {times}" if len(times) > 1 else str(run.path.resolve()), run
-            )
-        ) is not run:
-            what = f"{run.path} is the run of {other.path} again"
+        other = seen.setdefault(_identity(run), run)
+        if other is not run:
             raise ConfigError(
-                what,
+                f"{run.path} is the same run as {other.path}",
                 "the ten runs must be independent, and each counts once",
                 "name every log once",
             )
-        if type(seed) is int and (other := seen.setdefault(f"seed {seed}", run)) is not run:
+        seed = run.log.value("seed")
+        if type(seed) is not int:
+            continue
+        other = seen.setdefault(f"seed {seed}", run)
+        if other is not run:
             series.notes.append(
-                f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them"
+                f"{other.name} and {run.name} have the same seed {seed}:"
+                " the official seed checker may refuse them"
             )
+
+
+def _identity(run: Run) -> str:
+    """Return a text that only logs of the same run share: seed and times, or else the path."""
+    times = [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)]
+    if len(times) > 1:
+        return f"{run.log.value('seed')} {times}"
+    return str(run.path.resolve())

@@ -30,7 +30,9 @@ from common.records.json_lines import is_number
 from common.terminal import duration
 from submission.terminal import number, table
 
-GOOD, RUNNING, LOST = "good", "running", "lost"
+GOOD = "good"
+RUNNING = "running"
+LOST = "lost"
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in the ledger
 
 
@@ -90,14 +92,14 @@ def parser(benchmark: str = "") -> Parser:
 
 def _print_status(options: argparse.Namespace) -> int:
     folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
-    found = [
-        status(path.parent, choose(path, options.series), datetime.now(UTC))
-        for path in ledgers(folder)
+    now = datetime.now(UTC)
+    every = [
+        read_status(path.parent, choose(path, options.series), now) for path in ledgers(folder)
     ]
     if options.json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps([asdict(status) for status in every], indent=1))
     else:
-        print("\n\n".join("\n".join(lines(each)) for each in found))
+        print("\n\n".join("\n".join(lines(status)) for status in every))
     return 0
 
 
@@ -136,7 +138,7 @@ def choose(path: Path, wanted: str) -> ledger.Record:
     return (several or fitting)[-1]
 
 
-def status(folder: Path, record: ledger.Record, now: datetime) -> Status:
+def read_status(folder: Path, record: ledger.Record, now: datetime) -> Status:
     """Return the state of the series `record` of LOGDIR/<benchmark> `folder` at time `now`."""
     running = is_locked(folder / f"series_{record.id}.lock")
     attempts = [
@@ -226,25 +228,25 @@ def _time(text: str) -> datetime | None:
         return None
 
 
-def lines(found: Status) -> list[str]:
+def lines(status: Status) -> list[str]:
     """Return the lines to print about one series."""
-    counts = f"{found.good} of {found.goal} runs are good, {found.failed} failed"
-    if found.running:
+    counts = f"{status.good} of {status.goal} runs are good, {status.failed} failed"
+    if status.running:
         state = "running"
-    elif found.good >= found.goal:
+    elif status.good >= status.goal:
         state = "finished"
     else:
-        state = f"not running; continue with NEXP={found.goal} and --resume"
+        state = f"not running; continue with NEXP={status.goal} and --resume"
     text = [
-        f"series {found.series}: {found.benchmark}, {found.config}",
+        f"series {status.series}: {status.benchmark}, {status.config}",
         f"  {counts}; {state}",
     ]
-    if found.seconds_left is not None:
-        text.append(f"  about {duration(found.seconds_left)} left at the pace so far")
+    if status.seconds_left is not None:
+        text.append(f"  about {duration(status.seconds_left)} left at the pace so far")
     rows: list[Sequence[str]] = [
         ("attempt", "state", "minutes", "samples", "loss", "started (UTC)", "run")
     ]
-    for attempt in found.attempts:
+    for attempt in status.attempts:
         rows.append(
             (
                 str(attempt.number),
@@ -256,11 +258,11 @@ def lines(found: Status) -> list[str]:
                 attempt.run,
             )
         )
-    if found.attempts:
+    if status.attempts:
         text += ["", *table(rows)]
     reasons = [
         f"  attempt {attempt.number}: {attempt.reason}"
-        for attempt in found.attempts
+        for attempt in status.attempts
         if attempt.reason
     ]
     return [*text, *(["", *reasons] if reasons else [])]

@@ -116,19 +116,19 @@ def main(arguments: list[str] | None = None) -> int:
         help="a checkout of mlcommons/training_results_v*",
     )
     parser.add_argument(
-        "--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say"
+        "--ruleset", choices=RULESETS, help="MLPerf ruleset (default: detected from the logs)"
     )
     parser.add_argument(
         "--round",
         metavar="R",
-        help="such as 5.1: make the rows of this round, and ask no official tools",
+        help="write the rows of this round, such as 5.1, without running the official tools",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=DATA,
         metavar="FILE",
-        help="the table of --round; default: the one of this package",
+        help="table to update with --round (default: common/records/published.json)",
     )
     options = parser.parse_args(arguments)
     if options.round:
@@ -150,9 +150,11 @@ def result_sets(results: Path) -> list[Path]:
         if path.is_dir()
     )
     if not folders:
-        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(benchmarks.names())} in it"
         raise ConfigError(
-            f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*"
+            f"{results}: no results",
+            "it has no <submitter>/results/<system>/<benchmark> of a known benchmark"
+            f" ({', '.join(benchmarks.names())})",
+            "name a checkout of mlcommons/training_results_v*",
         )
     return folders
 
@@ -206,10 +208,8 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
         verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
         scores = official_tools.summary(copy, ruleset, len(sets)).scores
     for each in sets:
-        each.official, each.official_score = (
-            verdicts.get(each.name, "no verdict"),
-            scores.get(each.name),
-        )
+        each.official = verdicts.get(each.name, "no verdict")
+        each.official_score = scores.get(each.name)
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
@@ -258,15 +258,15 @@ def summary(sets: list[ResultSet]) -> list[str]:
     verdicts = Counter(each.verdict for each in sets)
     refused = sum(each.verdict == check.NOT_CLEAN and each.official == "passed" for each in sets)
     let_pass = sum(each.verdict != check.NOT_CLEAN and each.official != "passed" for each in sets)
-    agree, scored = (
-        sum(each.scores_agree for each in sets),
-        sum(each.official_score is not None for each in sets),
-    )
+    agree = sum(each.scores_agree for each in sets)
+    scored = sum(each.official_score is not None for each in sets)
+    passed = sum(each.verdict.passed for each in examined)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
     return [
-        f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
-        f"verdicts: {', '.join(f'{count} {verdict}' for verdict, count in sorted(verdicts.items()))}; "
-        f"{refused} refused by us alone, {let_pass} passed by us alone",
-        f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets, {scored} have one",
+        f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {passed}",
+        f"verdicts: {counts}; {refused} refused only by us, {let_pass} passed only by us",
+        f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets;"
+        f" {scored} have an official score",
     ]
 
 
@@ -286,20 +286,20 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
         except RunError as error:
             print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
             continue
-        found = replace(
+        row = replace(
             result(series, ten),
             round=round_,
             submitter=folder.parents[2].name,
             system=folder.parent.name,
         )
-        if found.batch is None or found.minutes is None:
+        if row.batch is None or row.minutes is None:
             print(f"{folder}: no result: {ten.invalid or 'no global batch'}", file=sys.stderr)
         else:
-            yield found
+            yield row
 
 
-def write(path: Path, round_: str, found: list[Published]) -> int:
-    """Replace the rows of `round_` in the table at `path` by `found`; return the exit code.
+def write(path: Path, round_: str, results: list[Published]) -> int:
+    """Replace the rows of `round_` in the table at `path` by `results`; return the exit code.
 
     Raises StorageError if the table cannot be written.
     """
@@ -311,13 +311,14 @@ def write(path: Path, round_: str, found: list[Published]) -> int:
     kept = [row for row in table["rows"] if row[0] != round_]
     kept += [
         [float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)]
-        for result in found
+        for result in results
     ]
     lines = ",\n  ".join(
         json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]])
     )
-    text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
-    terminal.write(path, text)
+    sources = json.dumps(table["sources"], indent=2)
+    head = f'{{"columns": {json.dumps(columns)},\n "sources": {sources},\n "rows": [\n  '
+    terminal.write(path, f"{head}{lines}]}}\n")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common import terminal
+from common.command_line import meant
 from common.errors import ConfigError, StorageError, write_whole
 
 
@@ -17,7 +18,7 @@ def write(path: Path, text: str) -> None:
         raise StorageError(
             f"cannot write {path}",
             error.strerror or str(error),
-            "name a directory that exists and has space",
+            "choose an existing directory with free space",
         ) from error
 
 
@@ -27,17 +28,32 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
     `flag`: the option that they belong to. Raises ConfigError for another form, and for a name that
     is not in `known` or occurs twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or name not in known or name in found:
+        if not equals:
+            raise ConfigError(f"{flag} {text}: expected NAME=VALUE", "there is no =", "add a value")
+        if name not in known:
             raise ConfigError(
-                f"{flag} {text}",
-                f"it is not NAME=VALUE with NAME one of {', '.join(known)}, each once",
-                "correct it",
+                f"{flag} {text}: unknown name {name!r}",
+                f"known names: {_some(known)}",
+                meant(name, known, "use one of the known names"),
             )
-        found[name] = value.strip()
-    return found
+        if name in values:
+            raise ConfigError(
+                f"{flag} {text}: {name} was already given",
+                f"its value is {values[name]!r}",
+                "give each name once",
+            )
+        values[name] = value.strip()
+    return values
+
+
+def _some(names: Collection[str], most: int = 8) -> str:
+    """Return at most `most` of `names`, separated by commas, and the number of the others."""
+    shown = list(names)[:most]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shown) + more
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

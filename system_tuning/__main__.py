@@ -26,7 +26,10 @@ from pathlib import Path
 
 from system_tuning.settings import SETTINGS, File, Setting, value_of
 
-DONE, JOURNAL, NOT_DONE = 0, 17, 18
+# Exit codes.
+DONE = 0
+JOURNAL = 17
+NOT_DONE = 18
 JOURNAL_PATH = "run/system_tuning.json"
 # The line with which `hold` reports that every file has its value.
 HELD = "held until the end of the input"
@@ -48,57 +51,55 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     `root`: the root of the file system; tests pass a copy of a host's /proc and /sys.
     """
     options = _parse(arguments)
-    settings, journal = (
-        [setting for setting in SETTINGS if setting.name in options.only],
-        root / JOURNAL_PATH,
-    )
-    if options.verb == "check":
+    settings = [setting for setting in SETTINGS if setting.name in options.only]
+    journal = root / JOURNAL_PATH
+    if options.command == "check":
         return check(settings, root, options.json)
     # Ignore signals meant for the program that started this one: closing the pipe ends `hold`.
-    if options.verb == "hold":
+    if options.command == "hold":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
         with _locked(journal):
-            steps = revert(journal) if options.verb == "revert" else apply(settings, root, journal)
-            if options.verb == "hold":
+            steps = (
+                revert(journal) if options.command == "revert" else apply(settings, root, journal)
+            )
+            if options.command == "hold":
                 steps = hold(steps, journal)
     except BlockingIOError:
-        print(
-            f"error: {_holder(journal)} holds the settings\n  do:  wait until it ends, or end it",
-            file=sys.stderr,
-        )
+        _print_error(f"{_holder(journal)} holds the settings", "wait until it ends, or stop it")
         return JOURNAL
     except PermissionError:
-        print(
-            "error: only root can write these files\n  do:  run the same command with sudo",
-            file=sys.stderr,
-        )
+        _print_error("only root can write these files", "run the same command with sudo")
         return NOT_DONE
     except (OSError, ValueError) as error:
-        print(
-            f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again",
-            file=sys.stderr,
-        )
+        _print_error(f"cannot use the journal {journal}: {error}", "repair it, then try again")
         return JOURNAL
-    if options.verb == "hold" and all(step.status in ("put back", "unchanged") for step in steps):
+    if options.command == "hold" and all(
+        step.status in ("put back", "unchanged") for step in steps
+    ):
         return DONE  # no output, because the reader may be gone
     print(*(_grouped(steps) or ["nothing to do"]), sep="\n")
-    if options.verb == "apply" and steps:
-        print(f"old values are in {journal}; `revert` puts them back; a reboot does so too")
+    if options.command == "apply" and steps:
+        print(f"old values are in {journal}; `revert` or a reboot restores them")
     if not any(step.status in ("failed", "changed since") for step in steps):
         return DONE
-    print(
-        "error: not every file has its value\n  do:  see the lines above; in a container run this on the host",
-        file=sys.stderr,
+    _print_error(
+        "some files do not have the right value",
+        "see the lines above; in a container, run this on the host",
     )
     return NOT_DONE
 
 
+def _print_error(what: str, do: str) -> None:
+    print(f"error: {what}\n  do:  {do}", file=sys.stderr)
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python3 -m system_tuning", formatter_class=style, allow_abbrev=False
+        prog="python3 -m system_tuning",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_arguments(parser)
     return parser.parse_args(arguments)
@@ -107,8 +108,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments, also for `./run_and_time.sh tuning`."""
     parser.description = (
-        "Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert.\n"
-        "GPU clocks and power limits are never touched."
+        "Check, apply or revert operating-system and CPU settings for training.\n"
+        "GPU clocks and power limits are never changed."
     )
     parser.epilog = "settings:\n" + "\n".join(
         f"  {setting.name:<15} {setting.what}" for setting in SETTINGS
@@ -117,12 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="check: the files of each setting, what they hold and should hold",
+        help="print JSON (check only)",
     )
     parser.add_argument(
-        "verb",
+        "command",
         choices=("check", "apply", "revert", "hold"),
-        help="hold: apply, and revert when the input ends",
+        help="check: print what apply would change, and the risk;"
+        " hold: apply, and revert at the end of standard input",
     )
     parser.add_argument(
         "--only",
@@ -130,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=names,
         default=names,
         metavar="NAME",
-        help="check, apply, hold: these settings; default: all",
+        help="settings to check, apply or hold (default: all)",
     )
 
 
@@ -154,7 +156,12 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
         is_good = all(file.now == file.want for file in files)
         worse += not is_good
         about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
-        state = "not supported here" if not files else "good" if is_good else "could be better"
+        if not files:
+            state = "not supported here"
+        elif is_good:
+            state = "good"
+        else:
+            state = "could be better"
         print(
             f"{setting.name}: {state}",
             *(f"    {line}" for line in [*_grouped(steps), *about]),
@@ -245,13 +252,13 @@ def _read_journal(journal: Path) -> dict[str, list[str]]:
     try:
         entries = json.loads(journal.read_text()) if journal.exists() else {}
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     pairs = entries.values() if isinstance(entries, dict) else [None]
     if not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(value, str) for value in pair)
         for pair in pairs
     ):
-        raise ValueError("it must hold an old and a new value, as texts, for each path")
+        raise ValueError("it must have an old and a new value, both strings, for each path")
     return entries
 
 
@@ -271,8 +278,12 @@ def _grouped(steps: Sequence[Step]) -> list[str]:
     lines = []
     for step, count in groups.items():
         change = step.want if step.now == step.want else f"{step.now or '-'} -> {step.want}"
-        notes = f" ({count} files)" * (count > 1) + f"  [{step.note}]" * bool(step.note)
-        lines.append(f"{step.status:<14} {step.path}: {change}{notes}".lstrip())
+        line = f"{step.status:<14} {step.path}: {change}".lstrip()
+        if count > 1:
+            line += f" ({count} files)"
+        if step.note:
+            line += f"  [{step.note}]"
+        lines.append(line)
     return lines
 
 

@@ -74,13 +74,14 @@ def _is_deep(name: str, latency_us: str) -> bool:
 
 
 def _idle_states(root: Path) -> list[File]:
-    found = []
+    files = []
     # state0 is polling, or WFI on Arm, and must stay enabled.
     for state in sorted((root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")):
-        name, latency_us = value_of(state / "name"), value_of(state / "latency")
+        name = value_of(state / "name")
+        latency_us = value_of(state / "latency")
         if _is_deep(name, latency_us):
-            found.append(_file(state / "disable", "1", f"{name}, {latency_us} us to leave"))
-    return found
+            files.append(_file(state / "disable", "1", f"{name}, {latency_us} us to leave"))
+    return files
 
 
 def _governor(root: Path) -> list[File]:
@@ -90,33 +91,34 @@ def _governor(root: Path) -> list[File]:
     with the governor and then refuses to change it. The preference is therefore written before the
     governor, and restored after it.
     """
-    found = []
+    files = []
     # cpuN/cpufreq is a link to one of these folders.
     for policy in sorted((root / CPU / "cpufreq").glob("policy[0-9]*")):
         governor = _file(policy / "scaling_governor", "performance")
         if governor.now != governor.want:
-            found.append(_file(policy / "energy_performance_preference", "performance"))
-        found.append(governor)
-    return found
+            files.append(_file(policy / "energy_performance_preference", "performance"))
+        files.append(governor)
+    return files
 
 
 SETTINGS = (
     Setting(
         "idle_states",
-        "disable the CPU idle states deeper than C1: leaving one takes tens to hundreds of us, which delays the first work after a wait",
+        "disable CPU idle states deeper than C1, which take tens to hundreds of us to leave",
         "more power and heat when idle, less headroom for the busy cores to boost",
         _idle_states,
     ),
     Setting(
         "governor",
-        "CPU frequency governor performance: the threads that launch kernels keep the highest clock",
+        "CPU frequency governor performance: threads that launch kernels keep the highest clock",
         "more power",
         _governor,
     ),
     Setting(
         "numa_balancing",
         "disable automatic NUMA balancing, which samples accesses by unmapping pages",
-        "remote memory stays remote: bind processes to the GPU's node; by AMD's guide some workloads lose",
+        "remote memory stays remote unless processes are bound to the GPU's node;"
+        " some workloads become slower (AMD's guide)",
         lambda root: [_file(root / KERNEL / "numa_balancing", "0")],
     ),
     Setting(

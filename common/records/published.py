@@ -150,9 +150,9 @@ def published(benchmark: str, gpu: str | None = None, gpus: int | None = None) -
     """Return the published results for this kind of GPU, and this number of them if given, best
     first.
     """
-    found = [
-        r
-        for r in RESULTS
-        if r.benchmark == benchmark and gpu in (None, r.gpu) and gpus in (None, r.gpus)
+    rows = [
+        row
+        for row in RESULTS
+        if row.benchmark == benchmark and gpu in (None, row.gpu) and gpus in (None, row.gpus)
     ]
-    return sorted(found, key=lambda result: result.rank)
+    return sorted(rows, key=lambda row: row.rank)

@@ -70,7 +70,7 @@ TYPOS = {
     "llama31_8b prepare fetsh --data-dir x": ("fetsh", "fetch"),
     "llama31_8b prepare verify --data-dir x --ful": ("--ful", "--full"),
     "tuning aply": ("aply", "apply"),
-    "tuning": ("verb", "tuning --help"),
+    "tuning": ("command", "tuning --help"),
     "throughput": ("measurement", "throughput --help"),
     "throughput gem": ("gem", "gemm"),
     "completion fish": ("fish", "choose"),

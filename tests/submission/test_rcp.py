@@ -249,10 +249,7 @@ def test_a_crash_of_the_official_checker_is_a_failure_in_one_line(tmp_path, capl
             ':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n:::MLLOG {"key": "eval_accuracy"}\n'
         )
     verdict = called.judge(logs, "6.1.0")
-    assert (
-        not verdict.passed
-        and verdict.message == "the official RCP checker broke off: KeyError: 'metadata'"
-    )
+    assert not verdict.passed and "KeyError: 'metadata'" in verdict.message
     assert not caplog.records and capsys.readouterr() == ("", "")
 
 

@@ -703,7 +703,7 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     folder = spoilt(
         synthetic_run.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first
     )
-    assert "run_stop stands before" in text(capsys, folder, code=20)
+    assert "run_stop is before" in text(capsys, folder, code=20)
     assert (
         read(folder).runs[2].state == FAILED and read(folder).score is None
     )  # the official RCP checker breaks off at it
@@ -732,7 +732,7 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
     assert score.main([*map(str, arguments)]) == 2
     said = capsys.readouterr().err
     assert (
-        "differ in org: An Organisation, Somebody Else" if what == "two submitters" else " again"
+        "differ in org: An Organisation, Somebody Else" if what == "two submitters" else "same run"
     ) in said
     assert len(said.splitlines()) == 3
 

@@ -84,7 +84,7 @@ def test_the_time_that_is_left(locked):
     """Nine runs of an hour each, of which the running one has been going for half an hour."""
     (record,) = ledger.read(locked / ledger.NAME)
     now = datetime.fromisoformat(at(150))
-    assert series_status.status(locked, record, now).seconds_left == 8.5 * 3600
+    assert series_status.read_status(locked, record, now).seconds_left == 8.5 * 3600
 
 
 def test_a_series_whose_launcher_was_killed(folder, capsys):
