@@ -87,10 +87,10 @@ def test_messages_are_folded_between_words(monkeypatch, columns):
 
 
 def test_a_long_path_stays_whole():
-    path = "results/" + "x" * 48
-    assert terminal.fold(f"run        {path}, seed 1", 60) == f"run\n  {path}, \n  seed 1".replace(
-        " \n", "\n"
-    )
+    path = "results/" + "x" * 48 + ","
+    lines = terminal.fold(f"run        {path} seed 1", 60).splitlines()
+    assert [line.strip() for line in lines] == ["run", path, "seed 1"]
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_message_in_a_pipe_stays_one_line(capsys):
