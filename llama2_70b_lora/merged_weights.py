@@ -2,8 +2,10 @@
 
 Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
 checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`,
-MLCommons') or ordinary projections. Merging is for export only. Training never adds B @ A to W: the
-updates of single steps are far below half a unit in the last place of W and would be rounded away.
+MLCommons') or ordinary projections. The result always has ordinary ones, which
+`transformers.AutoModelForCausalLM.from_pretrained` loads. Merging is for export only. Training
+never adds B @ A to W: the updates of single steps are far below half a unit in the last place of W
+and would be rounded away.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.data.preparation import say
 from common.errors import ConfigError
+from common.model import checkpoint_names
+from common.model.checkpoint_names import INDEX, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     DTYPES,
     StoredTensor,
@@ -26,18 +30,22 @@ from common.model.checkpoint_reader import (
     refuse,
     some,
 )
+from common.model.checkpoint_writer import llama_config, write_file, write_json
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
+from llama2_70b_lora.rules import DIVISIONS
 from llama2_70b_lora.weights_help import weights_help
 
 FUSED = "qkv_proj"
-# not copied: these would be the weights before the merge
-WEIGHT_SUFFIXES = (
+# Files of the base that are not copied: weights before the merge, and modeling code for the fused
+# layout.
+NOT_COPIED = (
     ".safetensors",
     ".bin",
     ".pt",
     ".pth",
     ".gguf",
     ".h5",
+    ".py",
 )
 ANOTHER_BASE = "use the base that the adapter was trained on"
 
@@ -60,6 +68,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     with weights_help():
         weights, shards = read_tensors(base)
     updates = _updates(weights, tensors, rank)
+    config = _config(base, weights)
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
         if folder.exists():
@@ -70,30 +79,80 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
             )
     partial.mkdir(parents=True)
     for path in sorted(base.iterdir()):
-        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES:
+        if _is_copied(path):
             shutil.copyfile(path, partial / path.name)
+    write_json(partial / checkpoint_names.CONFIG, config)
+    weight_map: dict[str, str] = {}
+    size = 0
     for number, shard in enumerate(shards, start=1):
         say(f"shard {number} of {len(shards)}: {shard.name}")
-        _merge_shard(shard, partial / shard.name, updates, tensors, scale)
+        merged = _merged(shard, updates, tensors, scale)
+        write_file(partial / shard.name, merged)
+        weight_map.update(dict.fromkeys(merged, shard.name))
+        size += sum(tensor.nbytes for tensor in merged.values())
+    if [shard.name for shard in shards] != [SINGLE]:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_json(partial / INDEX, index)
     partial.rename(out)
 
 
-def _merge_shard(
-    shard: Path, target: Path, updates: Updates, tensors: dict[str, Tensor], scale: float
-) -> None:
+def _is_copied(path: Path) -> bool:
+    """Return whether a file of the base belongs to the result: not its weights, their hashes, its
+    code, or hidden files.
+    """
+    manifests = {Path(name).name for rules in DIVISIONS for name in rules.base_files}
+    return (
+        path.is_file()
+        and path.suffix not in NOT_COPIED
+        and path.name not in manifests
+        and not path.name.startswith(".")
+    )
+
+
+def _config(base: Path, weights: dict[str, StoredTensor]) -> dict:
+    """Return the content of config.json.
+
+    It is that of the base, without the names of modeling code. A base without the file must have
+    the tensors of one of the benchmark's models. Raises WeightsError if it has other ones.
+    """
+    path = base / checkpoint_names.CONFIG
+    if path.exists():
+        config = read_json(path)
+        config.pop("auto_map", None)
+        return config
+    shapes = {name: stored.shape for name, stored in weights.items()}
+    for rules in DIVISIONS:
+        for layout in (checkpoint_names.FUSED, checkpoint_names.ORDINARY):
+            if shapes == tensor_shapes(rules.shape, layout):
+                dtype = DTYPES[next(iter(weights.values())).dtype]
+                return llama_config(rules.shape, rules.sequence_length, dtype)
+    refuse(
+        f"{path}: no such file",
+        "the shapes of the weights do not tell the number of heads",
+        "copy the config.json of the model there",
+    )
+
+
+def _merged(
+    shard: Path, updates: Updates, tensors: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Return the tensors of a shard with the adapters added, in the ordinary layout."""
     merged: dict[str, Tensor] = {}
     with safe_open(shard, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no dict)
             weight = file.get_tensor(name)
-            if name in updates:
-                products = [
-                    tensors[f"{module}.lora_B"].float() @ tensors[f"{module}.lora_A"].float()
-                    for module in updates[name]
-                ]
-                weight = weight.float().add_(torch.cat(products), alpha=scale).to(weight.dtype)
-            merged[name] = weight
-        metadata = file.metadata()
-    save_file(merged, target, metadata=metadata)
+            if name not in updates:
+                merged[name] = weight
+                continue
+            products = [
+                tensors[f"{module}.lora_B"].float() @ tensors[f"{module}.lora_A"].float()
+                for module in updates[name]
+            ]
+            weight = weight.float().add_(torch.cat(products), alpha=scale).to(weight.dtype)
+            rows = [product.shape[0] for product in products]
+            for module, part in zip(updates[name], weight.split(rows), strict=True):
+                merged[f"{module}.weight"] = part
+    return merged
 
 
 def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
@@ -28,9 +30,21 @@ def say(text: str) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path`. A second process waits. The kernel releases the lock when a
     process dies.
+
+    The file is removed at the end, unless the block raises: build_once takes a lock file that is
+    left as the sign of an unfinished build.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    file = _open_locked(path)
+    with file:
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _open_locked(path: Path) -> TextIO:
+    """Return the open lock file at `path` once this process holds it."""
+    while True:
+        file = path.open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -39,10 +53,15 @@ def locked(path: Path) -> Iterator[None]:
                     f"note: {path.parent} is on a file system without locks: "
                     "do not start two preparations of it at once"
                 )
-            else:
-                say(f"waiting: another process holds {path}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+                return file
+            say(f"waiting: another process holds {path}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # The process that held the lock may have removed the file, and a third one may hold a new
+        # file of this name.
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        file.close()
 
 
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:

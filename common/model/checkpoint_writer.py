@@ -18,6 +18,7 @@ from torch import Tensor
 from common.errors import write_whole
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
 from common.model.llama import Llama
+from common.model.shapes import ModelShape
 
 # Names in safetensors of torch's dtypes.
 NAMES = {
@@ -66,10 +67,16 @@ def write_checkpoint(
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    for name, content in ((CONFIG, _llama_config(model, dtype)), (INDEX, index)):
-        write_whole(folder / name, json.dumps(content, indent=2).encode() + b"\n")
+    config = llama_config(model.shape, model.max_sequence_length, dtype)
+    for name, content in ((CONFIG, config), (INDEX, index)):
+        write_json(folder / name, content)
         paths.append(folder / name)
     return paths
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON object atomically. Raises OSError."""
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
@@ -138,12 +145,11 @@ def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:
     return groups
 
 
-def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
-    """Return the fields of transformers' LlamaConfig.
+def llama_config(shape: ModelShape, max_sequence_length: int, dtype: torch.dtype) -> dict:
+    """Return the content of config.json: the fields of transformers' LlamaConfig.
 
     IDs of special tokens are None, because the tokenizer defines them.
     """
-    shape = model.shape
     scaling = None
     if rope := shape.rope_scaling:
         scaling = {
@@ -157,7 +163,7 @@ def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **config_of(shape),
-        "max_position_embeddings": model.max_sequence_length,
+        "max_position_embeddings": max_sequence_length,
         "rope_scaling": scaling,
         "hidden_act": "silu",
         "mlp_bias": False,

@@ -165,7 +165,7 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
     assert stored_documents(tmp_path / "out" / "p") == corpus.load_sentencepiece(
         built / "tokenizer.model"
     ).encode(TEXTS)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".p.lock", "p.bin", "p.idx"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["p.bin", "p.idx"]
     assert prepare.main(arguments) == StorageError.exit_code  # nothing is overwritten
 
 
@@ -437,3 +437,27 @@ def test_lock_makes_a_second_process_wait(tmp_path):
         )
         assert "waiting" in process.stderr.readline() and process.poll() is None
     assert process.communicate(timeout=20)[0] == "in\n"
+    assert not (tmp_path / "lock").exists()
+
+
+def test_the_lock_of_unfinished_work_stays(tmp_path):
+    with pytest.raises(KeyboardInterrupt), preparation.locked(tmp_path / "lock"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path, monkeypatch):
+    """The holder of a lock removes its file, and another process locks a new one of its name."""
+    path = tmp_path / "lock"
+    locks = []
+
+    def flock(file, operation):
+        locks.append(file)
+        if len(locks) == 1:
+            path.unlink()
+            path.touch()
+
+    monkeypatch.setattr(preparation.fcntl, "flock", flock)
+    with preparation.locked(path):
+        assert os.fstat(locks[-1].fileno()).st_ino == path.stat().st_ino
+    assert len(locks) == 2

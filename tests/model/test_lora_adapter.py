@@ -1,7 +1,9 @@
 """Adapters for peft, and merged into a checkpoint: both give the logits of our model with LoRA."""
 
 import json
+import os
 import resource
+import shutil
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ from test_model import pair
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model import checkpoint_names
 from common.model import peft_adapter as adapter
+from common.model.checkpoint_writer import write_checkpoint
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
 from llama2_70b_lora import merge, merged_weights
+from llama2_70b_lora.rules import MINIATURE
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
 RANK, ALPHA, LENGTH = 4, 10, 17
@@ -108,6 +114,11 @@ def made(tmp_path_factory):
     (folder / "ordinary" / "tokenizer.model").write_bytes(b"words")
     (folder / "ordinary" / "pytorch_model.bin").write_bytes(b"the same weights as a pickle")
     save_fused(folder / "fused", theirs.state_dict())
+    config = json.loads((folder / "ordinary" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    (folder / "fused" / "config.json").write_text(json.dumps(config))
+    for name in ("modeling_llama.py", "manifest.json", ".manifest.json.lock"):
+        (folder / "fused" / name).write_text("of the base")
     tensors = random_adapters()
     save(folder / "adapter", tensors)
     tokens = torch.randint(
@@ -171,35 +182,68 @@ def test_peft_loads_the_adapter_onto_the_base_with_our_logits(made):
     )
 
 
-def test_the_merged_checkpoint_has_our_logits(made, merged):
-    from transformers import LlamaForCausalLM
+@pytest.mark.parametrize("layout", ["ordinary", "fused"])
+def test_transformers_loads_the_merged_checkpoint_with_our_logits(made, merged, layout):
+    from transformers import AutoModelForCausalLM
 
     _, _, _, tokens, logits = made
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        merged / f"merged_{layout}",
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     with torch.no_grad():
-        assert_near(
-            LlamaForCausalLM.from_pretrained(
-                merged / "merged_ordinary", attn_implementation="eager"
-            )(tokens).logits,
-            logits,
-        )
+        assert_near(model(tokens).logits, logits)
 
 
 def test_both_layouts_are_merged_to_the_same_bits(merged):
     ordinary, fused = all_tensors(merged / "merged_ordinary"), all_tensors(merged / "merged_fused")
+    assert ordinary.keys() == fused.keys()
     for name, tensor in fused.items():
-        parts = (
-            [ordinary[name.replace("qkv_proj", part)] for part in adapter.SPLIT]
-            if "qkv_proj" in name
-            else [ordinary[name]]
-        )
-        assert torch.equal(tensor, torch.cat(parts))
-    before = all_tensors(merged / "fused")
+        assert torch.equal(tensor, ordinary[name])
+    before = all_tensors(merged / "ordinary")
     changed = {
         name.split(".")[-2]
         for name, tensor in fused.items()
         if not torch.equal(tensor, before[name])
     }
-    assert changed == {"qkv_proj", "o_proj"} and fused.keys() == before.keys()
+    assert changed == {*adapter.SPLIT, "o_proj"}
+
+
+def test_the_files_of_a_merged_checkpoint_have_the_mode_of_the_umask(made, tmp_path):
+    umask = os.umask(0o027)
+    try:
+        merged_weights.merge(made[0] / "fused", made[0] / "adapter", tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        checkpoint_names.INDEX,
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+
+
+def test_a_base_of_the_benchmark_needs_no_config_json(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    shape = MINIATURE.shape
+    model = fused_llama(shape, MINIATURE.sequence_length)
+    init_weights(model, shape.num_layers, 1, 0.05, copy_weight)
+    write_checkpoint(model, tmp_path / "base", files=1, layout=checkpoint_names.FUSED)
+    (tmp_path / "base" / "config.json").unlink()
+    tensors = random_adapters(shape)
+    adapter.save_peft_adapter(tmp_path / "adapter", tensors, shape, RANK, ALPHA, 0.1)
+    merged_weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    )
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
+    with torch.no_grad():
+        assert_near(loaded(tokens).logits, with_adapters(model, tensors)(tokens))
 
 
 def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(merged):
@@ -219,18 +263,21 @@ def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(
 
 def test_bf16_is_rounded_once(made, tmp_path):
     _, theirs, tensors, _, _ = made
+    theirs.save_pretrained(tmp_path / "config")
     save_fused(
         tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()}
     )
+    shutil.copy(tmp_path / "config" / "config.json", tmp_path / "base")
     merged_weights.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
     before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
     for layer in range(SHAPE.num_layers):
         name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
         a, b = (tensors[f"blocks.{layer}.qkv.lora_{letter}"].double() for letter in "ab")
         exact = before[name].double() + ALPHA / RANK * b @ a
-        assert after[name].dtype == torch.bfloat16
+        rows = torch.cat([after[name.replace("qkv_proj", part)] for part in adapter.SPLIT])
+        assert rows.dtype == torch.bfloat16
         # Half a unit in the last place of 8 bits, and a little for the fp32 sum.
-        assert ((after[name].double() - exact).abs() <= 1.001 * 2**-8 * exact.abs() + 1e-6).all()
+        assert ((rows.double() - exact).abs() <= 1.001 * 2**-8 * exact.abs() + 1e-6).all()
 
 
 def test_nothing_is_overwritten(made, merged, tmp_path):
@@ -309,6 +356,11 @@ FAULTS = [
         lambda base, saved: [path.unlink() for path in base.glob("*.safetensors")],
         "has no safetensors files",
     ),
+    (
+        "another model without config.json",
+        lambda base, saved: (base / "config.json").unlink(),
+        "config.json: no such file",
+    ),
     ("integer weights", lambda base, saved: _integers(base), "the base has it as I8"),
 ]
 
@@ -327,6 +379,7 @@ def _integers(base):
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path, spoil, message):
     save_fused(tmp_path / "base", made[1].state_dict())
+    shutil.copy(made[0] / "fused" / "config.json", tmp_path / "base")
     save(tmp_path / "adapter", made[2])
     spoil(tmp_path / "base", tmp_path / "adapter")
     with pytest.raises(WeightsError, match=message):
