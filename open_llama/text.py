@@ -113,8 +113,9 @@ def input_files(inputs: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
+            # Other .json files in folders are settings, such as those of a data set on disk.
             each = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
-            inside = sorted(file for file in each if file.name not in _ABOUT_DATASETS)
+            inside = sorted(file for file in each if ".json" not in file.suffixes)
             if not inside:
                 why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
                 raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
@@ -127,10 +128,6 @@ def input_files(inputs: list[Path]) -> list[Path]:
         else:
             found.append(path)
     return [path.absolute() for path in found]
-
-
-# Files that describe a data set of Hugging Face on disk.
-_ABOUT_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
 def kind_of(path: Path) -> str:

@@ -1,0 +1,76 @@
+"""Runs of open_llama on a GPU: weights to start from, and a summary of runs.
+
+    python3 -m tests.gpu.studies.open_llama weights --model llama3.1-8b --out DIR
+    python3 -m tests.gpu.studies.open_llama summary RUN...
+
+`weights` writes a checkpoint of Hugging Face with random weights of the model's shape. `summary`
+prints for each run its settings, tokens/s of the median logged step, peak memory and losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import tomllib
+from pathlib import Path
+
+import torch
+
+from common.model.checkpoint_names import ORDINARY
+from common.model.checkpoint_writer import write_checkpoint
+from common.model.families import shape_of
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.training.build import default_dtype
+
+SETTINGS = ("linear", "micro_batch_size", "recompute_layers", "moment_precision", "lora_rank")
+
+
+def write_weights(name: str, out: Path) -> None:
+    began = time.monotonic()
+    shape = shape_of(name)
+    with default_dtype(torch.bfloat16):
+        model = fused_llama(shape, max_sequence_length=8192)
+    init_weights(model, shape.num_layers, seed=1, std=0.02, set_weight=copy_weight)
+    write_checkpoint(model, out, files=4, layout=ORDINARY)
+    print(f"{out}: {shape.num_parameters / 1e9:.2f}e9 weights, {time.monotonic() - began:.0f} s")
+
+
+def summary(run: Path) -> dict:
+    config = tomllib.loads((run / "config.toml").read_text())
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    timed = [event for event in steps if "tokens_per_s_per_gpu" in event]
+    evaluations = [event["loss"] for event in events if event["event"] == "eval"]
+    return {
+        "run": run.name,
+        **{key: config.get(key) for key in SETTINGS},
+        "steps": len(steps),
+        "tokens_per_s_per_gpu": statistics.median(each["tokens_per_s_per_gpu"] for each in timed),
+        "mfu": timed[-1]["mfu"],
+        "memory_gib": max(each["memory_gib"] or 0 for each in timed),
+        "losses": [round(step["loss"], 4) for step in steps[:: max(1, len(steps) // 20)]],
+        "evaluations": evaluations,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    weights = verbs.add_parser("weights")
+    weights.add_argument("--model", required=True)
+    weights.add_argument("--out", type=Path, required=True)
+    runs = verbs.add_parser("summary")
+    runs.add_argument("runs", type=Path, nargs="+")
+    options = parser.parse_args()
+    if options.verb == "weights":
+        write_weights(options.model, options.out)
+    else:
+        for run in options.runs:
+            print(json.dumps(summary(run)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
