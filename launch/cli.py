@@ -63,6 +63,9 @@ COMMANDS = {
         "throughput.gemm_tuning.cli",
         ALWAYS,
     ),
+    "eval": Command("evaluate a trained model on token files", "{}.eval", ALWAYS),
+    "generate": Command("let a trained model continue text", "{}.generate", ALWAYS),
+    "export": Command("write a checkpoint as Hugging Face weights", "{}.export", ALWAYS),
     "merge": Command("merge trained adapters into the base weights", "{}.merge", ALWAYS),
     "plan": Command(
         "calculate memory and time of a config or model (needs no GPU)",

@@ -42,18 +42,15 @@ def write_checkpoint(
 ) -> list[Path]:
     """Write a model without adapters to `folder` and return the paths of the files.
 
-    These are at most `files` files of weights, config.json with a LlamaConfig, and the index, which
-    is written last.
+    These are at most `files` files of weights, config.json with a LlamaConfig or Qwen3Config, and
+    the index, which is written last.
 
     `layout`: FUSED as in MLCommons' copy, or ORDINARY for `LlamaForCausalLM.from_pretrained`.
     `dtype`: of the stored weights (default: that of the parameters).
     `on_tensor`: called before each tensor.
 
-    Raises ValueError if the model is not a LlamaForCausalLM, and OSError if writing fails, for
-    example on a full disk.
+    Raises OSError if writing fails, for example on a full disk.
     """
-    if model.shape.qk_norm:
-        raise ValueError("only Llama can be written: this model has norms of query and key heads")
     dtype = dtype or model.embedding.weight.dtype
     tensors = _tensors(model, layout)
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,9 +156,10 @@ def llama_config(shape: ModelShape, max_sequence_length: int, dtype: torch.dtype
             "high_freq_factor": rope.high_frequency_factor,
             "original_max_position_embeddings": rope.original_context,
         }
+    kind = "Qwen3" if shape.qk_norm else "Llama"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
         **config_of(shape),
         "max_position_embeddings": max_sequence_length,
         "rope_scaling": scaling,

@@ -1,0 +1,137 @@
+"""The page's example in small: a folder of text, a model, its loss by `eval`, text, and weights of a checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import CheckFailed, ConfigError
+from common.paths import ROOT
+
+MODEL = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+CONFIG = """
+model = "{folder}/config.json"
+sequence_length = 32
+global_batch_size = 8
+max_samples = 256
+eval_samples = 16
+eval_interval_samples = 64
+opt_base_learning_rate = 1e-2
+schedule = "cosine"
+opt_learning_rate_warmup_steps = 4
+weight_decay = 0.1
+gradient_clip_norm = 1.0
+"""
+HIDDEN = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DATADIR": str(folder / "data"),
+        "LOGDIR": str(folder / "results"),
+    }
+    command = [str(ROOT / "run_and_time.sh"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run from text to a model, on two ranks."""
+    folder = tmp_path_factory.mktemp("open")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "my_run.toml").write_text(CONFIG.format(folder=folder))
+    source = str(Path(json.__file__).parent)
+    arguments = ["--input", source, str(ROOT / "docs"), "--train-tokenizer", "512"]
+    arguments += ["--data-dir", str(folder / "data"), "--validation-fraction", "0.2"]
+    done = launch(folder, "open_llama", "prepare", "text", *arguments)
+    assert done.returncode == 0, done.stderr
+    config = ["--config", str(folder / "my_run.toml"), "--set", "gpus_per_node=2"]
+    done = launch(folder, "open_llama", *config, "--checkpoint", "1")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder) -> Path:
+    (found,) = (path for path in (folder / "results/open_llama").iterdir() if path.is_dir())
+    return found
+
+
+def evaluations(run_dir: Path) -> list[float]:
+    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["event"] == "eval"]
+
+
+def test_it_learns_and_its_log_is_clean(run_dir, folder):
+    losses = evaluations(run_dir)
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
+    assert '"submission_division", "value": "open"' in (run_dir / "result.txt").read_text()
+    assert (run_dir / "report.html").is_file()
+    assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
+
+
+def test_its_log_is_held_to_its_config(run_dir, folder, tmp_path):
+    (tmp_path / "config.toml").write_text(
+        (run_dir / "config.toml").read_text().replace("weight_decay = 0.1", "weight_decay = 0.2")
+    )
+    (tmp_path / "result.txt").write_text((run_dir / "result.txt").read_text())
+    checked = launch(folder, "check", str(tmp_path / "result.txt"))
+    assert checked.returncode == CheckFailed.exit_code
+    assert "opt_adamw_weight_decay" in checked.stdout
+
+
+def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
+    arguments = ["--data", str(folder / "data/validation"), "--sequence-length", "32"]
+    done = launch(
+        folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "16"
+    )
+    assert done.returncode == 0, done.stderr
+    loss = float(done.stdout.split()[1].rstrip(","))
+    assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
+
+
+def test_the_saved_model_speaks(run_dir, folder):
+    pytest.importorskip("transformers")
+    arguments = ["--prompt", "def load(", "--tokens", "5"]
+    done = launch(folder, "open_llama", "generate", str(run_dir / "model"), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "def load(" in done.stdout.splitlines()[1]
+
+
+def test_a_checkpoint_becomes_weights_that_transformers_loads(run_dir, folder):
+    transformers = pytest.importorskip("transformers")
+    out = folder / "exported"
+    done = launch(folder, "open_llama", "export", str(run_dir), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    exported = transformers.AutoModelForCausalLM.from_pretrained(str(out))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(str(run_dir / "model"))
+    assert type(exported).__name__ == "Qwen3ForCausalLM"
+    # The last checkpoint is older than the end of the run.
+    tokens = torch.arange(16)[None]
+    assert not torch.equal(exported(tokens).logits, saved(tokens).logits)
+    assert (
+        launch(folder, "open_llama", "export", str(run_dir), "--out", str(out)).returncode
+        == ConfigError.exit_code
+    )
+
+
+def test_its_commands_exist_for_it_alone(folder):
+    assert launch(folder, "llama31_8b", "generate", "x").returncode == ConfigError.exit_code

@@ -1,0 +1,244 @@
+"""`open_llama prepare text`: every kind of input gives the same tokens, split by document, on any number of processes."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from common.data import corpus
+from common.data.indexed_dataset import Index
+from common.errors import ConfigError, DataError, StorageError
+from open_llama import text
+from open_llama.prepare import main
+from open_llama.text import SPLITS, Settings, prepare_text
+from open_llama.tokenizer import load_tokenizer
+
+TEXTS = [
+    f"Document {number} has {number * 37 % 101} words, and a line.\nIt ends here.\n"
+    for number in range(200)
+]
+VALIDATION = 0.1
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    corpus.train_sentencepiece(TEXTS, 300, path)
+    return path
+
+
+def prepare(
+    data_dir: Path, inputs: list[Path], tokenizer: Path, processes: int = 1, **changes
+) -> dict:
+    """Return the documents of each split as lists of ids."""
+    settings = Settings(
+        **{"tokenizer": str(tokenizer), "eos": "", "key": "text", "validation_fraction": VALIDATION}
+        | changes
+    )
+    prepare_text(inputs, data_dir, settings, processes)
+    return documents_in(data_dir)
+
+
+def documents_in(data_dir: Path) -> dict[str, list[list[int]]]:
+    found = {}
+    for split in SPLITS:
+        index = Index.read(data_dir / split)
+        with index.open_tokens() as tokens:
+            found[split] = [
+                tokens.read_sequence(number, 0, int(length)).tolist()
+                for number, length in enumerate(index.sequence_lengths)
+            ]
+    return found
+
+
+def lines(key: str = "text") -> bytes:
+    return "".join(json.dumps({key: each, "other": 1}) + "\n" for each in TEXTS).encode()
+
+
+def write_folder(folder: Path) -> list[Path]:
+    folder.mkdir()
+    for number, each in enumerate(TEXTS):
+        (folder / f"{number:03d}.txt").write_text(each)
+    (folder / "image.png").write_bytes(b"\x89")
+    (folder / "dataset_info.json").write_text("{}")
+    return [folder]
+
+
+def write_arrow(folder: Path) -> list[Path]:
+    folder.mkdir()
+    table = pyarrow.table({"text": TEXTS})
+    path = str(folder / "data-00000-of-00001.arrow")
+    with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    return [folder]
+
+
+def write_inputs(kind: str, folder: Path) -> list[Path]:
+    if kind == "folder of text":
+        return write_folder(folder / "texts")
+    if kind == "data set on disk":
+        return write_arrow(folder / "set")
+    name = {"lines": "a.jsonl", "compressed lines": "a.jsonl.gz", "parquet": "a.parquet"}[kind]
+    path = folder / name
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=30)
+    else:
+        path.write_bytes(gzip.compress(lines()) if name.endswith("gz") else lines())
+    return [path]
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer, tmp_path_factory) -> dict:
+    """The documents, as the tokenizer itself gives them."""
+    model = corpus.load_sentencepiece(tokenizer)
+    found = {split: [] for split in SPLITS}
+    for each in TEXTS:
+        ids = [model.bos_id(), *model.encode(each), model.eos_id()]
+        found[text.split_of(each, VALIDATION)].append(ids)
+    assert 5 < len(found["validation"]) < 50
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["lines", "compressed lines", "parquet", "folder of text", "data set on disk"]
+)
+def test_every_kind_of_input_gives_the_same_documents(
+    kind, tokenizer, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text, "PART_BYTES", 1000)  # many parts, cut within lines
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_inputs(kind, tmp_path)
+    assert prepare(tmp_path / "out", inputs, tokenizer) == expected
+    assert (tmp_path / "out/tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    assert not (tmp_path / "out" / text.PARTS).exists()
+
+
+class InThisProcess:
+    """A pool without processes, which would take seconds to start; it fails at its `limit`-th task."""
+
+    limit = 10**9
+
+    def __init__(self, processes, context, initializer, arguments):
+        initializer(*arguments)
+        self.done = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def shutdown(self, **options):
+        pass
+
+    def submit(self, function, *arguments):
+        future = text.Future()
+        self.done += 1
+        try:
+            if self.done > self.limit:
+                raise KeyboardInterrupt
+            future.set_result(function(*arguments))
+        except (Exception, KeyboardInterrupt) as error:
+            future.set_exception(error)
+        return future
+
+
+def test_processes_and_the_command_give_the_same(tokenizer, expected, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines("body"))
+    arguments = ["text", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer)]
+    arguments += ["--data-dir", str(tmp_path / "out"), "--key", "body", "--processes", "2"]
+    assert main([*arguments, "--validation-fraction", str(VALIDATION)]) == 0
+    assert documents_in(tmp_path / "out") == expected
+
+
+def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    monkeypatch.setattr(text, "PART_BYTES", 1000)
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(InThisProcess, "limit", 3)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+    parts = sorted((tmp_path / "out" / text.PARTS).glob("*.npz"))
+    assert len(parts) == 3
+    before = [path.stat().st_mtime_ns for path in parts]
+    seen = []
+    monkeypatch.setattr(InThisProcess, "limit", 10**9)
+    join = text.join
+
+    def watched(folder, *arguments):
+        seen.extend(path.stat().st_mtime_ns for path in parts)
+        return join(folder, *arguments)
+
+    monkeypatch.setattr(text, "join", watched)
+    assert prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer) == expected
+    assert seen == before, "complete parts are kept"
+
+
+def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+    before = (tmp_path / "out/train.bin").stat().st_mtime_ns
+    prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+    assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
+    with pytest.raises(StorageError):
+        prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer, validation_fraction=0.5)
+
+
+def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/train.idx").write_text("another's")
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    with pytest.raises(StorageError):
+        prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+    assert (tmp_path / "out/train.idx").read_text() == "another's"
+
+
+def test_bad_input_is_a_clear_error(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "no_key.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    parquet.write_table(pyarrow.table({"body": TEXTS}), tmp_path / "no_column.parquet")
+    for name, kind in {
+        "a.png": ConfigError,
+        "absent.txt": ConfigError,
+        "latin.txt": DataError,
+        "no_key.jsonl": DataError,
+        "broken.parquet": DataError,
+        "no_column.parquet": DataError,
+    }.items():
+        with pytest.raises(kind, match=name):
+            prepare(tmp_path / f"out_{name}", [tmp_path / name], tokenizer)
+
+
+def test_a_tokenizer_json_needs_its_end_of_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<end>": 2}, "a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    with pytest.raises(ConfigError, match="end-of-text"):
+        load_tokenizer(path)
+    assert load_tokenizer(path, "<end>").eos == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    found = load_tokenizer(tmp_path)
+    assert (found.eos, found.vocab_size, found.encode(["b a b"])) == (2, 3, [[1, 0, 1]])
+
+
+def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LONGEST_TEXT", 100)
+    content = "".join(f"line {number}\n" for number in range(50))
+    parts = list(text._text_documents(content.encode(), tmp_path))
+    assert "".join(parts) == content
+    assert len(parts) > 3 and all(part.endswith("\n") and len(part) <= 100 for part in parts)
+
+
+def test_equal_documents_are_in_one_split():
+    shares = [text.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
+    assert 0.2 < np.mean(shares) < 0.3
