@@ -1,0 +1,90 @@
+"""Load a model and its adapters for an evaluation, and measure the loss."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from common.data.gpt_dataset import validation_tokens, whole_sequences
+from common.data.indexed_dataset import Index
+from common.errors import ConfigError
+from common.kernels.attention import attention_backends
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_reader import read_json
+from common.model.families import family_of
+from common.model.fused_block import fused_llama
+from common.model.llama import Llama
+from common.model.peft_adapter import CONFIG, OUTPUT, SPLIT, WEIGHTS
+from common.sharding.processes import start_processes
+from common.training.build import DTYPES, default_dtype
+from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+
+MICRO_BATCH_TOKENS = 8192
+
+
+def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:
+    """Return the model in the safetensors checkpoint `folder`, with weights that do not train."""
+    if not folder.is_dir():
+        why = "a model is a folder with config.json and safetensors files"
+        raise ConfigError(f"{folder}: no such folder", why, "name RUN/model of a run")
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES["bf16" if on_gpu else "fp32"]
+    with device, default_dtype(dtype):
+        shape = family_of(str(folder)).shape
+        model = fused_llama(shape, sequence_length, "triton" if on_gpu else "reference")
+        model.make_rope_tables(device)
+    model.requires_grad_(False)
+    load_base(model, folder)
+    return model
+
+
+@torch.no_grad()
+def add_adapter(model: Llama, folder: Path) -> None:
+    """Add alpha / rank x B A of the adapter in `folder`, in peft's format, to the weights.
+
+    Raises WeightsError if the adapter cannot be read, ConfigError if it does not fit the model.
+    """
+    config = read_json(folder / CONFIG)
+    tensors = load_file(folder / WEIGHTS)
+    scale = config["lora_alpha"] / config["r"]
+    try:
+        for layer in range(model.shape.num_layers):
+            block: Any = model.blocks[layer]
+            prefix = f"base_model.model.model.layers.{layer}.self_attn"
+            products = []
+            for name in (*SPLIT, OUTPUT):
+                a, b = (tensors[f"{prefix}.{name}.lora_{each}.weight"] for each in "AB")
+                products.append(scale * b.float() @ a.float())
+            device = block.qkv.weight.device
+            block.qkv.weight += torch.cat(products[:-1]).to(device, block.qkv.weight.dtype)
+            block.o.weight += products[-1].to(device, block.o.weight.dtype)
+    except (KeyError, RuntimeError) as error:
+        what = f"{folder} does not fit the model: {error}"
+        do = "name the base that it was trained on"
+        raise ConfigError(what, "adapters of another model", do) from error
+
+
+def measure(options: argparse.Namespace) -> None:
+    device_name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    processes = start_processes(device_name, 600.0)
+    length = options.sequence_length
+    with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):
+        model = load_model(options.model, length, processes.device)
+        if options.adapter:
+            add_adapter(model, options.adapter)
+        sequences = options.sequences or whole_sequences(
+            Index.read(options.data).num_tokens, length
+        )
+        vocab_size = model.shape.vocab_size
+        pairs = next_token_pairs(validation_tokens(options.data, length, sequences, vocab_size))
+        size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
+        loss = evaluate(model, pad_for_ranks(pairs, processes, size), processes)
+    torch.distributed.destroy_process_group()
+    print(
+        f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}: {sequences:,} sequences of {length} tokens"
+    )
