@@ -21,12 +21,14 @@ from typing import Any
 
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
 from common.hardware import probe
-from launch.processes.supervise import supervise
+from common.terminal import Progress, print_stderr
+from launch.processes.supervise import Ending, supervise
 from throughput import baseline, report, result
 from throughput import options as common
 from throughput.tables import Section, Table
 
 NAME = "suite.json"
+LOG_LINES = 10  # of a failed part that a terminal shows
 NOT_MEASURED = "not measured"
 SCHEDULED = 60.0  # seconds: less time left than this is not reported
 
@@ -244,9 +246,11 @@ def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         str(folder / part.name),
     ]
     began = time.monotonic()
-    ending = supervise(
-        [sys.executable, *command], dict(os.environ), (folder / part.name).absolute()
-    )
+    run_directory = (folder / part.name).absolute()
+    if sys.stdout.isatty():
+        ending = _run_with_bar(part, [sys.executable, *command], run_directory)
+    else:
+        ending = supervise([sys.executable, *command], dict(os.environ), run_directory)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     return {
@@ -254,6 +258,26 @@ def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         "exit_code": ending.returncode,
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def _run_with_bar(part: Part, command: list[str], folder: Path) -> Ending:
+    """Run a part behind a bar with its elapsed time. Its rows go to <folder>.log.
+
+    The end of the log is printed if the part fails.
+    """
+    path = folder.with_name(f"{folder.name}.log")
+    with path.open("w") as log, Progress(part.name, 0, "rows") as progress:
+
+        def show() -> bool:
+            progress.at(0)
+            return False
+
+        environment = dict(os.environ)
+        ending = supervise(command, environment, folder, stop=show, stdout=log, stderr=log)
+    lines = path.read_text(errors="replace").splitlines()
+    if ending.returncode:
+        print_stderr(*lines[-LOG_LINES:], f"log: {path}")
+    return ending
 
 
 def time_left(ended: dict[str, dict], quick: bool) -> str:

@@ -4,9 +4,11 @@ import argparse
 import importlib
 import json
 import os
+import sys
 import time
 
 import pytest
+from pseudo_terminal import PseudoTerminal
 
 from common.command_line import Parser
 from common.errors import ConfigError, DataError, Interrupted
@@ -300,3 +302,24 @@ def test_the_commands_of_the_parts_are_understood(part):
 
 def test_the_suite_measures_everything():
     assert {part.words.split()[0] for part in suite.PARTS} == set(MEASUREMENTS)
+
+
+def test_on_a_terminal_a_part_is_one_bar_and_its_rows_go_to_a_log(tmp_path, monkeypatch):
+    terminal = PseudoTerminal(60)
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def rows(command, environment, folder, stop, stdout, stderr):
+        folder.mkdir()
+        stdout.write("row 1\nrow 2\n")
+        time.sleep(0.2)
+        stop()
+        assert "gemm" in terminal.screen()[0] and "row" not in terminal.screen()[0]
+        return Ending(3)
+
+    monkeypatch.setattr(suite, "supervise", rows)
+    part = Part("gemm", "gemm", "gemm", 1, 1)
+    found = suite.run(part, tmp_path, {"quick": True, "device": "cpu", "gpus": [1]})
+    assert found["exit_code"] == 3 and (tmp_path / "gemm.log").read_text() == "row 1\nrow 2\n"
+    assert terminal.screen()[:2] == ["row 1", "row 2"], "a failed part shows the end of its log"
