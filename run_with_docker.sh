@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# ./run_and_time.sh in a container, with Docker or rootless Podman: ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
+# ./run_and_time.sh in a container of Docker, rootless Podman or Apptainer: ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
 # --print shows the command and starts nothing. docs/clusters.md says more.
-#   CONT              the image; default llama-training, as built by the Dockerfile
-#   CONTAINER_ENGINE  docker or podman; default: the one that is installed, docker first
+#   CONT              image (default: llama-training, as built by the Dockerfile; for Apptainer llama-training.sif)
+#   CONTAINER_ENGINE  docker, podman or apptainer (default: the first one that is installed)
 #   GPU_VENDOR        amd, nvidia or none; default: what /dev shows
 #   CONTAINER_OPTIONS more options of the engine, separated by blanks, such as --cap-add=SYS_PTRACE
 set -euo pipefail
@@ -33,8 +33,8 @@ done
 
 engine=${CONTAINER_ENGINE:-}
 if [[ -z $engine ]]; then
-    engine=$(basename -- "$(type -P docker || type -P podman || true)")
-    [[ -n $engine ]] || fail 'no container engine' 'neither docker nor podman is on PATH' 'install one, or use ./run_and_time.sh'
+    engine=$(basename -- "$(type -P docker || type -P podman || type -P apptainer || true)")
+    [[ -n $engine ]] || fail 'no container engine' 'docker, podman and apptainer are not on PATH' 'install one, or use ./run_and_time.sh'
 fi
 vendor=${GPU_VENDOR:-}
 if [[ -z $vendor ]]; then
@@ -44,61 +44,75 @@ if [[ -z $vendor ]]; then
 fi
 
 name=llama-training-$(id -u)-$$-$(date +%s) # unique: only this container is stopped and removed below
-options=(
-    --rm --name "$name"
-    --init                 # a first process that passes on signals and reaps orphans
-    --sig-proxy=false      # signals are passed on below, once; twice would mean "at once" to the launcher
-    --cap-drop=ALL         # no privilege is needed, neither for the GPUs nor to drop the data from the page cache (per file, by advice)
-    --security-opt=no-new-privileges
-    --ulimit=memlock=-1    # pinned buffers, and memory that a network card reads
-    --ulimit=stack=67108864 # 64 MB for compilers' and collectives' threads, as AMD and NVIDIA advise
-)
 
-# Results and kernels' caches belong to the caller, not to root.
-case $engine in
-    docker) options+=("--user=$(id -u):$(id -g)") ;;
-    podman) options+=(--userns=keep-id --security-opt=label=disable) ;; # the label: SELinux would hide devices and mounts
-    *) fail "CONTAINER_ENGINE=$engine" 'only docker and podman are known' 'set it to one of them, or unset it' ;;
-esac
-
-# The GPUs, and no other device of the host.
 groups_of() { # numbers, because a name may mean another group in the image; names where this machine has no such device
     local path
     for path in /dev/kfd /dev/dri/renderD*; do
         if [[ -e $path ]]; then stat -c %g "$path"; fi
     done | sort -un
 }
-case $vendor in
-    amd)
-        options+=(--device=/dev/kfd --device=/dev/dri) # compute and render nodes; groups decide who may open them
-        if [[ $engine == podman ]]; then
-            options+=(--group-add=keep-groups) # rootless: only the groups that the caller is in, with crun
-        else
+
+read -r -a more <<< "${CONTAINER_OPTIONS:-}"
+
+docker_options() { # also those of Podman
+    options=(
+        --rm --name "$name"
+        --init                 # a first process that passes on signals and reaps orphans
+        --sig-proxy=false      # signals are passed on below, once; twice would mean "at once" to the launcher
+        --cap-drop=ALL         # no privilege is needed, neither for the GPUs nor to drop the data from the page cache (per file, by advice)
+        --security-opt=no-new-privileges
+        --ulimit=memlock=-1    # pinned buffers, and memory that a network card reads
+        --ulimit=stack=67108864 # 64 MB for compilers' and collectives' threads, as AMD and NVIDIA advise
+    )
+    # Results and kernels' caches belong to the caller, not to root.
+    if [[ $engine == podman ]]; then
+        options+=(--userns=keep-id --security-opt=label=disable) # the label: SELinux would hide devices and mounts
+    else
+        options+=("--user=$(id -u):$(id -g)")
+    fi
+    # The GPUs, and no other device of the host.
+    case $vendor-$engine in
+        amd-podman) options+=(--device=/dev/kfd --device=/dev/dri --group-add=keep-groups) ;; # rootless: the caller's groups, with crun
+        amd-docker)
+            options+=(--device=/dev/kfd --device=/dev/dri) # compute and render nodes; groups decide who may open them
             mapfile -t groups < <(groups_of)
             [[ ${#groups[@]} -gt 0 ]] || groups=(video render)
             options+=("${groups[@]/#/--group-add=}")
-        fi
-        ;;
-    nvidia)
-        if [[ $engine == podman ]]; then
-            options+=(--device=nvidia.com/gpu=all) # CDI, by `nvidia-ctk cdi generate`
-        else
-            options+=(--gpus=all)
-        fi
-        ;;
-    none) ;;
+            ;;
+        nvidia-podman) options+=(--device=nvidia.com/gpu=all) ;; # CDI, by `nvidia-ctk cdi generate`
+        nvidia-docker) options+=(--gpus=all) ;;
+    esac
+    # One node needs no network but its own loopback, which the engine's default has. Several: the host's, and its InfiniBand cards.
+    if [[ -n ${MASTER_ADDR:-} ]]; then
+        options+=(--network=host)
+        [[ ! -e /dev/infiniband ]] || options+=(--device=/dev/infiniband)
+    fi
+    # The ranks' collectives go through shared memory; the default of 64 MB ends in a bus error. Podman refuses a size beside the host's own.
+    [[ " ${more[*]-} " == *' --ipc'* ]] || options+=(--shm-size=16g)
+}
+
+apptainer_options() { # it runs as the caller, with the host's devices, network, limits and shared memory
+    options=(
+        --cleanenv       # only the variables below
+        --no-home
+        --writable-tmpfs # what the image's code writes into the image is gone at the end
+        --pwd /workspace
+    )
+    case $vendor in
+        amd) options+=(--rocm) ;;
+        nvidia) options+=(--nv) ;;
+    esac
+}
+
+case $vendor in
+    amd | nvidia | none) ;;
     *) fail "GPU_VENDOR=$vendor" 'known are amd, nvidia and none' 'correct or unset it' ;;
 esac
-
-# One node needs no network but its own loopback, which the engine's default has. Several: the host's, and its InfiniBand cards.
-if [[ -n ${MASTER_ADDR:-} ]]; then
-    options+=(--network=host)
-    [[ ! -e /dev/infiniband ]] || options+=(--device=/dev/infiniband)
-fi
-
-read -r -a more <<< "${CONTAINER_OPTIONS:-}"
-# The ranks' collectives go through shared memory; the default of 64 MB ends in a bus error. Podman refuses a size beside the host's own.
-[[ " ${more[*]-} " == *' --ipc'* ]] || options+=(--shm-size=16g)
+case $engine in
+    docker | podman) docker_options ;;
+    apptainer) apptainer_options ;;
+    *) fail "CONTAINER_ENGINE=$engine" 'known are docker, podman and apptainer' 'set it to one of them, or unset it' ;;
+esac
 options+=(${more[@]+"${more[@]}"})
 
 # Mount directories under their own paths, so that paths in options, messages and the ledger are valid inside and outside.
@@ -107,7 +121,8 @@ mount() { # directory, ro or rw
     path=$(absolute "$1")
     [[ $path != / && $path != *[:,]* ]] || fail "cannot mount $path" 'it is the root, or has a colon or comma' 'choose another directory'
     [[ -n $print || -d $path ]] || fail "there is no directory $path" 'the engine would create it, empty and owned by root' 'make it, or correct the variable'
-    options+=(--volume "$path:${3:-$path}:$2")
+    if [[ $engine == apptainer ]]; then option=--bind; else option=--volume; fi
+    options+=("$option" "$path:${3:-$path}:$2")
 }
 LOGDIR=$(absolute "${LOGDIR:-$root/results}")
 export LOGDIR
@@ -131,12 +146,22 @@ for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND CONT M
     CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES MASTER_ADDR MASTER_PORT NODE_RANK \
     NCCL_DEBUG NCCL_IB_HCA NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
     if [[ -n ${!variable:-} ]]; then
-        export "${variable?}"
-        options+=(--env "$variable")
+        if [[ $engine == apptainer ]]; then
+            export "APPTAINERENV_$variable=${!variable}"
+        else
+            export "${variable?}"
+            options+=(--env "$variable")
+        fi
     fi
 done
 
-command=("$engine" run "${options[@]}" "${CONT:-llama-training}" "${arguments[@]}")
+if [[ $engine == apptainer ]]; then
+    image=${CONT:-llama-training.sif}
+    command=(apptainer exec "${options[@]}" "$image" ./run_and_time.sh "${arguments[@]}")
+else
+    image=${CONT:-llama-training}
+    command=("$engine" run "${options[@]}" "$image" "${arguments[@]}")
+fi
 if [[ -n $print ]]; then
     printf '%q ' "${command[@]}"
     echo
@@ -144,19 +169,23 @@ if [[ -n $print ]]; then
 fi
 
 # The client runs in a process group of its own, so that Ctrl-C reaches the container once, through `pass_on`.
-printf 'container  %s, image %s, by %s\n' "$name" "${CONT:-llama-training}" "$engine" >&2
+printf 'container  %s, image %s, by %s\n' "$name" "$image" "$engine" >&2
 set -m
 "${command[@]}" < /dev/null &
 client=$!
 set +m
 # shellcheck disable=SC2329 # the traps call it
 pass_on() { # before the container is there, there is only the client to stop
-    "$engine" kill --signal "$1" "$name" > /dev/null 2>&1 || kill -s TERM "$client" 2> /dev/null || true
+    if [[ $engine == apptainer ]]; then # the container's first process is the client itself
+        kill -s "$1" "$client" 2> /dev/null || true
+    else
+        "$engine" kill --signal "$1" "$name" > /dev/null 2>&1 || kill -s TERM "$client" 2> /dev/null || true
+    fi
 }
 trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM
 trap 'pass_on HUP' HUP
-trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
+[[ $engine == apptainer ]] || trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
 while kill -0 "$client" 2> /dev/null; do # a signal interrupts `wait`, not the container
     wait "$client" || true
 done

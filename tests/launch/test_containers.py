@@ -13,7 +13,9 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 from toy import wait_until
 
 from common.paths import ROOT
@@ -24,9 +26,11 @@ SCRIPTS = [
     "run_tests.sh",
     "run_with_docker.sh",
     "run.sub",
+    "kubernetes_manifest.sh",
     ".ci/run",
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
+KUBERNETES = "1.31"  # version of the schema
 HABITS = (
     "SEED",
     "NEXP",
@@ -348,12 +352,79 @@ def test_mounts_and_variables(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("vendor", "option"), [("amd", "--rocm"), ("nvidia", "--nv")])
+def test_apptainer(vendor, option, tmp_path):
+    """Values of variables are not on the command line, and the paths are those of the host."""
+    words = container(vendor, "apptainer", DATADIR=tmp_path, SEED=31, CONT="image.sif")
+    assert words[:2] == ["apptainer", "exec"]
+    assert option in words
+    assert f"{tmp_path}:{tmp_path}:ro" in words
+    assert words[-3:] == ["image.sif", "./run_and_time.sh", "llama31_8b"]
+    assert not [word for word in words if "31" in word and word != "llama31_8b"]
+
+
+def manifest(*arguments, **variables) -> dict:
+    known = {"CONT": "registry/image:1", "DATADIR": "/data", "LOGDIR": "/out"} | variables
+    done = subprocess.run(
+        [str(ROOT / "kubernetes_manifest.sh"), "llama31_8b", *arguments],
+        env=environment(**known),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return yaml.safe_load(done.stdout)
+
+
+def test_a_kubernetes_job_of_one_node():
+    job = manifest("--set", 'env={A="b"}', DGXSYSTEM="H200_1x8", NEXP=10)
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert launcher["args"] == ["llama31_8b", "--set", 'env={A="b"}']
+    assert launcher["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    values = {each["name"]: each.get("value") for each in launcher["env"]}
+    assert values == {"NEXP": "10", "DATADIR": "/data", "LOGDIR": "/out", "DGXSYSTEM": "H200_1x8"}
+    read_only = {each["name"]: each.get("readOnly") for each in launcher["volumeMounts"]}
+    assert read_only == {"shm": None, "datadir": True, "logdir": False}
+
+
+def test_a_kubernetes_job_set_of_two_nodes():
+    job_set = manifest(DGXSYSTEM="MI355X_2x8")
+    assert job_set["kind"] == "JobSet"
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+    kubernetes_validate.validate(job | replicated["template"], KUBERNETES, strict=True)
+    spec = replicated["template"]["spec"]
+    assert (spec["completions"], spec["completionMode"]) == (2, "Indexed")
+    (launcher,) = spec["template"]["spec"]["containers"]
+    assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    values = {each["name"]: each.get("value", each.get("valueFrom")) for each in launcher["env"]}
+    assert values["MASTER_ADDR"] == "llama-training-node-0-0.llama-training"
+    assert "job-completion-index" in str(values["NODE_RANK"])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"DGXSYSTEM": "H200"}, {"CONT": ""}, {"DATADIR": "data"}, {"GPU_VENDOR": "intel"}],
+)
+def test_a_manifest_needs_its_facts(variables):
+    known = {"CONT": "i", "DATADIR": "/d", "LOGDIR": "/o", "DGXSYSTEM": "H200_1x8"} | variables
+    done = subprocess.run(
+        [str(ROOT / "kubernetes_manifest.sh"), "llama31_8b"],
+        env=environment(**known),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert next(iter(variables)) in done.stderr
+    assert not done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
-        ([], {}, "which benchmark"),
+        ([], {}, "no benchmark"),
         (["llama31_8b"], {"GPU_VENDOR": "intel"}, "known are amd, nvidia"),
-        (["llama31_8b"], {"CONTAINER_ENGINE": "lxc"}, "only docker and podman"),
+        (["llama31_8b"], {"CONTAINER_ENGINE": "lxc"}, "docker, podman and apptainer"),
         (["llama31_8b"], {"DATADIR": "/"}, "cannot mount /"),
         (["llama31_8b"], {"DATADIR": "/no/such/directory"}, "there is no directory"),
     ],

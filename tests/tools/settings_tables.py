@@ -21,14 +21,14 @@ from common.config import RunConfig
 from common.paths import ROOT
 from common.text_tables import markdown
 
-SCRIPTS = ("run_and_time.sh", "run_with_docker.sh", "run.sub")
+SCRIPTS = ("run_and_time.sh", "run_with_docker.sh", "run.sub", "kubernetes_manifest.sh")
 # Names that Python code gives to the environment of this process or of a child.
 ENVIRONMENTS = ("environ", "environment", "env")
 DESCRIPTIONS = Path(__file__).with_name("environment_variables.toml")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]{2,})")
 # Set by the shell itself, or in the same script before it is read.
-SHELL_OWN = {"BASH_SOURCE", "PWD", "HOME"}
+SHELL_OWN = {"BASH_REMATCH", "BASH_SOURCE", "PWD", "HOME"}
 
 
 # ---- config keys
