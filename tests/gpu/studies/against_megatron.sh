@@ -10,7 +10,7 @@ depth=() fits=()
 if [ "$gpus" = 1 ]; then
     depth=(--layers 16) fits=(--set recompute_layers=0 --set moment_precision=fp32)
 fi
-bench() { ./run_and_time.sh "$@" 2>&1 | grep -E '^(BENCH|EVALUATION)|^error|^  (why|do)'; }
+bench() { ./run_and_time.sh "$@" 2>&1 | grep -E '^(BENCH|ENGINES|EVALUATION)|^error|^  (why|do)'; }
 ours() { bench llama31_8b bench --config "configs/llama31_8b/H200_1x$gpus.toml" --set "global_batch_size=$((per_gpu * gpus))" --steps 8 "${depth[@]}" "${fits[@]}" "$@"; }
 megatron() { torchrun --nproc-per-node "$gpus" tests/gpu/studies/megatron_peers.py llama31_8b "${depth[@]}" "$@" 2>&1 | grep -E '^Megatron|Error'; }
 git log -1 --format='commit %h'
