@@ -28,7 +28,7 @@ from common.terminal import inform, outlive_readers
 from launch import profilers, series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
-from launch.job import job_from, trainer_command
+from launch.job import AUTO, job_from, trainer_command
 from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
@@ -136,13 +136,14 @@ def _add_run_options(parser: Parser) -> None:
         dest="continues",
         type=_absolute,
         metavar="RUN",
-        help="resume from the checkpoint in this run's directory; for research only, such a run "
-        "cannot be submitted",
+        help="resume from the checkpoint in this run's directory; auto: from that of the last "
+        "unfinished run with this config, if there is one; for research only, such a run cannot "
+        "be submitted",
     )
 
 
 def _absolute(run: str) -> Path:
-    return Path(run).absolute()
+    return AUTO if run == str(AUTO) else Path(run).absolute()
 
 
 def _add_bench_options(parser: Parser, name: str) -> None:

@@ -18,12 +18,20 @@ from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
-from common.training.continuation import require_possible, when_from
+from common.training.continuation import (
+    FOLDER,
+    newest,
+    require_possible,
+    require_same,
+    when_from,
+)
+from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
 
+AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
@@ -140,6 +148,14 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     if checkpoint:
         when_from(checkpoint)
     folders = directories(benchmark, selection.config, environment)
+    if continues == AUTO:
+        if not checkpoint:
+            raise ConfigError(
+                "--continue auto without --checkpoint",
+                "a run that saves nothing cannot be continued",
+                "add --checkpoint, for example --checkpoint 600s",
+            )
+        continues = last_unfinished(folders[1] / benchmark, benchmark, selection.config)
     node = node_from(environment, selection.config.nodes)
     cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
     trackers = tuple(getattr(options, "track", ()))
@@ -158,6 +174,24 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
         trackers,
         cpus,
     )
+
+
+def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | None:
+    """Return the run to continue among the runs in `folder`, None to start a new one.
+
+    It is the last run with a checkpoint of this config, unless that run reached its target. Raises
+    WeightsError if its checkpoint is damaged.
+    """
+    for run in sorted(folder.glob("*/"), reverse=True):  # names begin with the date and time
+        if not any((run / FOLDER).glob("step_*[0-9]")):
+            continue
+        checkpoint, facts = newest(run)
+        try:
+            require_same(checkpoint, facts, benchmark, facts["seed"], config)
+        except ConfigError:
+            continue
+        return None if read_result(run / "result.txt").status == "success" else run.absolute()
+    return None
 
 
 def directories(

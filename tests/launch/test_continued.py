@@ -14,7 +14,7 @@ from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
 from common.training.continuation import FACTS, FOLDER
 from launch import series
-from launch.job import job_from, trainer_command
+from launch.job import AUTO, job_from, trainer_command
 from launch.series import Request, request_from
 
 pytestmark = pytest.mark.quick
@@ -130,3 +130,53 @@ def test_the_command_line(before):
         and len(done.stderr.splitlines()) == 3
         and f"{ROOT}/nowhere" in done.stderr
     )
+
+
+# --continue auto
+
+
+def move(before: Path, log_dir: Path, name: str) -> Path:
+    """Move the run into LOGDIR/llama31_8b, as the launcher would have named it."""
+    run = log_dir / "llama31_8b" / name
+    run.parent.mkdir(parents=True, exist_ok=True)
+    return before.rename(run)
+
+
+@pytest.fixture
+def log_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
+    return tmp_path / "logs"
+
+
+def test_auto_continues_the_last_unfinished_run(before, log_dir):
+    run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
+    (run.parent / "20261123-110000_CPU_1x1_seed78").mkdir()  # ended before its first checkpoint
+    found = job(checkpoint="600s", continues=AUTO)
+    assert found.continues == run
+    assert continued(found, request_from({}, None, False)).seed == 77
+
+
+def test_auto_starts_a_new_run_where_there_is_none_to_continue(before, log_dir):
+    assert job(checkpoint="600s", continues=AUTO).continues is None
+    run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
+    other = job(checkpoint="600s", continues=AUTO, set=["opt_base_learning_rate=0.5"])
+    assert other.continues is None, "the checkpoint is of another config"
+    line = {
+        "namespace": "",
+        "time_ms": 1,
+        "event_type": "INTERVAL_END",
+        "key": "run_stop",
+        "value": None,
+        "metadata": {"status": "success"},
+    }
+    (run / "result.txt").write_text(f":::MLLOG {json.dumps(line)}\n")
+    assert job(checkpoint="600s", continues=AUTO).continues is None, "it reached its target"
+
+
+def test_auto_needs_checkpoints_and_refuses_a_damaged_one(before, log_dir):
+    with pytest.raises(ConfigError, match="--checkpoint"):
+        job(continues=AUTO)
+    run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
+    (run / FOLDER / "step_00000012" / FACTS).write_text("{")
+    with pytest.raises(WeightsError):
+        job(checkpoint="600s", continues=AUTO)
