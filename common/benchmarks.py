@@ -72,6 +72,11 @@ class Rules:
         raise NotImplementedError
 
     @property
+    def target_text(self) -> str:
+        """The target, for display beside a loss."""
+        return f"target {self.target_loss}" if self.target_loss else "no target"
+
+    @property
     def flops_per_token(self) -> int:
         """Training FLOPs per token as MFU counts them (formulas: common/model/shapes.py)."""
         if self.lora_rank:

@@ -66,7 +66,10 @@ def expectation(selection: Selection, rules: Rules) -> str:
     config = selection.config
     batch = config.global_batch_size
     interval = rules.eval_interval(batch)
-    target = f"loss <= {rules.target_loss}, evaluated every {interval:,} sequences"
+    evaluated = f"evaluated every {interval:,} sequences"
+    if not rules.target_loss:
+        return f"none, {evaluated}; ends after {config.max_samples:,} sequences"
+    target = f"loss <= {rules.target_loss}, {evaluated}"
     if config.miniature:
         return f"{target} (a few minutes on two cores)"
     mean = rcp.mean_samples(rules, batch)
@@ -76,13 +79,14 @@ def expectation(selection: Selection, rules: Rules) -> str:
     return f"{target}; {reference}; limit {config.max_samples:,} sequences"
 
 
-def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
+def closing(
+    result: Result, run_dir: Path, error_lines: str, miniature: bool, has_target: bool = True
+) -> list[str]:
     """Return the lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
+    end = "target reached" if has_target else "ended"
     lines = (
-        [f"target reached with {result.samples:,} sequences{minutes}"]
-        if result.status == "success"
-        else []
+        [f"{end} with {result.samples:,} sequences{minutes}"] if result.status == "success" else []
     )
     if error_lines:
         lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]

@@ -133,7 +133,9 @@ def _timed(
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
     error, after = judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
-    print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
+    lines = error.lines() if error else ""
+    has_target = bool(job.rules.target_loss)
+    print_stderr(*closing(result, run_dir, lines, job.config.miniature, has_target))
     after = Interrupted(received[0]) if received else after
     if after:
         print_stderr("This came after the clock, and does not concern the run:", after.lines())

@@ -112,7 +112,7 @@ class Run:
 
     @property
     def target(self) -> float | None:
-        return self.rules.target_loss if self.rules else None
+        return (self.rules.target_loss or None) if self.rules else None
 
     @property
     def point(self) -> rcp.Point | None:
@@ -314,7 +314,7 @@ def _read_result(run: Run) -> None:
     """Set the status, minutes and samples of `run`, and whether it reached the target."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
     run.reached = any(
-        is_number(e.value) and run.target is not None and 0 < e.value <= (run.target or math.inf)
+        is_number(e.value) and run.rules is not None and 0 < e.value <= (run.target or math.inf)
         for e in evaluated
     )
     stops = run.log.all("run_stop")

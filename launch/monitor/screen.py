@@ -158,7 +158,7 @@ class Screen:
                 self.step = event if "tokens_per_s_per_gpu" in event else self.step
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
-                text = f"loss {event['loss']:.4f}, target {self.rules.target_loss}"
+                text = f"loss {event['loss']:.4f}, {self.rules.target_text}"
                 text += f", after {duration(event['time_s'])}"
                 if self.step:
                     text += f"; {self.speed()}"
@@ -213,7 +213,7 @@ class Screen:
         return "starting"
 
     def evaluation(self, is_over: bool) -> str:
-        target = f"target {self.rules.target_loss}"
+        target = self.rules.target_text
         parts = [target]
         if self.evaluations:
             last = self.evaluations[-1]
