@@ -9,13 +9,13 @@ import pytest
 
 from common import config as configs
 from common import errors
-from common.benchmarks import config_class, load_all
+from common.benchmarks import config_class, load_all, names
 from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from launch.cli import COMMANDS
 from launch.plan.derive_config import nearest_file
 from tests.tools import docs_tables
-from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
+from tests.tools.docs_tables import PAGES, ROOT, rewritten
 
 pytestmark = pytest.mark.quick
 
@@ -158,7 +158,7 @@ def test_commands_exist(page):
         assert (ROOT / words[0]).is_file(), words
         if words[0] in ("./run_and_time.sh", "./run_with_docker.sh") and len(words) > 1:
             assert words[1] in (
-                *BENCHMARKS,
+                *names(),
                 *COMMANDS,
                 "benchmark",
                 "name",
@@ -182,7 +182,7 @@ def test_shell_blocks_parse(page):
             assert done.returncode == 0, done.stderr
 
 
-KEYS = {key for benchmark in BENCHMARKS for key in config_class(benchmark).__dataclass_fields__}
+KEYS = {key for benchmark in names() for key in config_class(benchmark).__dataclass_fields__}
 
 
 @each_current_page

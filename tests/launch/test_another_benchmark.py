@@ -33,8 +33,10 @@ def project(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("project")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("run_and_time.sh", "pyproject.toml", "requirements.txt", "requirements-logs.txt"):
+    for name in ("run_and_time.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, root)
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, root)
     toy = ROOT / "tests" / "helpers" / NAME
     shutil.copytree(toy, root / NAME, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
     (root / "configs" / NAME).mkdir()
@@ -106,7 +108,7 @@ def test_the_other_commands_know_it(project):
     assert launch(project, NAME, "plan", "--all").returncode == 0
     assert (
         launch(
-            project, NAME, "bench", "--steps", "1", "--warmup", "0", "--device", "cpu"
+            project, NAME, "bench", "--steps", "1", "--warmup", "1", "--device", "cpu"
         ).returncode
         == 0
     )
