@@ -1,9 +1,12 @@
-"""Engines of attention and of matrix products, and the choice among them on a GPU.
+"""Engines of attention, matrix products and SwiGLU, and the choice among them on a GPU.
 
 The fastest engine is used that this package knows for the GPU, whose package is installed and new
-enough, and that passes the self-test. The environment variables ATTENTION_ENGINE and MATMUL_ENGINE,
-usually set in a config's [env], pin one: if it cannot be used, that is an error. On a CPU and for
-other dtypes than bf16 and FP8, torch computes both.
+enough, and that passes the self-test. The environment variables ATTENTION_ENGINE, MATMUL_ENGINE
+and SWIGLU_ENGINE, usually set in a config's [env], pin one: if it cannot be used, that is an error.
+On a CPU and for other dtypes than bf16 and FP8, torch computes attention and products.
+
+The engine of SwiGLU says whether a kernel of its own computes it, or two FP8 products in their
+epilogues. Only blocks in FP8 whose matrices train have this choice.
 
 An engine's module is imported only where it is chosen. Standard library only: the launcher reads
 the versions of installed packages before torch is imported.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -23,9 +26,15 @@ from common.packages import version_of
 
 ATTENTION = "attention"
 PRODUCTS = "products"
-VARIABLES = {ATTENTION: "ATTENTION_ENGINE", PRODUCTS: "MATMUL_ENGINE"}
+SWIGLU = "swiglu"
+VARIABLES = {
+    ATTENTION: "ATTENTION_ENGINE",
+    PRODUCTS: "MATMUL_ENGINE",
+    SWIGLU: "SWIGLU_ENGINE",
+}
 SDPA = "sdpa"  # torch's scaled_dot_product_attention
 TORCH = "torch"  # torch's products
+KERNEL = "kernel"  # the kernels of common/kernels/swiglu.py
 REPEATED_HEADS = "repeated_heads"
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
@@ -34,13 +43,13 @@ INSTINCT = ("gfx942", "gfx950")
 
 @dataclass(frozen=True)
 class Engine:
-    """An implementation of attention or of products, in `module` of common.kernels."""
+    """An implementation of an operation, in `module` of common.kernels."""
 
     name: str
     gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: everywhere
     chosen_on: tuple[str, ...] = ()  # architectures on which it is used without being pinned
-    module: str = ""  # "" for torch's own
-    package: str = ""  # "" if it needs nothing but torch
+    module: str = ""  # "" for the last one of an operation
+    package: str = ""  # "" if it needs nothing but torch and Triton
     oldest: str = ""  # oldest version of the package that is accepted
     because: str = ""  # reason for `oldest`
     install: str = ""
@@ -61,7 +70,7 @@ TRANSFORMER_ENGINE = Engine(
 )
 
 # Fastest first. Measured on an H200 alone (docs/results.md); the order on other GPUs is that of
-# published numbers. The last engine of each list is torch's own.
+# published numbers. The last engine of each list runs everywhere.
 ENGINES: dict[str, tuple[Engine, ...]] = {
     ATTENTION: (
         Engine(
@@ -99,6 +108,18 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
         TRANSFORMER_ENGINE,
         Engine(TORCH, gpus=()),
     ),
+    SWIGLU: (
+        Engine(
+            "quack",
+            gpus=("sm_90",),
+            module="quack_swiglu",
+            package="quack-kernels",
+            oldest="0.6.5",
+            because="the epilogues use its interface",
+            install="python3 -m pip install --require-hashes --no-deps -r requirements-hopper.lock",
+        ),
+        Engine(KERNEL, gpus=()),
+    ),
 }
 
 # (operation, engine) -> why this process cannot use it: its import or its self-test failed.
@@ -119,6 +140,8 @@ def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
     """Return the name of the pinned engine, None if none is pinned."""
     if operation == ATTENTION:
         return environment.get("ATTENTION_ENGINE")
+    if operation == SWIGLU:
+        return environment.get("SWIGLU_ENGINE")
     return environment.get("MATMUL_ENGINE")
 
 
@@ -145,7 +168,7 @@ def choose(
         if not obstacle:
             return Choice(engine, pinned=False, missing=tuple(missing))
         missing.append(f"{operation} by {engine.name} would be faster: {obstacle}")
-    raise AssertionError("torch's own engine has no obstacle")
+    raise AssertionError("the last engine has no obstacle")
 
 
 def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
@@ -209,14 +232,14 @@ def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
 
 
 def module_of(engine: Engine) -> ModuleType:
-    """Import an engine's module, which has `require` and `causal_attention` or `product`."""
+    """Import an engine's module, which has `require` and the functions of its operation."""
     return importlib.import_module(f"common.kernels.{engine.module}")
 
 
 def reject(operation: str, choice: Choice, why: str) -> bool:
     """Exclude the chosen engine in this process, so that the next one is used.
 
-    Returns False, and excludes nothing, if the engine is pinned or is torch's own.
+    Returns False, and excludes nothing, if the engine is pinned or the last of its operation.
     """
     if choice.pinned or not choice.engine.module:
         return False
@@ -248,9 +271,11 @@ class Described:
         return {VARIABLES[operation]: name for operation, name in self.names.items()}
 
 
-def described(gpu: str, environment: Mapping[str, str], dtype: str) -> Described:
-    """Describe the choice of every operation. Raises ConfigError as `choose` does."""
-    choices = {operation: choose(operation, gpu, environment, dtype) for operation in ENGINES}
+def described(
+    gpu: str, environment: Mapping[str, str], dtype: str, operations: Iterable[str]
+) -> Described:
+    """Describe the choice of each of `operations`. Raises ConfigError as `choose` does."""
+    choices = {operation: choose(operation, gpu, environment, dtype) for operation in operations}
     return Described(
         {operation: choice.engine.name for operation, choice in choices.items()},
         {operation: str(choice.engine) for operation, choice in choices.items()},

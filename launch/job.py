@@ -109,14 +109,17 @@ class Job:
 
     @property
     def engines(self) -> engines.Described:
-        """Engines of attention and products that the ranks will use, by what is installed.
+        """Engines that the ranks will use, by what is installed.
 
         Raise ConfigError if the environment or the config pins one that cannot be used.
         """
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
-        return engines.described(gpu, environment, self.config.precision)
+        operations = [engines.ATTENTION, engines.PRODUCTS]
+        if self.config.linear_format.stores_fp8 and not self.rules.lora_rank:
+            operations.append(engines.SWIGLU)
+        return engines.described(gpu, environment, self.config.precision, operations)
 
     @property
     def data_files(self) -> list[Path]:

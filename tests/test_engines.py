@@ -5,12 +5,17 @@ from types import SimpleNamespace
 import pytest
 
 from common import engines
-from common.engines import ATTENTION, PRODUCTS, choose, in_use, reject, version_key
+from common.engines import ATTENTION, PRODUCTS, SWIGLU, choose, in_use, reject, version_key
 from common.errors import ConfigError
 
 pytestmark = pytest.mark.quick
 
-GOOD = {"flash-attn-4": "4.0.0b36", "amd-aiter": "0.1.14.post1", "transformer-engine": "2.20.2"}
+GOOD = {
+    "flash-attn-4": "4.0.0b36",
+    "amd-aiter": "0.1.14.post1",
+    "transformer-engine": "2.20.2",
+    "quack-kernels": "0.6.5",
+}
 
 
 @pytest.fixture
@@ -107,6 +112,9 @@ def test_other_dtypes_are_computed_by_torch(installed, operation, dtype):
         (ATTENTION, "aiter", "gfx942", "bf16", {"amd-aiter": "0.1.13"}, "0.1.13"),
         (PRODUCTS, "cublaslt", "gfx942", "bf16", GOOD, "gfx942"),
         (PRODUCTS, "cutlass", "sm_90", "bf16", GOOD, "cublaslt"),
+        (SWIGLU, "quack", "sm_100", "fp8", GOOD, "sm_90"),
+        (SWIGLU, "quack", "sm_90", "fp8", {"quack-kernels": "0.6.4"}, "0.6.4"),
+        (SWIGLU, "triton", "sm_90", "fp8", GOOD, "quack"),
     ],
 )
 def test_a_pinned_engine_that_cannot_be_used_is_an_error(

@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.kernels.architecture import Tile, architecture, assert_contiguous
+from common import engines
+from common.kernels.architecture import (
+    Tile,
+    architecture,
+    assert_contiguous,
+    gpu_architecture,
+)
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     STORE,
@@ -34,6 +40,14 @@ from common.kernels.quantize import (
     store_quantized,
     tile_mask,
 )
+
+
+def swiglu_engine(device: torch.device) -> engines.Choice:
+    """Return the engine of SwiGLU between two FP8 products on this device.
+
+    Raises ConfigError if SWIGLU_ENGINE names an engine that this machine cannot run.
+    """
+    return engines.in_use(engines.SWIGLU, gpu_architecture(device), "fp8")
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Engine:
     rope_backward: Callable[..., QuantizedTensor]
     swiglu: Callable[..., tuple[QuantizedTensor, Tensor | QuantizedTensor]]
     swiglu_backward: Callable[..., QuantizedTensor]
+    # Whether FP8 products may compute SwiGLU in their epilogues where an engine does.
+    fuses: bool
 
 
 ENGINES = {
@@ -46,6 +48,7 @@ ENGINES = {
         rope.rope_packed_backward_reference,
         swiglu.swiglu_quantized_reference,
         swiglu.swiglu_quantized_backward_reference,
+        fuses=False,
     ),
     "triton": Engine(
         quantize.quantize_triton,
@@ -55,6 +58,7 @@ ENGINES = {
         rope.rope_packed_backward_triton,
         swiglu.swiglu_quantized_triton,
         swiglu.swiglu_quantized_backward_triton,
+        fuses=True,
     ),
 }
 

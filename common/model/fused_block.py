@@ -139,8 +139,7 @@ class FusedBlock(nn.Module):
             x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
         )
         del branch
-        gate_up = linear.fprop(n_2, weights["gate_up"])
-        h, _ = ops.swiglu(gate_up, quantizers.h)
+        gate_up, h = linear.gate_up_swiglu(ops, n_2, weights["gate_up"], quantizers.h)
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         saved = None
         if keep:
@@ -164,10 +163,11 @@ class FusedBlock(nn.Module):
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
         g = ops.quantize(d_out, quantizers.d_out)
-        d_h = linear.dgrad(g, weights["down"])
         d_down = linear.wgrad(g, saved.pop("h"))
-        d_gate_up = ops.swiglu_backward(d_h, saved.pop("gate_up"), quantizers.d_gate_up)
-        del g, d_h
+        d_gate_up = linear.down_swiglu_backward(
+            ops, g, weights["down"], saved.pop("gate_up"), quantizers.d_gate_up
+        )
+        del g
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         d_gate_up_weight = linear.wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up

@@ -14,11 +14,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from common import engines
 from common.kernels import fp8
 from common.kernels.fp8 import (
     AMAX,
@@ -31,7 +32,9 @@ from common.kernels.fp8 import (
     Quantizer,
     new_scale,
 )
+from common.kernels.swiglu import swiglu_engine
 from common.linear_formats import LinearFormat
+from common.model.block_ops import Engine
 
 Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of kernels/quantize.py
 
@@ -136,6 +139,28 @@ class LinearLayers:
         """Return g^T x, [N, K], of `g` [M, N] and `x` [M, K]."""
         return fp8.wgrad(g, x)
 
+    # Products with SwiGLU, as in kernels/swiglu.py.
+
+    def gate_up_swiglu(
+        self, ops: Engine, x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        """Return (gate_up = x W^T [M, 2 * ffn], h [M, ffn] as stored by `quantizer`)."""
+        gate_up = self.fprop(x, weight)
+        h, _ = ops.swiglu(gate_up, quantizer)
+        return gate_up, h
+
+    def down_swiglu_backward(
+        self,
+        ops: Engine,
+        g: QuantizedTensor,
+        weight: QuantizedTensor,
+        gate_up: Tensor,
+        quantizer: Quantizer | None,
+    ) -> QuantizedTensor:
+        """Return the gradient of gate_up, [M, 2 * ffn], from `g`, the gradient of h W^T."""
+        d_h = self.dgrad(g, weight)
+        return ops.swiglu_backward(d_h, gate_up, quantizer)
+
     # State.
 
     def allocate(self, device: torch.device) -> None:
@@ -194,6 +219,25 @@ class DelayedScaling(LinearLayers):
     ) -> Quantizer:
         self.quantizers.append(Quantizer(gradient, transposed, weight))
         return self.quantizers[-1]
+
+    def gate_up_swiglu(
+        self, ops: Engine, x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        if fused := epilogues(ops, x, quantizer):
+            return fused.gate_up_fprop(x, weight, quantizer)
+        return super().gate_up_swiglu(ops, x, weight, quantizer)
+
+    def down_swiglu_backward(
+        self,
+        ops: Engine,
+        g: QuantizedTensor,
+        weight: QuantizedTensor,
+        gate_up: Tensor,
+        quantizer: Quantizer | None,
+    ) -> QuantizedTensor:
+        if fused := epilogues(ops, g, quantizer):
+            return fused.down_dgrad(g, weight, gate_up, quantizer)
+        return super().down_swiglu_backward(ops, g, weight, gate_up, quantizer)
 
     def allocate(self, device: torch.device) -> None:
         formats = fp8.fp8_dtypes(device)
@@ -287,6 +331,17 @@ class DelayedScaling(LinearLayers):
         clipped = int(self.scales[:, CLIPPED].sum())
         self.scales[:, CLIPPED] = 0.0
         return clipped
+
+
+def epilogues(ops: Engine, operand: QuantizedTensor, quantizer: Quantizer | None) -> Any:
+    """Return the module whose FP8 products compute SwiGLU in their epilogues, or None.
+
+    None also in a first step, in which the quantizer needs its amax before it stores.
+    """
+    if not ops.fuses or quantizer is None or quantizer.two_pass or operand.scale is None:
+        return None
+    engine = swiglu_engine(operand.rowwise.device).engine
+    return engines.module_of(engine) if engine.module else None
 
 
 def linear_layers(form: LinearFormat) -> LinearLayers:

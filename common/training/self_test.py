@@ -6,6 +6,8 @@ before any weight exists.
     FP8 product    fprop, dgrad and wgrad of each linear; all finite, and rows and columns of it
                    against fp64
     bf16 product   the same for the head, or for all linears without FP8
+    SwiGLU         in FP8 products' epilogues, where an engine computes it there; against the
+                   products and kernels that it replaces, amax included
     triton         each Triton kernel against its reference; in FP8 after a step, so that it is
                    launched as in the middle of a run
 
@@ -36,6 +38,7 @@ from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
 from common.kernels.fp8 import (
+    AMAX,
     QuantizedTensor,
     Quantizer,
     dgrad,
@@ -44,8 +47,9 @@ from common.kernels.fp8 import (
     takes_every_layout,
     wgrad,
 )
+from common.kernels.swiglu import swiglu_engine
 from common.model.block_ops import ENGINES
-from common.model.linear_layers import DelayedScaling
+from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 from common.training.reports import Reports
@@ -57,6 +61,10 @@ ATTENTION_DB = 30.0
 PRODUCT_DB = 40.0
 FP8_PRODUCT_DB = 25.0
 KERNEL_DB = 40.0
+# Kernels round gate and up to bf16 before SwiGLU, and epilogues do not. So some results round to
+# the next FP8 number.
+SWIGLU_DB = 30.0
+SWIGLU_AMAX = 0.02  # relative difference
 SLICE = 256  # number of rows and columns of a product that are compared
 # Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
 SPLIT_K = (
@@ -90,6 +98,7 @@ class Finding:
 class Result:
     attention: str = ""  # attention backend
     products: str = ""  # engine of matrix products
+    swiglu: str = ""  # engine of SwiGLU, "" for a config without the choice
     missing: list[str] = field(default_factory=list)  # why faster engines are not used
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
@@ -108,6 +117,7 @@ class Result:
 
 # op, shape, minimum dB, function that measures the dB
 Check = tuple[str, str, float, Callable[[], float]]
+Checks = Callable[[Sizes, Draw, Result], Iterator[Check]]
 
 
 def self_test(
@@ -127,17 +137,20 @@ def self_test(
 def check_engines(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
 ) -> Result:
-    """Run the checks of attention and of products.
+    """Run the checks of attention, of products and of SwiGLU in their epilogues.
 
     An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
-    engine, or torch's own, stays, and its findings are bad.
+    engine, or the last one of its operation, stays, and its findings are bad.
     """
     result = Result()
     draw = Draw(device)
-    for operation, checks, choice in (
+    engine_checks: list[tuple[str, Checks, Callable[[], engines.Choice]]] = [
         (engines.ATTENTION, attention_checks, partial(attention_engine, device, sizes.dtype)),
         (engines.PRODUCTS, product_checks, partial(product_engine, device, sizes.dtype)),
-    ):
+    ]
+    if may_fuse_swiglu(sizes):
+        engine_checks.append((engines.SWIGLU, swiglu_checks, partial(swiglu_engine, device)))
+    for operation, checks, choice in engine_checks:
         findings = run_checks(checks(sizes, draw, result), device, on_op)
         while bad := [finding for finding in findings if not finding.good]:
             if not engines.reject(operation, choice(), f"its self-test failed: {bad[0]}"):
@@ -146,6 +159,8 @@ def check_engines(
         result.findings += findings
         result.missing += choice().missing
     result.products = str(product_engine(device, sizes.dtype).engine)
+    if may_fuse_swiglu(sizes):
+        result.swiglu = str(swiglu_engine(device).engine)
     return result
 
 
@@ -185,6 +200,7 @@ def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports:
         "self_test",
         attention=result.attention,
         products=result.products,
+        swiglu=result.swiglu,
         missing=result.missing,
         choices=products_in_use(result),
         seconds=result.seconds,
@@ -197,16 +213,17 @@ def require_equal_engines(result: Result, processes: Processes) -> None:
     """Raise PreflightError if a rank uses other engines than rank 0."""
     if processes.world_size == 1:
         return
-    names: list[tuple[str, str]] = [("", "")] * processes.world_size
-    torch.distributed.all_gather_object(names, (result.attention, result.products))
+    own = (result.attention, result.products, result.swiglu)
+    names = [own] * processes.world_size
+    torch.distributed.all_gather_object(names, own)
     other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
     if other is None:
         return
     reasons = "; ".join(result.missing) or "see the event self_test of each rank"
-    variables = " and ".join(engines.VARIABLES.values())
+    variables = ", ".join(engines.VARIABLES.values())
     raise PreflightError(
-        f"ranks chose different engines: rank 0 {' and '.join(names[0])}, rank {other} "
-        f"{' and '.join(names[other])}",
+        f"ranks chose different engines: rank 0 {', '.join(filter(None, names[0]))}; "
+        f"rank {other} {', '.join(filter(None, names[other]))}",
         f"the packages or GPUs of the nodes differ: {reasons}",
         f"install the same packages on all nodes, or pin engines by {variables} in [env]",
     )
@@ -444,6 +461,59 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
         if x.scale is None
         else x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
     )
+
+
+# --- SwiGLU in the epilogues of products
+
+
+def may_fuse_swiglu(sizes: Sizes) -> bool:
+    """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
+    return sizes.fp8 and not sizes.lora_rank and ENGINES[sizes.kernels].fuses
+
+
+def swiglu_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+    if not swiglu_engine(draw.device).engine.module:
+        return  # the kernels have checks of their own
+    for backward in (False, True):
+        op = "SwiGLU backward in a product" if backward else "SwiGLU in a product"
+        size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
+        yield op, str(size), SWIGLU_DB, partial(_fused_swiglu, backward, sizes, draw)
+
+
+def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
+    """Return the dB of a product with SwiGLU against a product and a kernel, in a second step.
+
+    NaN if their amaxes differ.
+    """
+    ops = ENGINES[sizes.kernels]
+    ffn = sizes.shape.ffn_hidden_size
+    hidden = sizes.shape.hidden_size
+    inputs = DelayedScaling()
+    operand_quantizer = inputs.quantizer(gradient=backward, transposed=False)
+    weight_quantizer = inputs.quantizer(weight=True)
+    inputs.allocate(draw.device)
+    operand = ops.quantize(draw(sizes.tokens, hidden, dtype=sizes.dtype), operand_quantizer)
+    shape = (hidden, ffn) if backward else (2 * ffn, hidden)
+    weight = ops.quantize(draw(*shape, dtype=sizes.dtype, scale=hidden**-0.5), weight_quantizer)
+    gate_up = draw(sizes.tokens, 2 * ffn, dtype=sizes.dtype) if backward else None
+    outputs = DelayedScaling()
+    quantizers = [outputs.quantizer(gradient=backward) for _ in range(2)]
+    outputs.allocate(draw.device)
+
+    def result_of(linear: type[LinearLayers], quantizer: Quantizer) -> tuple[Output, ...]:
+        if gate_up is None:
+            return linear.gate_up_swiglu(outputs, ops, operand, weight, quantizer)
+        return (linear.down_swiglu_backward(outputs, ops, operand, weight, gate_up, quantizer),)
+
+    for quantizer in quantizers:
+        result_of(LinearLayers, quantizer)
+    outputs.step_done()
+    truth = result_of(LinearLayers, quantizers[0])
+    found = result_of(DelayedScaling, quantizers[1])
+    amaxes = [float(quantizer.state[AMAX]) for quantizer in quantizers]
+    if not math.isclose(*amaxes, rel_tol=SWIGLU_AMAX):
+        return math.nan
+    return min(_output_db(*pair) for pair in zip(truth, found, strict=True))
 
 
 # --- Triton kernels

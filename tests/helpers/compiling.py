@@ -98,6 +98,7 @@ def kernel_modules() -> list[ModuleType]:
     return [
         importlib.import_module(f"common.kernels.{found.name}")
         for found in pkgutil.iter_modules(common.kernels.__path__)
+        if found.name != "quack_epilogues"  # imports an optional package, has no Triton kernel
     ]
 
 
@@ -196,6 +197,7 @@ def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any,
 POINTERS = {
     "torch.bfloat16": "bf16",
     "torch.float32": "fp32",
+    "torch.uint8": "u8",
     "torch.int32": "i32",
     "torch.int64": "i64",
     "torch.float8_e4m3fn": "fp8e4nv",

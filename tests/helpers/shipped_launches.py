@@ -13,6 +13,7 @@ from common.kernels import (
     cross_entropy,
     lora,
     qk_norm,
+    quack_swiglu,
     quantize,
     rms_norm,
     rope,
@@ -119,9 +120,23 @@ def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> Non
         swiglu.swiglu_quantized_backward_triton(d_h, kept_gate_up, backward)
 
     kept = None if trains else q.kept
+    if trains:
+        launch_finish(shape, q)
     q.in_all_modes(lambda: launch(q.forward, q.backward, kept))
     q.in_all_modes(lambda: launch(None, None, kept))
     swiglu.swiglu_quantized_triton(gate_up, q.forward, None)  # an evaluation keeps nothing
+
+
+def launch_finish(shape: ModelShape, quantizers: Quantizers) -> None:
+    """Launch what follows products with SwiGLU in their epilogues, in training and evaluation."""
+    ffn = shape.ffn_hidden_size
+    for quantizer, columns, halves in ((quantizers.forward, 96, 1), (quantizers.backward, 160, 2)):
+        for recording in (True, False):
+            quantizer.recording = recording
+            out = quantize.new_quantized(quantizer, (TOKENS, halves * ffn), bf16(1))
+            quack_swiglu.finish_swiglu(
+                out, quantizer, fp32(TOKENS, -(-ffn // columns)), columns, halves
+            )
 
 
 def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:

@@ -13,6 +13,7 @@ from common.paths import ROOT
 from launch import run, series
 from launch.job import Job, Node
 from launch.select_config import Selection
+from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
 H200 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143_771 * 2**20),), "580.1")
@@ -37,8 +38,20 @@ def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
 
 def test_a_cpu_misses_nothing(job):
     on_a_cpu = replace(job, selection=replace(job.selection, device="cpu"), gpus=Probe("none"))
-    assert on_a_cpu.engines.names == {"attention": "sdpa", "products": "torch"}
+    names = {"attention": "sdpa", "products": "torch", "swiglu": "kernel"}
+    assert on_a_cpu.engines.names == names
     assert not on_a_cpu.engines.missing
+
+
+def test_only_blocks_in_fp8_whose_matrices_train_have_an_engine_of_swiglu(job):
+    assert "swiglu" in job.engines.names
+    in_bf16 = replace(job.selection, config=replace(job.config, linear="bf16"))
+    assert "swiglu" not in replace(job, selection=in_bf16).engines.names
+    lora = configs.load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", LoraConfig)
+    assert lora.linear_format.stores_fp8
+    selection = replace(job.selection, config=lora)
+    fine_tuning = replace(job, benchmark="llama2_70b_lora", selection=selection)
+    assert "swiglu" not in fine_tuning.engines.names
 
 
 def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
@@ -66,6 +79,10 @@ def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goa
     assert captured["facts"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
     assert isinstance(captured["execute"], functools.partial)
     environment = captured["execute"].args[0].environment
-    pins = {"ATTENTION_ENGINE": "flash_attention_4", "MATMUL_ENGINE": "cublaslt"}
+    pins = {
+        "ATTENTION_ENGINE": "flash_attention_4",
+        "MATMUL_ENGINE": "cublaslt",
+        "SWIGLU_ENGINE": "kernel",
+    }
     assert environment == ({} if goal == 1 else pins)
     assert captured["execute"].args[1]["engines"] == captured["facts"]["engines"]

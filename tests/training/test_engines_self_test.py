@@ -1,5 +1,6 @@
 """Engines and the self-test: a wrong engine gives way, a pinned one stops the run, ranks agree."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 
 from common import engines
 from common.errors import PreflightError
-from common.kernels import fp8
+from common.kernels import fp8, swiglu
+from common.model.block_ops import ENGINES
 from common.training import self_test
 from common.training.kernel_cases import Sizes
 from llama31_8b.rules import MINIATURE
@@ -54,7 +56,7 @@ def test_an_engine_that_computes_wrongly_gives_way(wrong, monkeypatch):
     operation, name = wrong
     monkeypatch.delenv(engines.VARIABLES[operation])
     chosen = [
-        engines.replace(engine, chosen_on=("",)) if engine.name == name else engine
+        replace(engine, chosen_on=("",)) if engine.name == name else engine
         for engine in engines.ENGINES[operation]
     ]
     monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
@@ -70,7 +72,7 @@ def test_ranks_must_agree(monkeypatch, equal):
     result = self_test.Result(attention="flash", products="torch")
 
     def gather(names, own):
-        names[:] = [own, own if equal else ("cudnn", "torch")]
+        names[:] = [own, own if equal else ("cudnn", "torch", "")]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     processes = SimpleNamespace(world_size=2)
@@ -80,3 +82,34 @@ def test_ranks_must_agree(monkeypatch, equal):
     with pytest.raises(PreflightError) as caught:
         self_test.require_equal_engines(result, processes)
     assert "rank 1" in caught.value.what and "ATTENTION_ENGINE" in caught.value.do
+
+
+def wrong_dgrad(g, weight, gate_up, quantizer):
+    """Like the kernel's, but without the sign."""
+    d_h = fp8.dgrad(g, weight)
+    return swiglu.swiglu_quantized_backward_reference(d_h, -gate_up, quantizer)
+
+
+def right_fprop(x, weight, quantizer):
+    gate_up = fp8.matmul(x, weight)
+    return gate_up, swiglu.swiglu_quantized_reference(gate_up, quantizer)[0]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_wrong_epilogues_give_way_unless_pinned(monkeypatch, pinned):
+    let_run_on_a_cpu(monkeypatch, engines.SWIGLU, "quack", "9.9")
+    if not pinned:
+        monkeypatch.delenv(engines.VARIABLES[engines.SWIGLU])
+        first, *others = engines.ENGINES[engines.SWIGLU]
+        chosen = (replace(first, chosen_on=("",)), *others)
+        monkeypatch.setitem(engines.ENGINES, engines.SWIGLU, chosen)
+    functions = {"gate_up_fprop": right_fprop, "down_dgrad": wrong_dgrad}
+    module = SimpleNamespace(require=lambda: None, **functions)
+    monkeypatch.setattr(engines, "module_of", lambda engine: module)
+    monkeypatch.setitem(ENGINES, "reference", replace(ENGINES["reference"], fuses=True))
+    result = self_test.self_test(replace(SIZES, fp8=True), CPU)
+    if pinned:
+        assert [finding.op for finding in result.bad] == ["SwiGLU backward in a product"]
+        return
+    assert not result.bad and result.swiglu == "kernel"
+    assert any("quack" in line and "self-test" in line for line in result.missing)

@@ -1,7 +1,8 @@
-"""Time a training step with each engine of attention and of products, alone and together.
+"""Time a training step with each engine of attention, products and SwiGLU.
 
     PYTHONPATH=. python3 tests/gpu/studies/engines_in_a_step.py llama31_8b
         [--layers 16] [--rounds 3] [--steps 4] [--set KEY=VALUE]
+        [--only ATTENTION,PRODUCTS,SWIGLU ...]
 
 One GPU, one process, synthetic tokens, no recomputation. Rounds take the engines in turn, so that a
 drift of the clock meets all of them alike. An engine that cannot be used here has its reason in the
@@ -24,10 +25,11 @@ import torch
 from common import config as configs
 from common import engines
 from common.benchmarks import config_class, rules_of, trainer_of
-from common.engines import ATTENTION, PRODUCTS, VARIABLES
+from common.engines import ATTENTION, PRODUCTS, SWIGLU, VARIABLES
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
+from common.kernels.swiglu import swiglu_engine
 from common.paths import ROOT
 from common.sharding.processes import start_processes
 from common.training.assembly import Batching
@@ -39,23 +41,25 @@ CHANGES = {
     "llama31_8b": {"recompute_layers": "0", "moment_precision": "fp32", "global_batch_size": "4"},
     "llama2_70b_lora": {"offload_layers": "5", "global_batch_size": "4"},
 }
-# Engines of attention and of products; "" leaves the choice to the program.
-PAIRS = [
-    ("sdpa", "torch"),
-    ("sdpa", "cublaslt"),
-    ("sdpa", "transformer_engine"),
-    ("flash_attention_4", "torch"),
-    ("transformer_engine", "torch"),
-    ("transformer_engine", "transformer_engine"),
-    ("flash_attention_4", "cublaslt"),
-    ("", ""),
+OPERATIONS = (ATTENTION, PRODUCTS, SWIGLU)
+Names = tuple[str, ...]  # an engine of each; "" leaves the choice to the program
+ROWS: list[Names] = [
+    ("sdpa", "torch", "kernel"),
+    ("sdpa", "cublaslt", "kernel"),
+    ("sdpa", "transformer_engine", "kernel"),
+    ("flash_attention_4", "torch", "kernel"),
+    ("transformer_engine", "torch", "kernel"),
+    ("transformer_engine", "transformer_engine", "kernel"),
+    ("flash_attention_4", "cublaslt", "kernel"),
+    ("flash_attention_4", "cublaslt", "quack"),
+    ("", "", ""),
 ]
 
 
-def pin(attention: str, products: str) -> None:
-    """Pin both engines for this process and forget the choices made so far."""
+def pin(names: Names) -> None:
+    """Pin the engines for this process and forget the choices made so far."""
     engines.forget()
-    for operation, name in ((ATTENTION, attention), (PRODUCTS, products)):
+    for operation, name in zip(OPERATIONS, names, strict=True):
         os.environ.pop(VARIABLES[operation], None)
         if name:
             os.environ[VARIABLES[operation]] = name
@@ -80,7 +84,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--only", action="append", metavar="ATTENTION,PRODUCTS,SWIGLU")
     args = parser.parse_args()
+    rows = [tuple(row.split(",")) for row in args.only or []] or ROWS
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
@@ -95,7 +101,7 @@ def main() -> None:
     rules = replace(rules, shape=replace(rules.shape, num_layers=layers))
     trainer = trainer_of(args.benchmark)
     processes = start_processes("cuda", 600.0, trainer.high_priority_compute(config))
-    pin("sdpa", "torch")
+    pin(ROWS[0])
     with attention_backends("cuda"):
         assembly = trainer.assemble_random(config, rules, processes, 1)
         model = assembly.model
@@ -105,46 +111,50 @@ def main() -> None:
         batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
         step = partial(train_step, assembly, batches, batching, 1e-6, processes)
         print(f"{torch.cuda.get_device_name()}, {args.benchmark}, {layers} layers", flush=True)
-        print_table(step, processes.device, args.rounds, args.steps)
+        print_table(rows, step, processes.device, args.rounds, args.steps)
     torch.distributed.destroy_process_group()
 
 
-def print_table(step: Callable[[], object], device: torch.device, rounds: int, count: int) -> None:
-    """Time all pairs in turn and print one row for each."""
-    times: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
-    unusable: dict[tuple[str, str], str] = {}
-    used: dict[tuple[str, str], str] = {}
+def print_table(
+    rows: list[Names], step: Callable[[], object], device: torch.device, rounds: int, count: int
+) -> None:
+    """Time all rows in turn and print one line for each."""
+    times: dict[Names, list[float]] = {row: [] for row in rows}
+    unusable: dict[Names, str] = {}
+    used: dict[Names, str] = {}
     for number in range(rounds):
-        for pair in PAIRS:
-            if pair in unusable:
+        for row in rows:
+            if row in unusable:
                 continue
-            pin(*pair)
+            pin(row)
             try:
                 choices = [
-                    find(device, torch.bfloat16) for find in (attention_engine, product_engine)
+                    attention_engine(device, torch.bfloat16),
+                    product_engine(device, torch.bfloat16),
+                    swiglu_engine(device),
                 ]
-                used[pair] = ", ".join(str(choice.engine) for choice in choices)
-                # The first steps of a pair compile kernels and choose algorithms.
+                used[row] = ", ".join(str(choice.engine) for choice in choices)
+                # The first steps of a row compile kernels and choose algorithms.
                 step_times(step, 1 if number else 2)
                 found = step_times(step, count)
             except (ConfigError, RuntimeError) as error:
-                unusable[pair] = " ".join(f"{type(error).__name__}: {error}".split())[:150]
+                unusable[row] = " ".join(f"{type(error).__name__}: {error}".split())[:150]
                 if isinstance(error, ConfigError):
-                    unusable[pair] = error.why[:150]
+                    unusable[row] = error.why[:150]
                 torch.cuda.empty_cache()
                 continue
-            times[pair].append(statistics.median(found))
-            print(f"round {number + 1}  {used[pair]}: {times[pair][-1]:.1f} ms", flush=True)
-    first = statistics.median(times[PAIRS[0]])
-    print(f"\n{'attention':<20}{'products':<20}{'ms':>9}{'change':>9}  rounds")
-    for pair in PAIRS:
-        names = f"{pair[0] or '(not pinned)':<20}{pair[1] or '(not pinned)':<20}"
-        if pair in unusable:
-            print(f"{names}  not usable: {unusable[pair]}")
+            times[row].append(statistics.median(found))
+            print(f"round {number + 1}  {used[row]}: {times[row][-1]:.1f} ms", flush=True)
+    first = statistics.median(times[rows[0]])
+    print(f"\n{'attention':<20}{'products':<20}{'swiglu':<20}{'ms':>9}{'change':>9}  rounds")
+    for row in rows:
+        names = "".join(f"{name or '(not pinned)':<20}" for name in row)
+        if row in unusable:
+            print(f"{names}  not usable: {unusable[row]}")
             continue
-        median = statistics.median(times[pair])
-        each = " ".join(f"{value:.1f}" for value in times[pair])
-        print(f"{names}{median:>9.1f}{median / first - 1:>+9.2%}  {each}  [{used[pair]}]")
+        median = statistics.median(times[row])
+        each = " ".join(f"{value:.1f}" for value in times[row])
+        print(f"{names}{median:>9.1f}{median / first - 1:>+9.2%}  {each}  [{used[row]}]")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""SwiGLU in the epilogues of two FP8 products on sm_90, written for QuACK.
+
+Imported only where common/engines.py chooses QuACK. Behavior as read in quack-kernels 0.6.5:
+
+- A decorated function is traced for one element of the product, or for a pair of them. `acc_pair`
+  with `concat_layout` pairs column i of the first half with column i of the second: gate with up.
+- `ColVecReduce` writes one partial result for each row of each tile. "max_abs" ignores NaN.
+- A conversion to FP8 saturates, also infinity. NaN stays NaN.
+- Compiled kernels are kept in QUACK_CACHE_DIR, which is read when the package is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cutlass
+import quack.cache
+import torch
+from quack.activation import sigmoid
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.math import pack, unpack
+from quack.epilogue.ops import ColVecReduce, TileStore, setup_epi_tensor
+from torch import Tensor
+
+from common.kernels.fp8 import QuantizedTensor
+
+# The fastest tiles of an H200 at the 8B's sizes (docs/log.md).
+FORWARD_COLUMNS = 192
+BACKWARD_COLUMNS = 160
+
+# FP8 sums in the tensor cores' own precision, with the registers of QuACK's class for it.
+# Without overlap of launches: a kernel starts when the one before it has ended.
+ATTRIBUTES = (
+    ("fp8_slow_accum", False),
+    ("num_regs_load", 40),
+    ("num_regs_mma", 232),
+    ("use_pdl", False),
+)
+TILE = {"tile_M": 128, "cluster_M": 2, "cluster_N": 1, "pingpong": True}
+
+# The keys of kept kernels must change with this file.
+quack.cache.EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
+
+
+class NarrowStore(TileStore):
+    """Store of a paired result in 8 bits. QuACK's own class refuses them on sm_90."""
+
+    def to_params(self, gemm, args):
+        tensor = getattr(args, self.name)
+        assert gemm.cta_tile_shape_mnk[1] % 32 == 0
+        layout = cutlass.utils.LayoutEnum.from_tensor(tensor)
+        setattr(gemm, self._layout_gemm_attr(), layout)
+        setattr(gemm, self._dtype_gemm_attr(), tensor.element_type)
+        halved = self.epi_tile_fn(gemm, gemm.epi_tile)
+        atom, tma_tensor, smem_layout, epi_tile = setup_epi_tensor(gemm, tensor, epi_tile=halved)
+        return {
+            self._tma_atom_key(): atom,
+            self.name: tma_tensor,
+            self._smem_layout_key(): smem_layout,
+            self._epi_tile_key(): epi_tile,
+            self._dtype_field(): tensor.element_type,
+        }
+
+
+def largest_of(a, b):
+    return cutlass.cute.arch.fmax(a, b, abs=True)
+
+
+@gemm_epilogue(
+    outputs=("gate", "up", NarrowStore("h", gated=True)),
+    reduces={"amax": ColVecReduce("amax", combine="max_abs")},
+    mode="acc_pair",
+)
+def forward_epilogue(acc, scale_x, scale_weight, scale):
+    gate, up = unpack(acc)
+    alpha = scale_x * scale_weight
+    gate = gate * alpha
+    up = up * alpha
+    h = gate * sigmoid(gate) * up
+    return {"gate": gate, "up": up, "h": h * scale, "amax": pack(h, h)}
+
+
+@gemm_epilogue(
+    outputs=("d_gate", "d_up"), reduces={"amax": ColVecReduce("amax", combine="max_abs")}
+)
+def backward_epilogue(acc, gate, up, scale_g, scale_weight, scale):
+    d_h = acc * (scale_g * scale_weight)
+    s = sigmoid(gate)
+    d_h_s = d_h * s
+    d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
+    d_up = d_h_s * gate
+    return {"d_gate": d_gate * scale, "d_up": d_up * scale, "amax": largest_of(d_gate, d_up)}
+
+
+def forward(
+    x: QuantizedTensor, weight: QuantizedTensor, scale: Tensor, gate_up: Tensor, h: Tensor
+) -> tuple[Tensor, int]:
+    """Write gate_up = x W^T and h = silu(gate) * up.
+
+    `x`: FP8 [M, D], `weight`: FP8 [2 * ffn, D], gate first.
+    `scale`: of h, fp32 [1]: h is stored as h * scale.
+    `gate_up`: bf16 [M, 2 * ffn], `h`: FP8 [M, ffn]. Written.
+
+    Returns the amax of h for each row and tile, fp32 [M, tiles], and the columns of h in a tile.
+    """
+    gate, up = gate_up.chunk(2, 1)
+    amax = _partial_amax(x, weight, FORWARD_COLUMNS)
+    scales = {"scale_x": x.scale, "scale_weight": weight.scale, "scale": scale}
+    forward_epilogue.gemm(
+        x.rowwise,
+        weight.rowwise,
+        None,
+        epi_args=scales | {"gate": gate, "up": up, "h": h, "amax": amax},
+        concat_layout=("B",),
+        tile_N=FORWARD_COLUMNS,
+        post_init_attrs=ATTRIBUTES,
+        **TILE,
+    )
+    return amax, FORWARD_COLUMNS // 2
+
+
+def backward(
+    g: QuantizedTensor, weight: QuantizedTensor, scale: Tensor, gate_up: Tensor, d_gate_up: Tensor
+) -> tuple[Tensor, int]:
+    """Write the gradient of gate_up, from d_h = g W^T.
+
+    `g`: FP8 [M, D], `weight`: FP8 [ffn, D].
+    `scale`: of the gradient, fp32 [1], as in `forward`.
+    `gate_up`: bf16 [M, 2 * ffn]. `d_gate_up`: FP8 [M, 2 * ffn]. Written.
+
+    Returns the amax for each row and tile, fp32 [M, tiles], and the columns of d_h in a tile.
+    """
+    gate, up = gate_up.chunk(2, 1)
+    d_gate, d_up = d_gate_up.chunk(2, 1)
+    amax = _partial_amax(g, weight, BACKWARD_COLUMNS)
+    scales = {"scale_g": g.scale, "scale_weight": weight.scale, "scale": scale}
+    tensors = {"gate": gate, "up": up, "d_gate": d_gate, "d_up": d_up, "amax": amax}
+    backward_epilogue.gemm(
+        g.rowwise,
+        weight.rowwise,
+        None,
+        epi_args=scales | tensors,
+        tile_N=BACKWARD_COLUMNS,
+        post_init_attrs=ATTRIBUTES,
+        **TILE,
+    )
+    return amax, BACKWARD_COLUMNS
+
+
+def _partial_amax(x: QuantizedTensor, weight: QuantizedTensor, columns: int) -> Tensor:
+    tiles = -(-weight.rowwise.shape[0] // columns)
+    return x.rowwise.new_empty(x.rowwise.shape[0], tiles, dtype=torch.float32)

@@ -1,0 +1,172 @@
+"""Products with SwiGLU in their epilogues, by QuACK: gate_up's fprop and down's dgrad, in FP8.
+
+An optional package (common/engines.py). The product of gate_up also writes h, and the product that
+makes the gradient of h writes that of gate_up instead. So one kernel does the work of a product and
+of a kernel of swiglu.py, and moves 4 and 2 bytes per element of h less. Both need the scale of
+their result beforehand: in a first step, which has none, the separate kernels run.
+
+QuACK leaves the amax of each row of each tile. A small kernel reads them and does what
+`store_quantized` does in the other kernels: it records the amax, counts saturated elements, and
+lets an infinite element show as NaN. QuACK's result does not show which elements were rounded to
+the format's largest number and which saturated. So the count is of all such elements in a tile's
+row that has at least one beyond the scale's range: never less than the other kernels' count.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.kernels.architecture import Tile, architecture, assert_contiguous
+from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.quantize import fill_columnwise, new_quantized, raise_amax
+from common.paths import cache_folder
+
+NAN_BYTE = tl.constexpr(0x7F)  # in both formats of sm_90
+
+
+def require() -> ModuleType:
+    """Import the package, with its cache of compiled kernels.
+
+    Raises ImportError, AttributeError.
+    """
+    os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder("quack")))
+    return importlib.import_module("common.kernels.quack_epilogues")
+
+
+@triton.jit
+def _finish_swiglu_kernel(
+    amax_ptr,
+    stored_ptr,
+    state_ptr,
+    num_rows,
+    num_tiles,
+    FFN: tl.constexpr,
+    HALVES: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LARGEST_BITS: tl.constexpr,
+    RECORDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Finish the rows of a program. `stored`: uint8 [num_rows, HALVES * FFN]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tile = tl.arange(0, BLOCK_TILES)
+    inside = (row < num_rows)[:, None] & (tile < num_tiles)[None, :]
+    place = row[:, None] * num_tiles + tile[None, :]
+    partial = tl.load(amax_ptr + place, mask=inside, other=0.0)
+    amax = tl.max(partial)
+    if RECORDING:
+        raise_amax(amax, state_ptr)
+    scale = tl.load(state_ptr + 1)
+    if amax * scale > LARGEST:
+        for number in range(num_tiles):
+            own = tl.load(amax_ptr + row * num_tiles + number, mask=row < num_rows, other=0.0)
+            beyond = own * scale > LARGEST
+            if tl.max(beyond.to(tl.int32)) > 0:
+                column = tl.arange(0, BLOCK_COLUMNS)
+                mask = beyond[:, None] & (column < TILE_COLUMNS)[None, :]
+                column += number * TILE_COLUMNS
+                mask = mask & (column < FFN)[None, :]
+                stored = stored_ptr + row[:, None] * (HALVES * FFN) + column[None, :]
+                if RECORDING:
+                    count = tl.zeros([], dtype=tl.float32)
+                    for half in tl.static_range(HALVES):
+                        bits = tl.load(stored + half * FFN, mask=mask, other=0)
+                        count += tl.sum(((bits & 127) == LARGEST_BITS).to(tl.float32))
+                    tl.atomic_add(state_ptr + 3, count, sem="relaxed")
+                first = stored_ptr + row * (HALVES * FFN) + number * TILE_COLUMNS
+                tl.store(first, tl.full([BLOCK_ROWS], NAN_BYTE, tl.uint8), mask=own == float("inf"))
+
+
+@cache
+def largest_byte(dtype: torch.dtype) -> int:
+    """Return the byte of an 8-bit format's largest number."""
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32, device="cpu")
+    return int(largest.to(dtype).view(torch.uint8))
+
+
+def finish_swiglu_settings(arch: str) -> Tile:
+    return Tile(rows=8, columns=256, warps=4)
+
+
+def finish_swiglu(
+    out: QuantizedTensor, quantizer: Quantizer, amax: Tensor, columns: int, halves: int
+) -> QuantizedTensor:
+    """Record what is known of a product's FP8 result, and write its transpose.
+
+    `out`: rowwise [M, halves * ffn], written by the product.
+    `amax`: fp32 [M, tiles], before the scale. Each tile has `columns` columns of each half.
+
+    The count of saturated elements is that of the module's docstring.
+    """
+    assert_contiguous("SwiGLU's finish", out.rowwise, amax)
+    num_rows, num_tiles = amax.shape
+    ffn = out.rowwise.shape[1] // halves
+    tile = finish_swiglu_settings(architecture(amax.device))
+    _finish_swiglu_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        amax,
+        out.rowwise.view(torch.uint8),
+        quantizer.state,
+        num_rows,
+        num_tiles,
+        ffn,
+        halves,
+        columns,
+        quantizer.largest,
+        largest_byte(quantizer.dtype),
+        quantizer.recording,
+        tile.rows,
+        triton.next_power_of_2(num_tiles),
+        triton.next_power_of_2(columns),
+        **tile.options,
+    )
+    fill_columnwise(out)
+    return out
+
+
+def scale_of(quantizer: Quantizer) -> Tensor:
+    """Return the factor that turns values into stored numbers, fp32 [1]: a view of the state."""
+    return quantizer.state[1:2]
+
+
+def gate_up_fprop(
+    x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer
+) -> tuple[Tensor, QuantizedTensor]:
+    """Return (gate_up = x W^T in bf16 [M, 2 * ffn], h as stored by `quantizer` [M, ffn]).
+
+    `x`: FP8 [M, D], `weight`: FP8 [2 * ffn, D], gate first.
+    `quantizer`: must have a scale already.
+    """
+    rows, features = x.rowwise.shape[0], weight.rowwise.shape[0]
+    gate_up = x.rowwise.new_empty(rows, features, dtype=torch.bfloat16)
+    h = new_quantized(quantizer, (rows, features // 2), gate_up)
+    amax, columns = require().forward(x, weight, scale_of(quantizer), gate_up, h.rowwise)
+    return gate_up, finish_swiglu(h, quantizer, amax, columns, halves=1)
+
+
+def down_dgrad(
+    g: QuantizedTensor, weight: QuantizedTensor, gate_up: Tensor, quantizer: Quantizer
+) -> QuantizedTensor:
+    """Return the gradient of gate_up as stored by `quantizer`, [M, 2 * ffn].
+
+    `g`: FP8 [M, D], the gradient of down's result.
+    `weight`: FP8 [D, ffn], of which `columnwise` is read.
+    `gate_up`: bf16 [M, 2 * ffn], from `gate_up_fprop`.
+    `quantizer`: must have a scale already.
+    """
+    assert weight.columnwise is not None
+    d_gate_up = new_quantized(quantizer, (gate_up.shape[0], gate_up.shape[1]), gate_up)
+    weight = QuantizedTensor(weight.columnwise, None, weight.scale)
+    out = d_gate_up.rowwise
+    amax, columns = require().backward(g, weight, scale_of(quantizer), gate_up, out)
+    return finish_swiglu(d_gate_up, quantizer, amax, columns, halves=2)

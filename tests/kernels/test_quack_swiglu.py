@@ -1,0 +1,195 @@
+"""Products with SwiGLU in their epilogues: the kernel that finishes them, and when they are used.
+
+A stand-in takes QuACK's place and computes in torch. tests/gpu runs QuACK.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import DEVICE, normal
+from stand_in_engines import let_run_on_a_cpu
+
+from common import engines
+from common.kernels import quack_swiglu
+from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor
+from common.kernels.quack_swiglu import finish_swiglu, largest_byte
+from common.kernels.quantize import quantize_reference
+from common.kernels.swiglu import swiglu_engine
+from common.model.block_ops import ENGINES
+from common.model.linear_layers import DelayedScaling, LinearLayers
+
+pytestmark = pytest.mark.quick
+
+COLUMNS = 48  # of a tile
+CPU = torch.device("cpu")
+
+
+def partial_amax(x, halves):
+    """As QuACK leaves it: of each row and tile, over both halves, without NaN."""
+    parts = x.abs().nan_to_num(nan=0.0, posinf=torch.inf).view(len(x), halves, -1).amax(1)
+    return torch.stack([part.amax(1) for part in parts.split(COLUMNS, 1)], 1).contiguous()
+
+
+def store(x, quantizer):
+    """As QuACK stores it: saturated, infinity too."""
+    scaled = (x * quantizer.state[SCALE]).clamp(-quantizer.largest, quantizer.largest)
+    return scaled.to(quantizer.dtype)
+
+
+def finished(x, halves, scale, recording=True, gradient=False):
+    scaling = DelayedScaling()
+    quantizer = scaling.quantizer(gradient=gradient)
+    scaling.allocate(torch.device(DEVICE))
+    quantizer.state[:2] = torch.tensor([1 / scale, scale])
+    quantizer.recording = recording
+    out = store(x, quantizer)
+    columnwise = torch.empty(out.shape[::-1], dtype=out.dtype, device=out.device)
+    out = QuantizedTensor(out, columnwise, quantizer.scale)
+    return finish_swiglu(out, quantizer, partial_amax(x, halves), COLUMNS, halves), quantizer
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
+def test_the_amax_and_saturated_elements_are_recorded(halves, gradient):
+    x = normal(37, halves * 112, seed=1)
+    limit = 57344.0 if gradient else 448.0
+    out, quantizer = finished(x, halves, limit / 2.0, gradient=gradient)
+    assert quantizer.state[AMAX] == x.abs().max() > 2.0
+    assert torch.equal(out.columnwise.view(torch.uint8), out.rowwise.view(torch.uint8).t())
+    exact = int((x.abs() > 2.0).sum())
+    rounded = int((out.rowwise.float().abs() == limit).sum())
+    assert 10 < exact <= quantizer.state[CLIPPED] <= rounded
+    assert torch.equal(out.rowwise.view(torch.uint8), store(x, quantizer).view(torch.uint8))
+
+
+def test_nothing_is_counted_below_the_scales_range():
+    x = normal(16, 96, seed=1)
+    x[3, 5] = 440.0  # stored as 448
+    _, quantizer = finished(x, 1, 1.0)
+    assert quantizer.state[CLIPPED] == 0 and quantizer.state[AMAX] == 440.0
+
+
+def test_an_evaluation_records_nothing():
+    _, quantizer = finished(normal(16, 96, seed=1), 1, 1e4, recording=False)
+    assert not quantizer.state[AMAX:].any()
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_an_infinite_element_shows_as_nan(halves, recording):
+    x = normal(37, halves * 112, seed=1)
+    x[4, -1] = -torch.inf
+    x[9, 60] = torch.nan
+    out, quantizer = finished(x, halves, 1.0, recording)
+    rows = out.rowwise.float().isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [4, 9]
+    assert out.columnwise.float().isnan().any(0).nonzero().flatten().tolist() == rows
+    assert quantizer.state[AMAX].isinf() == recording
+
+
+def test_the_bytes_of_the_largest_numbers():
+    assert largest_byte(torch.float8_e4m3fn) == 0x7E
+    assert largest_byte(torch.float8_e5m2) == 0x7B
+
+
+def values(x):
+    return x.rowwise.float() * x.scale
+
+
+class Quack:
+    """Takes the place of common/kernels/quack_epilogues.py, and counts the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def forward(self, x, weight, scale, gate_up, h):
+        self.calls.append("forward")
+        gate_up.copy_(values(x) @ values(weight).t())
+        gate, up = gate_up.float().chunk(2, 1)
+        result = torch.nn.functional.silu(gate) * up
+        h.copy_(store(result, SimpleNamespace(state=[None, scale], largest=448.0, dtype=h.dtype)))
+        return partial_amax(result, 1), COLUMNS
+
+    def backward(self, g, weight, scale, gate_up, d_gate_up):
+        self.calls.append("backward")
+        d_h = (values(g) @ values(weight).t()).bfloat16().float()
+        gate, up = gate_up.float().chunk(2, 1)
+        s = torch.sigmoid(gate)
+        result = torch.cat((d_h * up * s * (1 + gate * (1 - s)), d_h * gate * s), 1)
+        form = SimpleNamespace(state=[None, scale], largest=57344.0, dtype=d_gate_up.dtype)
+        d_gate_up.copy_(store(result, form))
+        return partial_amax(result, 2), COLUMNS
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """QuACK's stand-in as the engine of a CPU. The operations are those of the reference."""
+    let_run_on_a_cpu(monkeypatch, engines.SWIGLU, "quack", "0.6.5")
+    stand_in = Quack()
+    monkeypatch.setattr(quack_swiglu, "require", lambda: stand_in)
+    return stand_in
+
+
+class Case:
+    def __init__(self, fuses=True):
+        kind = ENGINES["reference"]
+        self.ops = replace(kind, fuses=fuses)
+        self.inputs = DelayedScaling()
+        made = [self.inputs.quantizer(gradient=gradient) for gradient in (False, True)]
+        made += [self.inputs.quantizer(weight=True) for _ in range(2)]
+        self.inputs.allocate(CPU)
+        sizes = ((32, 64), (32, 64), (224, 64), (64, 112))
+        self.x, self.g, self.gate_up_weight, self.down_weight = (
+            quantize_reference(normal(*size, seed=seed).cpu(), quantizer)
+            for seed, (size, quantizer) in enumerate(zip(sizes, made, strict=True))
+        )
+        self.scaling = DelayedScaling()
+        self.h = self.scaling.quantizer()
+        self.d_gate_up = self.scaling.quantizer(gradient=True)
+        self.scaling.allocate(CPU)
+
+    def step(self, linear=DelayedScaling):
+        """Returns gate_up, h and the gradient of gate_up, then ends the step."""
+        operands = self.scaling, self.ops
+        gate_up, h = linear.gate_up_swiglu(*operands, self.x, self.gate_up_weight, self.h)
+        d_gate_up = linear.down_swiglu_backward(
+            *operands, self.g, self.down_weight, gate_up, self.d_gate_up
+        )
+        state = self.scaling.scales.clone()
+        self.scaling.step_done()
+        return gate_up, h, d_gate_up, state
+
+
+def test_after_the_first_step_the_epilogues_compute_what_the_kernels_do(quack):
+    ours = Case()
+    kernels = Case()
+    ours.step()
+    assert not quack.calls, "the first step has no scale"
+    kernels.step(LinearLayers)
+    found = ours.step()
+    truth = kernels.step(LinearLayers)
+    assert quack.calls == ["forward", "backward"]
+    assert torch.equal(found[0], truth[0])
+    for one, other in zip(found[1:3], truth[1:3], strict=True):
+        assert torch.equal(one.scale, other.scale) and one.rowwise.dtype == other.rowwise.dtype
+        equal = one.rowwise.float() == other.rowwise.float()
+        assert equal.float().mean() > 0.99
+        assert torch.equal(one.columnwise.float(), one.rowwise.float().t())
+    torch.testing.assert_close(found[3], truth[3], rtol=1e-2, atol=0.0)
+
+
+def test_the_reference_and_other_formats_are_left_alone(quack):
+    case = Case(fuses=False)
+    case.step()
+    case.step()
+    plain = Case()
+    plain.h = plain.d_gate_up = None
+    plain.step()
+    plain.step()
+    assert not quack.calls
+
+
+def test_without_a_gpu_a_kernel_computes_it():
+    assert swiglu_engine(CPU).engine.name == engines.KERNEL
