@@ -1,47 +1,62 @@
-"""`./run_and_time.sh report DIR`: an HTML page about a run or a series of runs, DIR/report.html.
+"""`./run_and_time.sh report DIR`: an HTML page about a run, a series or all runs, DIR/report.html.
 
-A page is one file that includes its charts (common/html/page.py). If DIR holds a ledger or the
-directories of several runs, such as LOGDIR/<benchmark>, the page is about the series.
-submission/series.py decides which ten runs count, and which attempts are good, lost or not a run.
-`report A B` compares the runs A and B and writes A/compared_with_B.html. Nothing is written into
+A page is one file that includes its charts (common/html/page.py). DIR decides what it is about:
+
+    a run directory                                  this run
+    LOGDIR/<benchmark> with a series                 the series (submission/series.py)
+    LOGDIR, or LOGDIR/<benchmark> of single runs     a list of all runs (submission/run_list.py)
+
+With --watch, the page is written again and again until the runs in DIR have ended. `report A B`
+compares the runs A and B and writes A/compared_with_B.html. Nothing is written into
 any other directory.
 
-Exit code: 0 success, 2 the directory is not a run, 17 cannot be written, 18 no mlperf-logging,
+Exit code: 0 success, 2 the directory has no runs, 17 cannot be written, 18 no mlperf-logging,
 jinja2, or package for --export.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.records import ledger
+from common.records.run_states import RUNNING
 from launch.monitor import tracking
 from launch.monitor.trackers import TRACKERS
 from submission import gpu_samples, terminal
 from submission.advice import Advice, advice
+from submission.run_list import RunRow, rows_of
 from submission.run_page import run_page
 from submission.runs import Run, read_attempt
+from submission.runs_page import runs_page
 from submission.series import read_series
 from submission.series_page import comparison_page, series_page
 
 OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
+WATCH_S = 10.0  # between two pages of --watch
 
 
 def parser(benchmark: str = "") -> Parser:
     parser = Parser(
         "report",
-        "Write an HTML page about a run or a series, or a comparison of runs.",
-        ["report results/llama31_8b", "report RUN OTHER_RUN", "report RUN --export tensorboard"],
+        "Write an HTML page about a run, a series or all runs, or a comparison of runs.",
+        [
+            "report results/llama31_8b",
+            "report results --watch",
+            "report RUN OTHER_RUN",
+            "report RUN --export tensorboard",
+        ],
     )
     parser.add_argument(
         "directories",
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="run directory, or LOGDIR/<benchmark>; several runs are compared",
+        help="run directory, LOGDIR/<benchmark>, or LOGDIR; several run directories are compared",
     )
     parser.add_argument(
         "--series",
@@ -51,6 +66,11 @@ def parser(benchmark: str = "") -> Parser:
         " (default: the newest series with more than one run)",
     )
     parser.add_argument(
+        "--watch",
+        action="store_true",
+        help=f"write the page every {WATCH_S:.0f} s until the runs in DIR have ended",
+    )
+    parser.add_argument(
         "--export",
         choices=TRACKERS,
         help="send the run to this package instead of writing a page",
@@ -58,41 +78,89 @@ def parser(benchmark: str = "") -> Parser:
     return parser
 
 
-def write(folders: list[Path], series: str, sink: str | None) -> int:
-    """Write the page of `folders`, or export their events to `sink`; return the exit code.
+def _report(options: argparse.Namespace) -> None:
+    """Write the page, or export the events of the runs, as the command line says.
 
-    `series`: ID of a series, or how it begins. Raises ConfigError if a folder is neither a run nor
-    a series of this project, StorageError if the page cannot be written, PreflightError if
-    mlperf-logging, jinja2 or the package of `sink` is missing.
+    Raises ConfigError if a folder has no runs of this project, StorageError if the page cannot be
+    written, PreflightError if mlperf-logging, jinja2 or the package of --export is missing.
     """
-    if sink:
-        for folder in folders:
-            tracking.export(folder, sink)
-        return 0
+    folders = options.directories
     first = folders[0]
+    if options.watch and (options.export or len(folders) > 1):
+        raise ConfigError(
+            "--watch cannot be used with --export or several directories",
+            "it writes the page of the runs in one directory",
+            "use it alone",
+        )
+    if options.export:
+        for folder in folders:
+            tracking.export(folder, options.export)
+        return
     path = first / "report.html"
     hints: list[Advice] = []
     if len(folders) > 1:
         others = "_and_".join(folder.resolve().name for folder in folders[1:])
         path = first / f"compared_with_{others}.html"
-        text = comparison_page([_read(folder) for folder in folders], first)
-    elif _is_series(first):
-        text = series_page(read_series([first], series), first)
+        terminal.write(path, comparison_page([_read(folder) for folder in folders], first))
     else:
-        run = _read(first)
-        hints = advice(run)
-        text = run_page(run, hints)
-    terminal.write(path, text)
+        if options.watch:
+            _watch(first, options.series)
+        hints = write(first, options.series)
     print(path)
     for hint in hints:
         print(f"advice     {hint.symptom}; worth {hint.worth}: {hint.do} ({hint.source})")
-    return 0
 
 
-def _is_series(folder: Path) -> bool:
+def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Advice]:
+    """Write folder/report.html. Return the advice on it, if the folder is that of a run.
+
+    `series`: ID of a series, or its beginning. `refresh_s`: see `page.render`. For errors see
+    `_report`.
+    """
+    hints: list[Advice] = []
     if _is_run(folder):
-        return False
-    return (folder / ledger.NAME).is_file() or any(folder.glob("*/result.txt"))
+        run = _read(folder)
+        hints = advice(run)
+        text = run_page(run, hints, refresh_s)
+    elif not series and (rows := _single_runs(folder)):
+        text = runs_page(rows, folder, refresh_s)
+    elif (folder / ledger.NAME).is_file() or any(folder.glob("*/result.txt")):
+        text = series_page(read_series([folder], series), folder, refresh_s)
+    else:
+        raise ConfigError(
+            f"{folder}: no run",
+            _why_no_run(folder),
+            "name a run directory, LOGDIR/<benchmark>, or LOGDIR",
+        )
+    terminal.write(folder / "report.html", text)
+    return hints
+
+
+def _watch(folder: Path, series: str) -> None:
+    """Write the page of `folder` every WATCH_S seconds while one of its runs is running.
+
+    A browser that shows the page reads it again at the same pace.
+    """
+    print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
+    while any(row.state == RUNNING for row in _rows_in(folder)):
+        write(folder, series, WATCH_S)
+        time.sleep(WATCH_S)
+
+
+def _rows_in(folder: Path) -> list[RunRow]:
+    """Return the runs that a ledger has for `folder`, which may be the directory of one run."""
+    if not _is_run(folder):
+        return rows_of(folder)
+    path = folder.resolve()
+    return [row for row in rows_of(path.parent) if row.run == path.name]
+
+
+def _single_runs(folder: Path) -> list[RunRow]:
+    """Return the runs of a LOGDIR, or of a LOGDIR/<benchmark> where no series was started."""
+    rows = rows_of(folder) if folder.is_dir() else []
+    if (folder / ledger.NAME).is_file() and any(row.runs_in_series > 1 for row in rows):
+        return []
+    return rows
 
 
 def _is_run(folder: Path) -> bool:
@@ -102,20 +170,35 @@ def _is_run(folder: Path) -> bool:
 def _read(folder: Path) -> Run:
     """Return the run in `folder`. Raises ConfigError if it has none of the files of a run."""
     if _is_run(folder):
-        return read_attempt(folder / "result.txt")
+        return _read_with_ledger(folder)
     if any(folder.glob("*/result.txt")):
         raise ConfigError(
             f"{folder} is a series",
             "report compares runs only",
             "name run directories, or compare two series with score A --against B",
         )
-    why = "it is not a directory"
-    if folder.is_dir():
-        why = f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
-    raise ConfigError(f"{folder}: no run", why, "name a run directory, or LOGDIR/<benchmark>")
+    raise ConfigError(f"{folder}: no run", _why_no_run(folder), "name a run directory")
 
 
-main = program(parser, lambda options: write(options.directories, options.series, options.export))
+def _read_with_ledger(folder: Path) -> Run:
+    """Return the run in `folder`, with its lines of the ledger beside it if there is one."""
+    path = folder.resolve()
+    for record in ledger.read(path.parent / ledger.NAME):
+        for number, start in record.starts.items():
+            if start["run"] == path.name:
+                alive = ledger.launcher_is_alive(path.parent, record.id)
+                end = record.ends.get(number)
+                return read_attempt(folder / "result.txt", number, start, end, alive)
+    return read_attempt(folder / "result.txt")
+
+
+def _why_no_run(folder: Path) -> str:
+    if not folder.is_dir():
+        return "it is not a directory"
+    return f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
+
+
+main = program(parser, _report)
 
 if __name__ == "__main__":
     sys.exit(main())

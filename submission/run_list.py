@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,11 +24,13 @@ from common.records.json_lines import is_number
 from common.records.run_states import GOOD, LOST, RUNNING, words
 from common.terminal import table as table_lines
 from submission.runs import Run, read_attempt
-from submission.terminal import number
+from submission.terminal import number, plural
 
 COMMIT = 9  # characters of a commit's ID in the table
+# Columns of the table. Those of TEXT_COLUMNS hold text, the others numbers.
 HEADS = ("run", "state", "loss", "target", "minutes", "tokens/s", "GPUs", "config", "commit")
-ALIGNMENT = "<<>>>>>" + "<<"
+TEXT_COLUMNS = (0, 1, 6, 7, 8)
+ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(len(HEADS)))
 
 
 @dataclass(frozen=True)
@@ -127,36 +130,41 @@ def _tokens_per_s(run: Run) -> float | None:
 
 def lines(rows: list[RunRow]) -> list[str]:
     """Return a table of `rows`, and below it the counts of each benchmark."""
-    cells = [HEADS]
-    for row in rows:
-        machine = f"{row.gpus} x {row.gpu}" if row.gpu and row.gpus else "-"
-        cells.append(
-            (
-                f"{row.benchmark}/{row.run}",
-                row.state_words,
-                number(row.loss, ".4f"),
-                number(row.target, "g"),
-                number(row.minutes, ",.2f"),
-                number(row.tokens_per_s, ",.0f"),
-                machine,
-                row.config.removesuffix(".toml"),
-                row.commit[:COMMIT] or "-",
-            )
-        )
-    text = table_lines(cells, ALIGNMENT)
-    for benchmark in sorted({row.benchmark for row in rows}):
-        text += ["", _counts(benchmark, [row for row in rows if row.benchmark == benchmark])]
+    text = table_lines([HEADS, *(cells(row) for row in rows)], ALIGNMENT)
+    for benchmark, of_benchmark in by_benchmark(rows).items():
+        counts = ", ".join(f"{count} {name}" for name, count in counts_of(of_benchmark).items())
+        runs = plural(len(of_benchmark), "run")
+        text += ["", f"{benchmark}: {runs}: {counts}"]
     return text
 
 
-def _counts(benchmark: str, rows: list[RunRow]) -> str:
-    """Return how many runs ended in each state, such as "3 runs: 1 target reached, 2 hung"."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.state] = counts.get(row.state, 0) + 1
+def cells(row: RunRow) -> tuple[str, ...]:
+    """Return the values of a row in the order of HEADS."""
+    machine = f"{row.gpus} x {row.gpu}" if row.gpu and row.gpus else "-"
+    return (
+        f"{row.benchmark}/{row.run}",
+        row.state_words,
+        number(row.loss, ".4f"),
+        number(row.target, "g"),
+        number(row.minutes, ",.2f"),
+        number(row.tokens_per_s, ",.0f"),
+        machine,
+        row.config.removesuffix(".toml"),
+        row.commit[:COMMIT] or "-",
+    )
+
+
+def by_benchmark(rows: list[RunRow]) -> dict[str, list[RunRow]]:
+    """Return the rows of each benchmark, in the order of the benchmarks' names."""
+    names = sorted({row.benchmark for row in rows})
+    return {name: [row for row in rows if row.benchmark == name] for name in names}
+
+
+def counts_of(rows: list[RunRow]) -> dict[str, int]:
+    """Return how many runs ended in each state, by the words of the state, good runs first."""
+    counts = Counter(row.state for row in rows)
     order = sorted(counts, key=lambda state: (state != GOOD, state))
-    parts = ", ".join(f"{counts[state]} {words(state)}" for state in order)
-    return f"{benchmark}: {len(rows)} run{'' if len(rows) == 1 else 's'}: {parts}"
+    return {words(state): counts[state] for state in order}
 
 
 def parser(benchmark: str = "") -> Parser:

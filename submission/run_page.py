@@ -16,12 +16,15 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, finite, median, number, points, table
+from common.records.run_states import words
 from submission import check, gpu_samples, terminal
 from submission.advice import Advice
 from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
 from submission.runs import GOOD, Run
 
+# The facts that are shown; the others are folded.
+IMPORTANT = ("submission_platform", "config_filename", "commit", "seed", "torch", "driver")
 FACTS = (
     *(
         "submission_org",
@@ -70,16 +73,14 @@ FORMS |= {"GPU-hours": ",.2f", "GPU kWh": ",.3f"}
 Labeled = tuple[str, Run]
 
 
-def run_page(run: Run, advised: list[Advice]) -> str:
-    """Return the page as HTML text.
+def run_page(run: Run, advised: list[Advice], refresh_s: float | None = None) -> str:
+    """Return the page as HTML text. `refresh_s`: see `page.render`.
 
     Raises PreflightError if mlperf-logging or jinja2 is missing.
     """
-    samples, figures, (clean, verdict) = (
-        gpu_samples.read_samples(run),
-        figures_of(run),
-        _verdict(run),
-    )
+    samples = gpu_samples.read_samples(run)
+    figures = figures_of(run)
+    clean, verdict = _verdict(run)
     tiles = [
         (name.replace("GPU", unit_of([run])), shown(figures, name))
         for name in FORMS
@@ -92,7 +93,7 @@ def run_page(run: Run, advised: list[Advice]) -> str:
     ]
     heads = ("what the samples and events show", "what it is worth", "what to do", "source")
     return page.render(
-        f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
+        heading(run),
         [
             ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run, clean), {"tiles": tiles}]),
             (
@@ -105,14 +106,23 @@ def run_page(run: Run, advised: list[Advice]) -> str:
                 [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)],
             ),
             ("Where the time went", [page.shares(phases(run))]),
-            ("Step time", [step_chart([Curve("step", of_steps(run, "step_time_ms"))])]),
+            ("Training", training_charts(run)),
             ("GPUs during the run", gpu_samples.blocks(samples)),
             ("Ranks compared", gpu_samples.ranks_compared(run)),
             ("The checker's verdict", verdict),
             *provenance([("", run)]),
             files(run.folder),
         ],
+        run.folder.resolve().name,
+        refresh_s,
     )
+
+
+def heading(run: Run) -> str:
+    """Return benchmark, machine and time, as "llama31_8b · 8 x H200 · 2026-11-23 10:00 UTC"."""
+    began = run.began
+    parts = (run.benchmark or "run", run.machine, f"{began:%Y-%m-%d %H:%M} UTC" if began else "")
+    return " · ".join(part for part in parts if part)
 
 
 # Values from the log and the events.
@@ -123,10 +133,9 @@ def unit_of(runs: list[Run]) -> str:
     return "CPU" if all(run.gpu == "CPU" for run in runs) else "GPU"
 
 
-def of_steps(run: Run, key: str) -> list[tuple[float, float]]:
-    return points(
-        (record for record in run.records if record.get("event") == "step"), "samples", key
-    )
+def of_steps(run: Run, key: str, x: str = "samples") -> list[tuple[float, float]]:
+    """Return the values of `key` of the step events, over their values of `x`."""
+    return points((record for record in run.records if record.get("event") == "step"), x, key)
 
 
 def evaluations(run: Run) -> list[dict]:
@@ -214,7 +223,22 @@ def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
 
 
 def step_chart(curves: list[Curve]) -> Block:
-    return page.chart("step time, ms", "training sequences", curves, max)
+    """Return a chart of step times over optimizer steps."""
+    return page.chart("step time, ms", "optimizer steps", curves, max, sync="steps")
+
+
+def training_charts(run: Run) -> list[Block]:
+    """Return charts of throughput, step time, gradient norm and learning rate over the steps."""
+    rate = f"tokens/s/{unit_of([run])}"
+    speeds = [Curve(rate, of_steps(run, "tokens_per_s_per_gpu", "step"))]
+    norms = [Curve("gradient norm", of_steps(run, "grad_norm", "step"))]
+    rates = [Curve("learning rate", of_steps(run, "learning_rate", "step"))]
+    return [
+        page.chart(rate, "optimizer steps", speeds, sync="steps"),
+        step_chart([Curve("step", of_steps(run, "step_time_ms", "step"))]),
+        page.chart("gradient norm, before clipping", "optimizer steps", norms, max, sync="steps"),
+        page.chart("learning rate", "optimizer steps", rates, sync="steps"),
+    ]
 
 
 def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
@@ -243,9 +267,17 @@ def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
     unread = [f"{label} {note}".strip() for label, run in runs for note in run.notes]
     return [
         ("What differs", [table((), differing)]),
-        ("Provenance", [table((), same), config]),
+        ("Provenance", [*_folded(same), config]),
         ("What was odd", [{"notes": unread}]),
     ]
+
+
+def _folded(facts: list[tuple[str, str]]) -> list[Block]:
+    """Return a table of the IMPORTANT facts, in their order, and a folded one of the others."""
+    named = dict(facts)
+    important = [(key, named[key]) for key in IMPORTANT if key in named]
+    others = [(key, value) for key, value in facts if key not in IMPORTANT]
+    return [table((), important), table((), others, title=f"{len(others)} more")]
 
 
 def _facts(run: Run, alone: bool) -> dict[str, str]:
@@ -258,6 +290,8 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
         for key in (*FACTS, *["seed"] * alone)
         if (value := run.log.value(key)) is not None
     } | run.versions
+    if torch := run.versions.get("packages", {}).get("torch"):
+        facts["torch"] = torch
     for record in run.records:
         if record.get("event") == "self_test":
             facts["attention by"] = record.get("attention")
@@ -303,6 +337,10 @@ def _banner(run: Run, clean: bool) -> Block:
         )
     lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
     lines[0] += ", but the log is not clean" * (run.state == GOOD and not clean)
+    if run.running:
+        return banner("info", *lines)
+    if run.outcome == words("interrupted"):
+        return banner("warn", *lines)
     if run.state != GOOD:
         return banner("bad", *lines)
     return banner("good" if clean else "warn", *lines)
@@ -314,6 +352,10 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     folder = shlex.quote(str(run.folder))
     series = shlex.quote(str(run.folder.parent))
     steps = []
+    if run.running:
+        return [
+            ("Keep this page up to date until the run ends:", f"{command} report {folder} --watch")
+        ]
     if run.state != GOOD:
         steps.append(
             (
@@ -346,6 +388,9 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
         _, title, *findings, summary = (
             "\n".join(check.lines(examined, werror=False)).strip().splitlines()
         )
+        if run.state != GOOD and run.status != "success":
+            title = "findings in the log of a run without a result"
+            return False, [{"text": "\n".join(findings), "title": title}]
         state = "bad" if examined.errors() else "good"
         return state == "good", [
             banner(state, summary.strip(), title.strip()),

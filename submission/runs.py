@@ -19,6 +19,7 @@ import math
 import re
 import tomllib
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from common.errors import ConfigError
 from common.records import json_lines, mlperf_log
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
-from common.records.run_states import words
+from common.records.run_states import RUNNING, words
 from submission import intervals, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval
@@ -65,6 +66,7 @@ class Run:
     # running, or if its launcher was killed.
     start: dict = field(default_factory=dict)
     end: dict = field(default_factory=dict)
+    running: bool = False  # whether it has not ended, and its launcher is alive
     ruleset: str = ""
     benchmark: str = ""
     org: str = ""
@@ -161,12 +163,30 @@ class Run:
         return GOOD if claims and not self.refused else FAILED
 
     @property
+    def began(self) -> datetime | None:
+        """Time of the first line of the log, UTC; without a log, the start in the ledger."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
+            if self.log.events:
+                return datetime.fromtimestamp(self.log.events[0].time_ms / 1000, UTC)
+            return datetime.fromisoformat(self.start["started"])
+        return None
+
+    @property
+    def machine(self) -> str:
+        """Number and kind of the GPUs, such as "8 x H200", "CPU", or "" if they are unknown."""
+        if not self.gpu or self.gpu == "CPU":
+            return self.gpu or ""
+        return f"{self.gpus} x {self.gpu}" if self.gpus else self.gpu
+
+    @property
     def outcome(self) -> str:
         """How the run ended, in the words of common/records/run_states.py.
 
         `state` says how it counts for a score: an interrupted run counts as one that did not
         converge.
         """
+        if self.running:
+            return words(RUNNING)
         kind = self.end.get("kind") or self.failure.get("kind")
         if self.state == GOOD:
             return words("success")
@@ -220,6 +240,8 @@ class Run:
     @property
     def reason(self) -> str:
         """The reason why the run is not good, in one line, or "" if `state` says everything."""
+        if self.running:
+            return ""
         if self.state == FAILED and self.status == "success":
             if self.refused:
                 return f"the official checker refuses its log: {self.refused[0]}"
@@ -256,19 +278,27 @@ def read_run(path: Path, ruleset: str = "") -> Run:
 
 
 def read_attempt(
-    path: Path, number: int = 0, start: dict | None = None, end: dict | None = None
+    path: Path,
+    number: int = 0,
+    start: dict | None = None,
+    end: dict | None = None,
+    alive: bool = False,
 ) -> Run:
     """Return the run in the log at `path`, an attempt of ours.
 
     The log may be missing, empty or truncated, which becomes a note of the run. `start` and `end`:
-    the attempt's lines in the ledger.
+    the attempt's lines in the ledger. `alive`: whether its launcher is alive.
     """
     run = Run(path, number=number, start=start or {}, end=end or {})
     try:
         run.log = mlperf_log.read(path, REPEATED)
     except ConfigError as error:
         run.notes.append(error.what)
-    return _filled(run)
+    _filled(run)
+    # The launcher writes the page of a run before it writes the end of the run into the ledger.
+    ended = bool(run.end or run.failure or run.log.first("run_stop"))
+    run.running = alive and not ended
+    return run
 
 
 def _filled(run: Run) -> Run:

@@ -230,10 +230,12 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     record = _record(path / ledger.NAME, wanted)
     if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")
+        alive = ledger.launcher_is_alive(path, record.id)
         attempts = []
         for number, start in sorted(record.starts.items()):
             log = path / str(start.get("run", "")) / "result.txt"
-            attempts.append(read_attempt(log, number, start, record.ends.get(number, {})))
+            end = record.ends.get(number)
+            attempts.append(read_attempt(log, number, start, end, alive))
         return f"series {record.id}", attempts
     logs = sorted(path.glob("*/result.txt"))  # run directories begin with the date
     if logs:

@@ -17,6 +17,7 @@ from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_step
 from submission.runs import GOOD, Run
 from submission.score import score_lines
 from submission.series import Series, TenRuns, counted, ten_runs, windows
+from submission.terminal import plural
 
 OF_AN_ATTEMPT = (
     "samples",
@@ -29,8 +30,8 @@ OF_AN_ATTEMPT = (
 )
 
 
-def series_page(series: Series, folder: Path) -> str:
-    """Return the page as HTML text, for a file in `folder`.
+def series_page(series: Series, folder: Path, refresh_s: float | None = None) -> str:
+    """Return the page as HTML text, for a file in `folder`. `refresh_s`: see `page.render`.
 
     Raises PreflightError if mlperf-logging or jinja2 is missing.
     """
@@ -53,7 +54,7 @@ def series_page(series: Series, folder: Path) -> str:
         else []
     )
     return page.render(
-        f"{series.first.benchmark or 'runs'} · {series.name}",
+        f"{run_page.heading(series.runs[0])} · {plural(len(series.runs), 'attempt')}",
         [
             (
                 "",
@@ -86,6 +87,8 @@ def series_page(series: Series, folder: Path) -> str:
             *known,
             run_page.files(folder),
         ],
+        series.name,
+        refresh_s,
     )
 
 
@@ -96,10 +99,8 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     mlperf-logging or jinja2 is missing.
     """
     named = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
-    losses, times = (
-        [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)]
-        for key in ("loss", "step_time_ms")
-    )
+    losses = _curves(named, "loss", "samples")
+    times = _curves(named, "step_time_ms", "step")
     first, *others = figures = [figures_of(run) for run in runs]
     heads, rows = _rows(named, figures, FORMS, folder)
     for (label, _), other in zip(named[1:], others, strict=True):
@@ -112,13 +113,14 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
         rows.append([f"{label} against A", "", "", "", "", *changes])
     top, *cells = zip(heads, *rows, strict=True)
     return page.render(
-        ", ".join(f"{label}: {run.folder.resolve().name}" for label, run in named),
+        f"{plural(len(runs), 'run')} compared · {run_page.heading(runs[0])}",
         [
             ("Differences", [table(top, [row for row in cells if {*row[1:]} - {"-", ""}])]),
             ("Loss", [_losses(named), run_page.loss_chart("training loss", runs[0], losses)]),
             ("Step time", [run_page.step_chart(times)]),
             *run_page.provenance(named),
         ],
+        " · ".join(f"{label}: {run.folder.resolve().name}" for label, run in named),
     )
 
 
@@ -156,6 +158,11 @@ def _rows(
     ], rows
 
 
+def _curves(runs: list[Labeled], key: str, x: str) -> list[Curve]:
+    """Return a curve of `key` of the steps of each run, over their values of `x`."""
+    return [Curve(label, of_steps(run, key, x), color) for color, (label, run) in enumerate(runs)]
+
+
 def _losses(runs: list[Labeled]) -> Block:
     curves = [
         Curve(label, points(evaluations(run), "samples", "loss"), index, dots=True)
@@ -168,6 +175,8 @@ def _losses(runs: list[Labeled]) -> Block:
 
 def _banner(series: Series, ten: TenRuns) -> Block:
     share = f"{len(series.good)} of {len(series.runs)} attempts are good"
+    if any(run.running for run in series.runs):
+        return banner("info", f"Running: {share}")
     if series.first.is_miniature:
         return banner("good" if series.good else "bad", share)
     if ten.invalid:

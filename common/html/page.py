@@ -49,9 +49,13 @@ class Curve(NamedTuple):
     dots: bool = False
 
 
-def render(title: str, sections: Iterable[Section]) -> str:
-    """Return the page as HTML text. All text in `sections` is escaped. Raises PreflightError
-    without jinja2.
+def render(
+    title: str, sections: Iterable[Section], about: str = "", refresh_s: float | None = None
+) -> str:
+    """Return the page as HTML text. All text in it is escaped.
+
+    `about`: a line below the title. `refresh_s`: seconds after which a browser reads the page
+    again. Raises PreflightError without jinja2.
     """
     try:
         import jinja2
@@ -74,24 +78,30 @@ def render(title: str, sections: Iterable[Section]) -> str:
     ]
     charts = any("chart" in block for _, blocks in shown for block in blocks)
     return (
-        environment.get_template("page.html").render(title=title, sections=shown, charts=charts)
+        environment.get_template("page.html").render(
+            title=title, about=about, sections=shown, charts=charts, refresh_s=refresh_s
+        )
         + "\n"
     )
 
 
 def banner(state: str, *lines: str) -> Block:
-    """Return a banner. `state`: good, bad or warn. The first of `lines` is emphasized."""
+    """Return a banner. `state`: good, bad, warn or info. The first of `lines` is emphasized."""
     return {"banner": lines, "state": state}
 
 
 def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Sequence[int] = (0,)
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Link]],
+    words: Sequence[int] = (0,),
+    title: str = "",
 ) -> Block:
     """Return a table. Columns hold numbers, except those in `words`.
 
-    Without heads, the table has two columns: names and their values.
+    Without heads, the table has two columns: names and their values. With a title, only the title
+    is shown until a reader opens the table.
     """
-    return {"table": rows, "heads": heads, "words": words if heads else (0, 1)}
+    return {"table": rows, "heads": heads, "words": words if heads else (0, 1), "title": title}
 
 
 def shares(parts: dict[str, float]) -> Block:

@@ -1,10 +1,12 @@
 """The pages in Chromium, driven by Playwright: charts are drawn and answer the mouse, nothing is loaded, nothing is wider than a phone."""
 
+import io
 import shutil
 
 import pytest
 import synthetic_run
 import synthetic_series
+from PIL import Image
 from synthetic_run import write_run
 
 from submission import report
@@ -50,7 +52,9 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Name -> page: of a run with eight GPUs, of two runs, of a series of twelve attempts; and the number of its charts."""
+    """Name -> page: of a run with eight GPUs, of two runs, of a series of twelve attempts, and the
+    list of all runs; and the number of its charts.
+    """
     root = tmp_path_factory.mktemp("pages")
     runs = [root / "one", root / "two"]
     for run in runs:
@@ -61,10 +65,12 @@ def pages(tmp_path_factory):
         root, synthetic_run.PRETRAINING, synthetic_series.plans([13] * 12)
     )
     assert report.main([str(series)]) == 0
+    assert report.main([str(root)]) == 0
     return {
-        "run": (runs[0] / "report.html", 6),
+        "run": (runs[0] / "report.html", 9),
         "comparison": (runs[0] / "compared_with_two.html", 3),
         "series": (series / "report.html", 1),
+        "runs": (root / "report.html", 0),
     }
 
 
@@ -98,7 +104,7 @@ def opened(browser, request):
 
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
-@pytest.mark.parametrize("name", ["run", "comparison", "series"])
+@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs"])
 def test_charts_are_drawn_and_nothing_is_loaded(opened, pages, name, width, scheme):
     path, charts = pages[name]
     page = opened(path, width, scheme)
@@ -112,16 +118,56 @@ def test_charts_are_drawn_and_nothing_is_loaded(opened, pages, name, width, sche
     assert path.stat().st_size < 2_000_000
 
 
-def test_the_legend_follows_the_mouse_and_hides_a_curve(opened, pages):
+# How far each table goes beyond its visible part, in pixels.
+HIDDEN = """() => [...document.querySelectorAll(".scroll")].map(
+  box => box.scrollWidth - box.clientWidth)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs"])
+def test_a_table_that_goes_on_has_a_shadow_at_its_edge(opened, pages, name, scheme):
+    page = opened(pages[name][0], 400, scheme)
+    for index, hidden in enumerate(page.evaluate(HIDDEN)):
+        table = page.locator(".scroll").nth(index)
+        if not table.is_visible():
+            continue
+        table.scroll_into_view_if_needed()
+        assert (_edge(table, "right") != _edge(table, "middle")) == (hidden > 1)
+        table.evaluate("box => box.scrollLeft = box.scrollWidth")
+        assert _edge(table, "right") == _edge(table, "middle")
+        assert (_edge(table, "left") != _edge(table, "middle")) == (hidden > 1)
+
+
+def _edge(table, place: str) -> tuple[int, ...]:
+    """Return the color of a pixel between the last row's text and its line."""
+    with Image.open(io.BytesIO(table.screenshot())) as image:
+        x = {"left": 0, "middle": image.width // 2, "right": image.width - 1}[place]
+        return image.convert("RGB").getpixel((x, image.height - 3))
+
+
+def test_wide_windows_cut_off_no_table(opened, pages):
+    for path, _ in pages.values():
+        assert max(opened(path, 1280, "light").evaluate(HIDDEN)) <= 1, path
+
+
+def test_both_runs_of_a_comparison_are_visible_on_a_phone(opened, pages):
+    page = opened(pages["comparison"][0], 400, "light")
+    box = page.locator("th", has_text="B").first.bounding_box()
+    assert box["x"] + box["width"] <= 400
+
+
+def test_the_legend_shows_the_last_values_follows_the_mouse_and_hides_a_curve(opened, pages):
     page = opened(pages["run"][0], 1280, "light")
     figure = page.locator("figure.chart", has_text="loss, nats per token")
     legend = figure.locator(".u-legend .u-value")
-    assert legend.all_inner_texts()[1] == "-"
+    curves = "figure => JSON.parse(figure.querySelector('script').textContent).series"
+    last = [curve["data"][1][-1] for curve in figure.evaluate(curves)]
+    assert [float(text) for text in legend.all_inner_texts()[1:]] == pytest.approx(last, rel=1e-4)
+    before = legend.all_inner_texts()
     figure.locator(".u-over").hover(position={"x": 200, "y": 100})
-    assert (
-        float(legend.all_inner_texts()[0].replace(",", "")) > 0
-        and legend.all_inner_texts() != ["-"] * 3
-    )
+    assert legend.all_inner_texts() != before
+    page.mouse.move(0, 0)
+    assert legend.all_inner_texts() == before
     before = page.evaluate(PAINTED)[0][0]
     figure.locator(".u-legend .u-series", has_text="evaluation").locator("th").click()
     page.mouse.move(0, 0)
@@ -132,11 +178,11 @@ def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
     page = opened(pages["run"][0], 1280, "light")
     over = page.locator("figure.chart", has_text="step time, ms").locator(".u-over")
     over.scroll_into_view_if_needed()
-    count = "() => document.querySelectorAll('figure.chart')[1].plot.scales.x.max"
+    count = "() => document.querySelectorAll('figure.chart')[2].plot.scales.x.max"
     whole, box = page.evaluate(count), over.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 50)
     page.mouse.down()
-    page.mouse.move(box["x"] + 300, box["y"] + 60, steps=5)
+    page.mouse.move(box["x"] + 220, box["y"] + 60, steps=5)
     page.mouse.up()
     assert page.evaluate(count) < whole / 2
     over.dblclick()
@@ -154,8 +200,8 @@ def test_charts_of_one_section_stand_beside_each_other_where_there_is_room(opene
 
 def test_a_link_at_the_top_leads_to_its_section(opened, pages):
     page = opened(pages["run"][0], 400, "light")
-    page.locator("nav a", has_text="Step time").click()
-    assert -1 <= page.locator("h2", has_text="Step time").bounding_box()["y"] < 300
+    page.locator("nav a", has_text="Training").click()
+    assert -1 <= page.locator("h2", has_text="Training").bounding_box()["y"] < 300
 
 
 def test_the_page_follows_the_width_of_the_window_and_the_color_scheme(opened, pages):

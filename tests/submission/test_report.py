@@ -1,6 +1,8 @@
 """The report of a run: complete and self-contained when the run is, and never a crash when it is not."""
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import sys
@@ -11,6 +13,8 @@ import synthetic_series
 from page import Page, read_page
 from synthetic_run import events, records, spread, start, write_good, write_records, write_run
 
+from common.records import ledger
+from common.records.run_states import words
 from llama31_8b import rules
 from submission import rcp, report
 from submission.series import read_series, ten_runs
@@ -79,6 +83,32 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
     assert {"Loss", "Evaluations", "Provenance"} <= set(Page(text).inside), (
         "the sections are listed at the top"
     )
+
+
+def test_the_charts_of_training_are_drawn_over_steps(run_dir):
+    found = charts(page(run_dir))
+    for label, value in (
+        ("tokens/s/GPU", 9000.0),
+        ("gradient norm", 1.0),
+        ("learning rate", 8e-4),
+    ):
+        steps, values = found[label]["series"][0]["data"]
+        assert steps == list(range(1, 51)) and set(values) == {value}
+        assert found[label]["x"] == "optimizer steps"
+    assert found["step time"]["series"][0]["data"][0] == list(range(1, 51))
+
+
+def test_the_heading_names_benchmark_machine_and_time(run_dir):
+    (run_dir / "config.toml").write_text('gpu = "MI355X"\nnodes = 2\ngpus_per_node = 8\n')
+    heading = re.search("<h1>(.*)</h1>", page(run_dir))[1]
+    assert heading.startswith("llama31_8b · 16 x MI355X · 20") and heading.endswith(" UTC")
+
+
+def test_important_facts_stand_first_and_the_others_are_folded(run_dir):
+    shown, _, folded = page(run_dir).partition("<h2>Provenance</h2>")[2].partition("<details>")
+    names = re.findall('<td class="">([a-z_]+)</td><td', shown)
+    assert names == ["submission_platform", "config_filename", "commit", "seed", "torch"]
+    assert "global_batch_size" in folded.partition("</details>")[0]
 
 
 def test_a_log_that_is_not_clean_is_not_green(run_dir):
@@ -201,7 +231,7 @@ def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
         json.dumps({"kind": "preflight", "what": "the GPU does not answer"})
     )
     text = page(tmp_path)
-    assert "preflight" in text and "not answer" in text
+    assert words("preflight") in text and "not answer" in text
     assert "cannot read" in text and "events.jsonl is missing" in text
 
 
@@ -434,6 +464,129 @@ def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
     assert "of 12 attempts are good" in text, (
         "the appended start has no run and no seed: no line of a ledger"
     )
+
+
+# A folder of single runs.
+
+
+SINGLE_RUNS = (("a", "interrupted"), ("b", "success"), ("c", "target_missed"))
+
+
+@pytest.fixture
+def single_runs(tmp_path):
+    """LOGDIR of three single runs of llama31_8b, of which the second is good."""
+    folder = tmp_path / "results" / "llama31_8b"
+    for second, (name, kind) in enumerate(SINGLE_RUNS):
+        run = folder / f"run_{name}"
+        run.mkdir(parents=True)
+        write_run(run)
+        if kind == "interrupted":
+            (run / "result.txt").unlink()
+            log = start(run / "result.txt")
+            log.block_start(0)
+            log.abort(640)
+        if kind == "target_missed":
+            log = records(run / "result.txt")
+            log[-1]["metadata"]["status"] = "aborted"
+            log[-3]["value"] = 3.9
+            write_records(run / "result.txt", log)
+        enter(folder, name, second, kind)
+    return folder.parent
+
+
+def enter(folder, name, second, kind=None):
+    """Enter the single run run_<name> into the ledger, without an end for no `kind`."""
+    path = folder / ledger.NAME
+    facts = {"config": "MI355X_1x8.toml", "commit": "0123456789abcdef"}
+    ledger.append(path, {"event": "series", "series": name, "goal": 1, "facts": facts})
+    line = {"series": name, "attempt": 1, "run": f"run_{name}", "seed": 7}
+    line["started"] = f"2026-11-23T10:00:0{second}Z"
+    ledger.append(path, {"event": "start"} | line)
+    if kind:
+        code = 0 if kind == "success" else 10
+        end = {"exit_code": code, "kind": kind, "reason": "", "minutes": 2.5}
+        ledger.append(path, {"event": "end"} | line | end)
+
+
+@pytest.mark.parametrize("folder", [".", "llama31_8b"])
+def test_the_page_of_single_runs_lists_each_with_its_state(single_runs, folder):
+    good = single_runs / "llama31_8b" / "run_b"
+    page(good)
+    text = page(single_runs / folder)
+    for _, kind in SINGLE_RUNS:
+        assert words(kind) in text
+    assert "<dt>runs</dt><dd>3</dd>" in text
+    assert f"<dt>{words('success')}</dt><dd>1</dd>" in text
+    assert 'class="banner bad"' not in text and "attempts are good" not in text
+    link = os.path.relpath(good / "report.html", single_runs / folder)
+    assert Page(text).links == [link]
+    assert text.index("run_c") < text.index("run_b") < text.index("run_a"), "the newest first"
+
+
+def test_a_series_in_the_folder_is_reported_as_one(single_runs, tmp_path):
+    enter(single_runs / "llama31_8b", "d", 4)
+    path = single_runs / "llama31_8b" / ledger.NAME
+    path.write_text(path.read_text().replace('"goal": 1', '"goal": 10'))
+    assert "attempt" in page(single_runs / "llama31_8b")
+    assert "<dt>runs</dt>" in page(single_runs)
+
+
+def test_a_run_has_its_state_from_the_ledger(single_runs):
+    text = page(single_runs / "llama31_8b" / "run_a")
+    assert '<div class="banner warn"><strong>Interrupted' in text
+    assert "did not converge" not in text.lower() and "FAILED" not in text
+    assert 'class="banner bad"' not in text
+
+
+@pytest.fixture
+def running(single_runs):
+    """A run whose launcher is alive; a function that ends it."""
+    folder = single_runs / "llama31_8b"
+    run = folder / "run_d"
+    shutil.copytree(folder / "run_b", run)
+    write_records(run / "result.txt", records(run / "result.txt")[:-4])
+    enter(folder, "d", 4)
+    path = folder / "series_d.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+        def end():
+            shutil.copy(folder / "run_b" / "result.txt", run)
+            enter(folder, "d", 4, "success")
+            file.close()
+
+        yield run, end
+
+
+@pytest.mark.parametrize("of_all_runs", [False, True])
+def test_watch_writes_the_page_until_the_run_ends(running, monkeypatch, capsys, of_all_runs):
+    run, end = running
+    folder = run.parent.parent if of_all_runs else run
+    pages = []
+
+    def sleep(seconds):
+        pages.append(read_page(folder / "report.html"))
+        if len(pages) == 2:
+            end()
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    assert report.main([str(folder), "--watch"]) == 0
+    last = read_page(folder / "report.html")
+    assert len(pages) == 2
+    refresh = 'http-equiv="refresh" content="10"'
+    assert all(refresh in text and "unning" in text for text in pages)
+    assert refresh not in last and "unning" not in last
+    if not of_all_runs:
+        assert '<div class="banner info"><strong>Running' in pages[0]
+        assert '<div class="banner bad">' not in pages[0] and "--watch" in next_steps(pages[0])
+
+
+def test_watch_of_a_run_that_has_ended_writes_its_page_once(single_runs, monkeypatch):
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: pytest.fail("waits"))
+    run = single_runs / "llama31_8b" / "run_b"
+    assert report.main([str(run), "--watch"]) == 0
+    assert "Target reached" in read_page(run / "report.html")
+    assert report.main([str(run), str(run), "--watch"]) == 2
 
 
 # Runs beside each other.

@@ -28,6 +28,13 @@ function levels(spec) {
   }};
 }
 
+// The legend shows the last value of each curve, except while the mouse is over the chart.
+function lastValues() {
+  const last = values => values.findLastIndex(value => value != null);
+  const show = plot => plot.cursor.idx == null && plot.setLegend({idxs: plot.data.map(last)});
+  return {hooks: {ready: show, setCursor: show}};
+}
+
 // From 0 in x, unless a range is selected; the target lies within y.
 function ranges(spec) {
   const end = Math.max(...spec.series.flatMap(curve => curve.data[0]));
@@ -47,10 +54,14 @@ function draw(figure) {
     label: curve.name, stroke: curve.color, width: curve.dots ? 2 : 1.4, dash: curve.dashed ? [6, 3] : undefined, spanGaps: true,
     points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
   }));
+  const ticks = (plot, values, index, space, step) => {
+    const maximumFractionDigits = Math.max(0, 1 - Math.floor(Math.log10(step)));
+    return values.map(value => value.toLocaleString("en", {maximumFractionDigits}));
+  };
   const room = (plot, values) => 14 + 7 * Math.max(...(values || [""]).map(text => text.length));
   const plot = figure.plot = new uPlot({
     ...size(), series: [{label: spec.x, value: (plot, value) => short(value)}, ...series], scales: ranges(spec),
-    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room})], plugins: [levels(spec)],
+    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues()],
     cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
   }, uPlot.join(spec.series.map(curve => curve.data)), figure);
   new ResizeObserver(() => figure.clientWidth === plot.width || plot.setSize(size())).observe(figure);
