@@ -72,12 +72,6 @@ class Config(RunConfig):
         self.require_choice("schedule", SCHEDULES)
         self.require_choice("moment_precision", ("fp32", "bf16"))
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        self.require(
-            self.opt_learning_rate_warmup_steps < self.steps,
-            "opt_learning_rate_warmup_steps",
-            f"the run has {self.steps:,} steps",
-            "give fewer",
-        )
         for key in ("adam_beta_1", "adam_beta_2", "lora_dropout"):
             self.require(getattr(self, key) < 1, key, "it must be below 1", "give a smaller number")
         for key in ("adam_epsilon", "gradient_clip_norm", "init_std"):
@@ -95,13 +89,6 @@ class Config(RunConfig):
         why = "only LoRA with an FP8 base offloads"
         offloads = bool(self.lora_rank) and self.linear_format.stores_fp8
         self.require(offloads or not self.offload_layers, "offload_layers", why, "set it to 0")
-        interval = -(-self.eval_interval_samples // self.global_batch_size) * self.global_batch_size
-        self.require(
-            bool(self.target_loss) or self.max_samples % interval == 0,
-            "max_samples",
-            f"without a target the run ends with an evaluation, and there is one every {interval:,} sequences",
-            "give a multiple of it",
-        )
 
     @property
     def steps(self) -> int:
@@ -144,8 +131,12 @@ DIVISIONS: tuple[Rules, ...] = ()
 
 
 def rules_of(config: RunConfig) -> Rules:
-    """Return the rules that the config's file sets. Raises ConfigError for an unusable model."""
+    """Return the rules that the config's file sets.
+
+    Raises ConfigError for an unusable model, and for a schedule that does not fit the batch.
+    """
     assert isinstance(config, Config)
+    require_schedule(config)
     family = model_family(config.model)
     window = family.sliding_window
     config.require(
@@ -170,6 +161,27 @@ def rules_of(config: RunConfig) -> Rules:
         weight_decay=config.weight_decay,
         gradient_clip_norm=config.gradient_clip_norm,
         lora_rank=config.lora_rank,
+    )
+
+
+def require_schedule(config: Config) -> None:
+    """Raise ConfigError unless the warm-up ends in the run, and the run without a target ends with
+    an evaluation.
+    """
+    config.require(
+        config.opt_learning_rate_warmup_steps < config.steps,
+        "opt_learning_rate_warmup_steps",
+        f"the run has {config.steps:,} steps",
+        "give fewer",
+    )
+    batch = config.global_batch_size
+    interval = -(-config.eval_interval_samples // batch) * batch
+    config.require(
+        bool(config.target_loss) or config.max_samples % interval == 0,
+        "max_samples",
+        "without a target the run ends with an evaluation, and there is one"
+        f" every {interval:,} sequences",
+        "give a multiple of it",
     )
 
 

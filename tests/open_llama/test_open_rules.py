@@ -58,7 +58,7 @@ def example(name: str) -> Config:
 )
 def test_a_bad_value_is_refused_by_its_key(key, changes):
     with pytest.raises(ConfigError, match=f"{key} ="):
-        config_of(**changes)
+        rules_of(config_of(**changes))
 
 
 def test_with_a_target_a_run_may_end_anywhere():
