@@ -1,0 +1,86 @@
+"""Weights of open_llama in and out: what starts a run is what the files hold, and `eval` adds adapters as training does."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from common import config as configs
+from common.model.checkpoint_names import ORDINARY
+from common.model.checkpoint_writer import write_checkpoint
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.model.lora import adapter_parameters
+from common.model.peft_adapter import save_peft_adapter
+from common.model.shapes import ModelShape
+from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+from open_llama.evaluation import add_adapter, load_model
+from open_llama.rules import Config, rules_of
+from open_llama.train import assemble
+
+LENGTH, VOCAB = 24, 64
+SHAPES = {
+    "llama": ModelShape(2, 32, 48, 4, 2, VOCAB, 10000.0),
+    "qwen3, tied": ModelShape(
+        2, 32, 48, 4, 2, VOCAB, 1e6, explicit_head_dim=16, qk_norm=True, tied_embedding=True
+    ),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def folder(request, tmp_path):
+    """A checkpoint of Hugging Face with random weights."""
+    model = fused_llama(SHAPES[request.param], LENGTH)
+    init_weights(model, 2, seed=1, std=0.2, set_weight=copy_weight)
+    write_checkpoint(model, tmp_path / "model", layout=ORDINARY)
+    return tmp_path / "model"
+
+
+def config_of(folder, **changes) -> Config:
+    table = {
+        "gpu": "CPU",
+        "model": str(folder),
+        "weights": str(folder),
+        "sequence_length": LENGTH,
+        "global_batch_size": 4,
+        "max_samples": 40,
+        "eval_samples": 4,
+        "eval_interval_samples": 4,
+        "opt_base_learning_rate": 1e-3,
+        "schedule": "constant",
+        "opt_learning_rate_warmup_steps": 0,
+        "weight_decay": 0.0,
+        "gradient_clip_norm": 1.0,
+    }
+    return configs.from_table({**table, **changes}, Config, "test")
+
+
+def loss_of(model, processes) -> float:
+    windows = np.random.default_rng(0).integers(VOCAB, size=(6, LENGTH + 1)).astype(np.int32)
+    return evaluate(model, pad_for_ranks(next_token_pairs(windows), processes, 2), processes)
+
+
+def test_a_run_and_eval_start_from_the_same_weights(folder, processes):
+    config = config_of(folder)
+    assembly, base = assemble(config, rules_of(config), processes, 1)
+    assert base is None
+    loaded = load_model(folder, LENGTH, torch.device("cpu"))
+    assert loss_of(assembly.model, processes) == loss_of(loaded, processes)
+
+
+def test_eval_adds_adapters_as_training_does(folder, tmp_path, processes):
+    config = config_of(folder, lora_rank=4, lora_alpha=10)
+    assembly, _ = assemble(config, rules_of(config), processes, 1)
+    adapters = adapter_parameters(assembly.model)
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for parameter in adapters.values():
+            parameter.copy_(0.3 * random(parameter.shape))
+    save_peft_adapter(tmp_path / "adapter", adapters, rules_of(config).shape, 4, 10, 0.0)
+    loaded = load_model(folder, LENGTH, torch.device("cpu"))
+    alone = loss_of(loaded, processes)
+    add_adapter(loaded, tmp_path / "adapter")
+    trained = loss_of(assembly.model, processes)
+    assert loss_of(loaded, processes) == pytest.approx(trained, rel=1e-5)
+    assert abs(trained - alone) > 1e-2
