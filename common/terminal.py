@@ -233,7 +233,9 @@ class Rate:
         parts = [self._amount(done)]
         if rate := self.per_second:
             speed = f"{rate / 1e6:,.0f} MB/s" if self.unit == "B" else f"{rate:,.1f} {self.unit}/s"
-            parts += [speed, f"{duration((self.total - done) / rate)} left"]
+            if self.unit != "s":  # a rate of seconds says nothing
+                parts.append(speed)
+            parts.append(f"{duration((self.total - done) / rate)} left")
         return " · ".join(parts)
 
     def _amount(self, done: float) -> str:

@@ -58,6 +58,9 @@ COMMANDS = {
     "profile": Command(
         "profile training steps: kernel times or GPU memory", "launch.commands profile", ALWAYS
     ),
+    "tune": Command(
+        "search for the fastest config on this machine", "launch.commands tune", ALWAYS
+    ),
     "gemms": Command(
         "record, tune and check GEMM solutions of AMD's libraries",
         "throughput.gemm_tuning.cli",

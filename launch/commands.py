@@ -1,4 +1,5 @@
-"""Command line of `run`, `bench` and `profile`: `python -m launch.commands COMMAND BENCHMARK`.
+"""Command line of `run`, `bench`, `profile` and `tune`:
+`python -m launch.commands COMMAND BENCHMARK`.
 
 NEXP=10 makes ten good runs. A run is good if it reaches the target and its log passes the checks.
 After a failed attempt another one starts, until more than --max-failures have failed. Every attempt
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -34,6 +36,7 @@ from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
 from launch.run_directory import doubts
 from launch.torch_build import missing_compiler, require_fitting_torch
+from launch.tune.command import print_candidates, tune
 
 EXAMPLES = {
     "run": ("{}", "{} --set max_samples=2048", "{} --config configs/{}/CPU_1x1.toml --print"),
@@ -43,6 +46,7 @@ EXAMPLES = {
         "{} profile --memory",
         "{} profile --with nsys",
     ),
+    "tune": ("{} tune", "{} tune --minutes 60", "{} tune --resume --minutes 90"),
 }
 
 
@@ -53,6 +57,8 @@ def parser(name: str, benchmark: str) -> Parser:
         "run": f"Train to the target, then check the log.\n\n{details}",
         "bench": "Measure training throughput on synthetic tokens. No data is read.",
         "profile": "Measure throughput like `bench`, then profile some steps.",
+        "tune": "Search for the fastest config on this machine. Keys that decide convergence and "
+        "the format of the linear layers stay as they are.",
     }
     parser = Parser(
         f"{benchmark} {name}",
@@ -86,6 +92,8 @@ def parser(name: str, benchmark: str) -> Parser:
     )
     if name == "run":
         _add_run_options(parser)
+    elif name == "tune":
+        _add_tune_options(parser)
     else:
         _add_bench_options(parser, name)
     if name == "profile":
@@ -155,6 +163,28 @@ def _add_bench_options(parser: Parser, name: str) -> None:
     parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
     parser.add_argument(
         "--eval-sequences", type=count, metavar="N", help="also time an evaluation of N sequences"
+    )
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
+    return minutes
+
+
+def _add_tune_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=20.0,
+        metavar="N",
+        help="longest time of all measurements, those before --resume included (default: 20)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the newest search in LOGDIR with the same config, commit, packages and GPUs",
     )
 
 
@@ -230,6 +260,8 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
             inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
     if name == "profile":
         options.out = profile_directory(job, options)
+    if options.print and name == "tune":
+        return print_candidates(job)
     if options.print:
         print(
             shlex.join(
@@ -246,6 +278,8 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
     if request:
         with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
             return run_all(job, request)
+    if name == "tune":
+        return tune(job, options)
     return profile(job, options) if name == "profile" else bench(job, options)
 
 

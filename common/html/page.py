@@ -40,13 +40,14 @@ class Link(NamedTuple):
 
 class Curve(NamedTuple):
     """A line of a chart. `color`: index into COLORS. Beyond their number the line is also
-    dashed.
+    dashed. `scatter`: dots that no line joins.
     """
 
     name: str
     points: list[tuple[float, float]]
     color: int = 0
     dots: bool = False
+    scatter: bool = False
 
 
 def render(
@@ -136,7 +137,8 @@ def chart(
         look = {
             "color": COLORS[curve.color % len(COLORS)],
             "dashed": curve.color >= len(COLORS),
-            "dots": curve.dots,
+            "dots": curve.dots or curve.scatter,
+            "scatter": curve.scatter,
         }
         if parts:
             series.append({"name": curve.name, "data": data, **look})

@@ -52,6 +52,7 @@ function draw(figure) {
   const size = () => ({width: figure.clientWidth, height: figure.clientWidth < 560 ? 220 : 300});
   const series = spec.series.map(curve => ({
     label: curve.name, stroke: curve.color, width: curve.dots ? 2 : 1.4, dash: curve.dashed ? [6, 3] : undefined, spanGaps: true,
+    ...(curve.scatter ? {paths: () => null} : {}),
     points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
   }));
   const ticks = (plot, values, index, space, step) => {

@@ -1,0 +1,193 @@
+"""Command `tune`: search for the fastest config on this machine.
+
+A directory in LOGDIR/tune has the journal, the page, the config, and a folder for each measurement
+with its config and output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ConfigError, Interrupted, RunError, write_whole
+from common.hardware import identify
+from common.known_issues import installed
+from common.paths import ROOT
+from common.terminal import Progress, inform, print_stderr, shown
+from launch import diagnosis
+from launch.job import Job, torchrun_command, trainer_environment
+from launch.plan.benchmark import workload
+from launch.processes.supervise import supervise
+from launch.run_directory import git
+from launch.tune import results
+from launch.tune.candidates import Changes, Value, arrangements, changed, settings
+from launch.tune.search import Journal, Measurement, Search, identity, text_of
+
+WARMUP_STEPS = {"short": 1, "long": 2}
+RESULT = "result.json"
+
+
+def candidates_of(job: Job) -> tuple[list[Changes], dict[str, list[Value]]]:
+    """Return the ways to use the memory, and the values of each other setting, for this machine."""
+    kind = None
+    if job.selection.device == "cuda":
+        kind = identify(job.gpus, job.environment.get("GPU_KIND", ""))
+    work = workload(job.benchmark, job.config)
+    return (
+        arrangements(job.config, work, kind),
+        settings(job.config, work, kind, job.environment),
+    )
+
+
+def print_candidates(job: Job) -> int:
+    """Print what `tune` would try. Return the exit code."""
+    ways, others = candidates_of(job)
+    for changes in [{}, *ways]:
+        print(text_of(changes))
+    for name, values in others.items():
+        print(f"{name}:", ", ".join("unset" if each is None else str(each) for each in values))
+    return 0
+
+
+def tune(job: Job, options: argparse.Namespace) -> int:
+    """Search, print the table, and write page and config. Return 0 if a config was found.
+
+    Raises ConfigError for --resume without a search to resume, Interrupted after a signal, and the
+    first failure if no candidate could be measured.
+    """
+    if job.config.nodes > 1:
+        raise ConfigError(
+            f"the config is for {job.config.nodes} nodes",
+            "tune starts each measurement on this node only",
+            "tune the config of one node, then change nodes",
+        )
+    folder, journal = _open(job, options)
+    budget_s = 60.0 * options.minutes
+    ways, others = candidates_of(job)
+    inform(f"tune       {shown(folder)}, {options.minutes:g} minutes at most")
+    with Progress("tune", budget_s, "s") as progress:
+
+        def on_result(measurement: Measurement) -> None:
+            inform(results.line(measurement, len(journal.measurements)))
+
+        search = Search(
+            job.config, journal, _measure(job, folder, journal), budget_s, progress.at, on_result
+        )
+        finished = search.run(ways, others)
+    return _conclude(job, folder, search, options, finished)
+
+
+def _open(job: Job, options: argparse.Namespace) -> tuple[Path, Journal]:
+    """Return the directory and the journal: new ones, or with --resume the newest ones."""
+    facts = {
+        "benchmark": job.benchmark,
+        "config": job.config.as_toml(),
+        "gpus": job.selection.gpus,
+        "commit": git(ROOT, "rev-parse", "HEAD") or "unknown",
+        "versions": installed(job.gpus.driver),
+    }
+    parent = job.log_dir / "tune"
+    stem = f"{job.benchmark}_{job.selection.path.stem}"
+    if options.resume:
+        return _resumed(parent, stem, facts)
+    folder = parent / f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True)
+    journal = Journal(folder)
+    journal.begin(facts)
+    return folder, journal
+
+
+def _resumed(parent: Path, stem: str, facts: dict) -> tuple[Path, Journal]:
+    for folder in sorted(parent.glob(f"{stem}_[0-9]*"), reverse=True):
+        journal = Journal(folder)
+        if identity(journal.facts) == identity(facts):
+            return folder, journal
+    raise ConfigError(
+        f"--resume: {parent} has no search to continue",
+        "a search continues with the same config, commit, packages and GPUs only",
+        "leave out --resume",
+    )
+
+
+def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurement]:
+    """Return the function that measures a candidate by `throughput.bench` on new processes."""
+
+    def measure(
+        changes: Changes, length: str, steps: int, stop: Callable[[float], bool]
+    ) -> Measurement:
+        place = folder / f"measurement_{len(journal.measurements) + 1:03}"
+        place.mkdir(exist_ok=True)  # it may be left by a search that was killed
+        (place / RESULT).unlink(missing_ok=True)
+        config = changed(job.config, changes)
+        candidate = replace(job, selection=replace(job.selection, config=config))
+        file = place / job.selection.path.name
+        file.write_text(config.as_toml())
+        arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
+        arguments += ["--config", str(file), "--device", job.selection.device]
+        arguments += ["--steps", str(steps), "--warmup", str(WARMUP_STEPS[length])]
+        arguments += ["--result", str(place / RESULT)]
+        began = time.monotonic()
+        with (place / "output.txt").open("w") as output:
+            ending = supervise(
+                torchrun_command(candidate, place, arguments),
+                trainer_environment(candidate, "no"),
+                place,
+                stop=lambda: stop(time.monotonic() - began),
+                stdout=output,
+                stderr=output,
+            )
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        seconds = time.monotonic() - began
+        if ending.stopped:
+            return Measurement(changes, length, "stopped", seconds)
+        if ending.returncode == 0 and (place / RESULT).is_file():
+            result = json.loads((place / RESULT).read_text())
+            times_ms = tuple(result["times_ms"])
+            return Measurement(changes, length, "done", seconds, times_ms, result["allocated"])
+        error, _ = diagnosis.diagnose(place, config.world_size)
+        return Measurement(changes, length, error.kind, seconds, error=error.as_dict())
+
+    return measure
+
+
+def _conclude(
+    job: Job, folder: Path, search: Search, options: argparse.Namespace, finished: bool
+) -> int:
+    journal = search.journal
+    if not any(each.outcome == "done" for each in journal.measurements):
+        raise _failure(journal, folder)
+    outcome = results.Outcome(job, journal, search.best, options.command)
+    config = folder / job.selection.path.name
+    write_whole(config, outcome.toml().encode())
+    write_whole(folder / "page.html", outcome.page().encode())
+    print("\n".join(outcome.table()))
+    if not finished:
+        print_stderr("NOTE       the time was over before all candidates were measured")
+        print_stderr("           continue with --resume and more --minutes")
+    print_stderr(f"page       {shown(folder / 'page.html')}")
+    print_stderr(f"config     {shown(config)}: use it with --config")
+    return 0
+
+
+def _failure(journal: Journal, folder: Path) -> RunError:
+    """Return the first failure as an error, for a search in which nothing could be measured."""
+    errors = [each.error for each in journal.measurements if each.error]
+    if not errors:
+        return ConfigError(
+            "no candidate was measured",
+            "the time was over before the first measurement ended",
+            "continue with --resume and more --minutes",
+        )
+    error = RunError(
+        f"no candidate could be measured; the first failed: {errors[0]['what']}",
+        str(errors[0]["why"]),
+        f"see output.txt in {folder}/measurement_*",
+    )
+    error.kind = str(errors[0]["kind"])
+    error.exit_code = int(str(errors[0]["exit_code"]))
+    return error

@@ -1,0 +1,240 @@
+"""Results of a search: lines and table for the screen, page, and config."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+
+from common.config import RunConfig
+from common.errors import OutOfMemory
+from common.gpu_kinds import GIB
+from common.html import page as html
+from common.html.page import Curve
+from common.terminal import table
+from launch.job import Job
+from launch.plan.benchmark import workload
+from launch.plan.estimate import memory_peak
+from launch.tune.candidates import Changes, Value, changed, value_of
+from launch.tune.search import Journal, Measurement, best_of, text_of
+
+HEAD = ["step ms", "against best", "spread", "peak GiB", "planned GiB", "changes"]
+WORTH_HEAD = ["setting", "value", "fastest step ms", "against best"]
+HARDWARE = ("gpu", "nodes", "gpus_per_node", "miniature")
+
+
+def line(measurement: Measurement, number: int) -> str:
+    """Return one line of progress about a measurement."""
+    if measurement.outcome != "done":
+        return f"{number:4}  {outcome_text(measurement):>13}  {text_of(measurement.changes)}"
+    memory = f"  {measurement.peak_bytes / GIB:.1f} GiB" if measurement.peak_bytes else ""
+    return f"{number:4}  {measurement.step_ms:10,.1f} ms{memory}  {text_of(measurement.changes)}"
+
+
+def outcome_text(measurement: Measurement) -> str:
+    if measurement.outcome == OutOfMemory.kind:
+        return "out of memory"
+    if measurement.outcome == "stopped":
+        return f"stopped at {measurement.seconds:.0f} s"
+    return f"fails: {measurement.outcome}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A search's journal and the changes that it found best."""
+
+    job: Job
+    journal: Journal
+    best: Changes
+    command: str
+
+    @property
+    def base(self) -> RunConfig:
+        return self.job.config
+
+    @property
+    def config(self) -> RunConfig:
+        """The config that the search found."""
+        return changed(self.base, self.best)
+
+    def distinct(self) -> list[Measurement]:
+        """Return one measurement of each candidate, its longest one, the fastest first."""
+        found = []
+        seen: list[Changes] = []
+        for each in self.journal.measurements:
+            if each.changes not in seen:
+                seen.append(each.changes)
+                found.append(best_of(self.journal, each.changes) or each)
+        return sorted(found, key=lambda each: each.step_ms)
+
+    @property
+    def fastest(self) -> Measurement:
+        """The measurement of the best config."""
+        found = best_of(self.journal, self.best)
+        assert found is not None, "the search chooses among measured candidates"
+        return found
+
+    def against_best(self, step_ms: float) -> str:
+        return f"{step_ms / self.fastest.step_ms - 1:+.1%}"
+
+    def rows(self) -> list[list[str]]:
+        """Return the cells of HEAD for each candidate."""
+        work = workload(self.job.benchmark, self.base)
+        rows = []
+        for each in self.distinct():
+            planned = memory_peak(changed(self.base, each.changes), work).allocated / GIB
+            measured = f"{each.peak_bytes / GIB:.2f}" if each.peak_bytes else "-"
+            last = [measured, f"{planned:.2f}", text_of(each.changes)]
+            if each.outcome == "done":
+                spread = f"{min(each.times_ms):,.1f} to {max(each.times_ms):,.1f}"
+                first = [f"{each.step_ms:,.1f}", self.against_best(each.step_ms), spread]
+            else:
+                first = [outcome_text(each), "-", "-"]
+            rows.append([*first, *last])
+        return rows
+
+    def worth(self) -> Iterator[tuple[str, Value, float]]:
+        """Yield setting, value, and milliseconds of the fastest step that was measured with it."""
+        done = [each for each in self.distinct() if each.outcome == "done"]
+        names = sorted({name for each in self.journal.measurements for name in each.changes})
+        for name in names:
+            best: dict[Value, float] = {}
+            for each in done:
+                value = value_of(changed(self.base, each.changes), name)
+                best.setdefault(value, each.step_ms)  # `done` is sorted, the fastest first
+            for value, step_ms in best.items():
+                yield name, value, step_ms
+
+    def worth_rows(self) -> list[list[str]]:
+        return [
+            [
+                name,
+                "unset" if value is None else str(value),
+                f"{step_ms:,.1f}",
+                self.against_best(step_ms),
+            ]
+            for name, value, step_ms in self.worth()
+        ]
+
+    def table(self) -> list[str]:
+        """Return the lines that `tune` prints."""
+        base = best_of(self.journal, {})
+        tried = self.journal.find({}, "short")
+        before = "not measured"
+        if base is not None:
+            before = f"{base.step_ms:,.1f} ms"
+        elif tried is not None:
+            before = outcome_text(tried)
+        found = f"{self.fastest.step_ms:,.1f} ms a step with {text_of(self.best)}"
+        return [
+            *table([HEAD, *self.rows()], ">>>>><"),
+            "",
+            *table([WORTH_HEAD, *self.worth_rows()], "<<>>"),
+            "",
+            f"best: {found}; the base config: {before}",
+        ]
+
+    def page(self) -> str:
+        """Return the HTML page: time against memory, and what each setting is worth."""
+        facts = self.journal.facts
+        failures = [
+            [outcome_text(each), text_of(each.changes), str((each.error or {}).get("what", ""))]
+            for each in self.distinct()
+            if each.outcome != "done"
+        ]
+        sections = [
+            (
+                "",
+                [
+                    html.banner("good", self.table()[-1]),
+                    html.table(
+                        (),
+                        [
+                            ["config", self.job.selection.path.name],
+                            ["GPUs", str(facts["gpus"])],
+                            ["commit", str(facts["commit"])],
+                            ["command", self.command],
+                        ],
+                    ),
+                ],
+            ),
+            ("Time against memory", self._chart()),
+            (
+                "What each setting is worth",
+                [
+                    {"notes": ["The fastest step that was measured with each value."]},
+                    html.table(WORTH_HEAD, self.worth_rows(), words=(0, 1)),
+                ],
+            ),
+            ("Candidates", [html.table(HEAD, self.rows(), words=(5,))]),
+            ("Failures", [html.table(["outcome", "changes", "error"], failures, words=(0, 1, 2))]),
+        ]
+        return html.render(f"tune {self.job.benchmark}", sections)
+
+    def _chart(self) -> list[html.Block]:
+        """Return the chart of all candidates that were measured. On a CPU the memory is planned."""
+        work = workload(self.job.benchmark, self.base)
+        is_measured = self.job.selection.device == "cuda"
+        done = [each for each in self.distinct() if each.outcome == "done"]
+
+        def gib(each: Measurement) -> float:
+            if is_measured:
+                return each.peak_bytes / GIB
+            return memory_peak(changed(self.base, each.changes), work).allocated / GIB
+
+        spots = {
+            "candidates": [each for each in done if each.changes not in ({}, self.best)],
+            "best": [each for each in done if each.changes == self.best],
+            "base config": [each for each in done if each.changes == {}],
+        }
+        curves = [
+            Curve(name, [(each.step_ms, gib(each)) for each in of_kind], color, scatter=True)
+            for color, (name, of_kind) in enumerate(spots.items())
+        ]
+        label = "peak memory, GiB" if is_measured else "planned memory, GiB"
+        return [html.chart(label, "ms per step", curves)]
+
+    def toml(self) -> str:
+        """Return the best config in the form of configs/, with what was measured in comments."""
+        facts = self.journal.facts
+        config = self.config
+        header = [
+            f"# Tuned on {facts['gpus']}, {time.strftime('%Y-%m-%d')}, "
+            f"commit {str(facts['commit'])[:12]}, from",
+            f"# {self.job.selection.path.name}, by: {self.command}",
+            f"# {self.fastest.step_ms:,.1f} ms a step, median of {len(self.fastest.times_ms)}",
+        ]
+        tuned = {name for name, _, _ in self.worth()}
+        groups: dict[str, list[str]] = {"hardware": header, "kept": [], "tuned": [], "env": []}
+        for each in fields(config):
+            value = getattr(config, each.name)
+            is_default = each.default is not MISSING and value == each.default
+            if each.name == "env" or (is_default and each.name not in tuned):
+                continue
+            group = "kept"
+            if each.name in HARDWARE:
+                group = "hardware"
+            elif each.name in tuned:
+                group = "tuned"
+            groups[group].append(_assignment(each.name, value) + self._comment(each.name))
+        if config.env:
+            groups["env"].append("[env]")
+        for name, value in config.env.items():
+            groups["env"].append(_assignment(name, value) + self._comment(name))
+        return "\n\n".join("\n".join(group) for group in groups.values() if group) + "\n"
+
+    def _comment(self, setting: str) -> str:
+        """Return what was measured with each value of a setting, as a comment of its line."""
+        parts = []
+        for name, value, step_ms in self.worth():
+            if name == setting:
+                shown = "unset" if value is None else str(value)
+                parts.append(f"{shown}: {step_ms:,.1f} ms")
+        return f"  # {', '.join(parts)}" if parts else ""
+
+
+def _assignment(name: str, value: object) -> str:
+    """Return the line of TOML that sets `name`."""
+    import tomli_w  # an installed package: see RunConfig.as_toml
+
+    return tomli_w.dumps({name: value}).rstrip("\n")

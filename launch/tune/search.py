@@ -1,0 +1,256 @@
+"""Search for the fastest config, whose measurements are kept in a journal.
+
+Each round has a few candidates. All are measured for a few steps, and the fastest third of them for
+more if they are close (successive halving, Jamieson and Talwalkar, arXiv:1502.07943). The first
+round has the base config and the recommended value of each setting, the second one the ways to use
+the memory. Each further round has the values of one setting.
+
+The search depends on the measurements only, so it resumes after a kill: what is in the journal is
+not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.errors import StorageError
+from common.records import json_lines
+from launch.tune.candidates import Changes, Value, reduced
+
+JOURNAL = "journal.jsonl"
+# Seconds of timed steps in a short and in a long measurement, and bounds of their number.
+SECONDS = {"short": 6.0, "long": 20.0}
+STEPS = range(2, 40)
+FIRST_STEPS = 2  # of the measurement from which the time of a step is known
+# The search begins no other way to use the memory after this share of its time.
+MEMORY_SHARE = 0.5
+KEPT_SHARE = 1 / 3  # candidates of a round that are measured for long; at least 2
+CLOSE = 1.05  # a candidate that is slower than that, by the short measurement, is not kept
+WORTH = 0.998  # a setting is changed if that shortens the step at least so much
+# A measurement is stopped after this time, or three times the longest one that succeeded.
+LEAST_LIMIT_S = 30.0
+
+
+class OutOfTime(Exception):
+    """The time for the search is over."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Result of one bench. `outcome`: "done", "stopped", or the kind of the failure."""
+
+    changes: Changes
+    length: str  # "short" or "long"
+    outcome: str
+    seconds: float  # of the whole bench, with its start
+    times_ms: tuple[float, ...] = ()  # of each timed step
+    peak_bytes: int = 0  # largest of all ranks; 0 on a CPU
+    error: Mapping[str, object] | None = None
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the steps; infinite for a failure."""
+        return statistics.median(self.times_ms) if self.times_ms else math.inf
+
+
+# Measures changes for a length and a number of steps. `stop` says that it must end, with the
+# seconds that it has run; it then returns the outcome "stopped".
+Measure = Callable[[Changes, str, int, Callable[[float], bool]], Measurement]
+
+
+class Journal:
+    """The measurements of a search, one JSON line each, in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / JOURNAL
+        lines, _ = json_lines.read(self.path)
+        self.facts = next((line for line in lines if "changes" not in line), {})
+        self.measurements = [_from_line(line) for line in lines if "changes" in line]
+
+    def begin(self, facts: dict) -> None:
+        """Write the first line: what must be equal to resume the search."""
+        self.facts = facts
+        self._append(facts)
+
+    def add(self, measurement: Measurement) -> None:
+        self.measurements.append(measurement)
+        self._append(dict(vars(measurement)))
+
+    def find(self, changes: Changes, length: str) -> Measurement | None:
+        for each in self.measurements:
+            if each.changes == changes and each.length == length:
+                return each
+        return None
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.measurements)
+
+    def _append(self, line: dict) -> None:
+        """Raises StorageError."""
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if not _ends_with_newline(self.path):  # a line that a kill cut off
+                    json_lines.append(descriptor, b"\n")
+                json_lines.append_line(descriptor, line, sync=True)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written",
+                error.strerror or str(error),
+                "free space or correct the permissions, then continue with --resume",
+            ) from None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    return path.read_bytes()[-1:] in (b"", b"\n")
+
+
+def _from_line(line: dict) -> Measurement:
+    return Measurement(**line | {"times_ms": tuple(line["times_ms"])})
+
+
+class Search:
+    """The search for the fastest config. Its candidates are changes of `base`.
+
+    `measure`: see Measure. `budget_s`: seconds for all measurements, those of the journal included.
+    `show`: called during and after a measurement with the seconds spent.
+    """
+
+    def __init__(
+        self,
+        base: RunConfig,
+        journal: Journal,
+        measure: Measure,
+        budget_s: float,
+        show: Callable[[float], None] = lambda seconds: None,
+        on_result: Callable[[Measurement], None] = lambda measurement: None,
+    ):
+        self.base = base
+        self.journal = journal
+        self.measure = measure
+        self.budget_s = budget_s
+        self.show = show
+        self.on_result = on_result
+        self.best: Changes = {}
+
+    def run(self, arrangements: Sequence[Changes], settings: Mapping[str, Sequence[Value]]) -> bool:
+        """Search, and set `best`. Return whether the search came to its end within its time."""
+        recommended = {name: values[0] for name, values in settings.items()}
+        try:
+            self.best = self._round([self._with(recommended), {}])
+            self.best = self._round(
+                [self.best, *map(self._with, arrangements)],
+                until_s=MEMORY_SHARE * self.budget_s,
+            )
+            for name, values in settings.items():
+                variants = [self._with({name: value}) for value in values]
+                self.best = self._round([self.best, *variants])
+            self._measured(self.best, "long")
+            if self._measured({}, "short").outcome == "done":
+                self._measured({}, "long")
+        except OutOfTime:
+            self.best = self._fastest()
+            return False
+        return True
+
+    def _with(self, changes: Mapping[str, Value]) -> Changes:
+        """Return the best candidate with further changes."""
+        return reduced(self.base, {**self.best, **changes})
+
+    def _round(self, candidates: Sequence[Changes], until_s: float = math.inf) -> Changes:
+        """Return the fastest candidate. The first one wins if another one gains too little.
+
+        After `until_s` seconds of the search no further candidate is tried.
+        """
+        tried: list[Measurement] = []
+        for changes in candidates:
+            if any(changes == each.changes for each in tried):
+                continue
+            is_known = self.journal.find(changes, "short") is not None
+            if len(tried) >= 2 and self.journal.seconds >= until_s and not is_known:
+                break
+            tried.append(self._measured(changes, "short"))
+        tried.sort(key=lambda each: each.step_ms)
+        kept = tried[: max(2, math.ceil(KEPT_SHARE * len(tried)))]
+        worst = CLOSE * kept[0].step_ms
+        close = [each for each in kept if each.outcome == "done" and each.step_ms <= worst]
+        if len(close) == 1:
+            return close[0].changes
+        final = [self._measured(each.changes, "long") for each in close]
+        first = next((each for each in final if each.changes == candidates[0]), None)
+        fastest = min(final, key=lambda each: each.step_ms, default=None)
+        if fastest is None:
+            return candidates[0]
+        if first is not None and fastest.step_ms > WORTH * first.step_ms:
+            return candidates[0]
+        return fastest.changes
+
+    def _measured(self, changes: Changes, length: str) -> Measurement:
+        """Return the measurement of the journal, or measure. Raises OutOfTime."""
+        if known := self.journal.find(changes, length):
+            return known
+        spent_s = self.journal.seconds
+        if spent_s >= self.budget_s:
+            raise OutOfTime
+        limit_s = max(LEAST_LIMIT_S, 3 * max((each.seconds for each in self._done()), default=0))
+
+        def stop(seconds: float) -> bool:
+            self.show(spent_s + seconds)
+            return seconds > limit_s or spent_s + seconds > self.budget_s
+
+        began = time.monotonic()
+        measurement = self.measure(changes, length, self._steps(length), stop)
+        if measurement.outcome == "stopped" and (
+            spent_s + time.monotonic() - began > self.budget_s
+        ):
+            raise OutOfTime
+        self.journal.add(measurement)
+        self.show(self.journal.seconds)
+        self.on_result(measurement)
+        return measurement
+
+    def _steps(self, length: str) -> int:
+        """Return the number of timed steps, from the time of a step of the first measurement."""
+        first = next(iter(self._done()), None)
+        if first is None:
+            return FIRST_STEPS
+        steps = math.ceil(1e3 * SECONDS[length] / first.step_ms)
+        return min(max(steps, STEPS.start), STEPS.stop)
+
+    def _done(self) -> list[Measurement]:
+        return [each for each in self.journal.measurements if each.outcome == "done"]
+
+    def _fastest(self) -> Changes:
+        """Return the candidate whose longest measurement is the fastest so far."""
+        found = [best_of(self.journal, each.changes) or each for each in self._done()]
+        return min(found, key=lambda each: each.step_ms).changes if found else {}
+
+
+def best_of(journal: Journal, changes: Changes) -> Measurement | None:
+    """Return the longest successful measurement of `changes`."""
+    for length in ("long", "short"):
+        found = journal.find(changes, length)
+        if found is not None and found.outcome == "done":
+            return found
+    return None
+
+
+def text_of(changes: Mapping[str, Value]) -> str:
+    """Describe changes in one line."""
+    words = [f"{name} {'unset' if value is None else value}" for name, value in changes.items()]
+    return ", ".join(words) or "the base config"
+
+
+def identity(facts: Mapping[str, object]) -> str:
+    return json.dumps(facts, sort_keys=True)

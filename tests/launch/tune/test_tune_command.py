@@ -1,0 +1,136 @@
+"""Command `tune`: its files, its errors, and a whole search on a CPU with a stand-in for bench."""
+
+import json
+
+import pytest
+
+from common import config as configs
+from common.benchmarks import config_class
+from common.paths import ROOT
+from launch import commands
+from launch.tune import command
+from launch.tune.candidates import changed
+from launch.tune.search import Measurement
+
+BAD = """
+gpu = "CPU"
+nodes = 1
+gpus_per_node = 1
+miniature = true
+global_batch_size = 16
+opt_base_learning_rate = 4e-3
+max_samples = 2048
+micro_batch_size = 1
+eval_micro_batch_size = 48
+"""
+OWN = {
+    "llama31_8b": "opt_learning_rate_warmup_steps = 20\nrecompute_layers = 4\n",
+    "llama2_70b_lora": "opt_learning_rate_training_steps = 256\n",
+}
+
+
+def stand_in(job, folder, journal):
+    """A measurement in which large micro-batches are fast, and 16 do not fit."""
+
+    def measure(changes, length, steps, stop):
+        config = changed(job.config, changes)
+        if config.micro_batch_size == 16:
+            error = {"kind": "out_of_memory", "exit_code": 12, "what": "full", "why": "", "do": ""}
+            return Measurement(changes, length, "out_of_memory", 1.0, error=error)
+        step_ms = 100.0 / config.micro_batch_size + config.recompute_layers
+        step_ms += 0 if "OMP_WAIT_POLICY" in config.env else 50
+        return Measurement(changes, length, "done", 1.0, (step_ms,) * steps)
+
+    return measure
+
+
+@pytest.fixture(params=sorted(OWN))
+def benchmark_name(request, tmp_path, monkeypatch):
+    (tmp_path / "bad.toml").write_text(BAD + OWN[request.param])
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "results"))
+    monkeypatch.setattr(command, "_measure", stand_in)
+    return request.param
+
+
+def tune(benchmark: str, tmp_path, *options: str) -> int:
+    words = ["--config", str(tmp_path / "bad.toml"), "--device", "cpu", *options]
+    return commands.main(["tune", benchmark, *words])
+
+
+def test_the_config_is_what_the_journal_says(benchmark_name, tmp_path, capsys):
+    assert tune(benchmark_name, tmp_path) == 0
+    (folder,) = (tmp_path / "results" / "tune").iterdir()
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    done = [line for line in lines[1:] if line["outcome"] == "done"]
+    fastest = min(done, key=lambda line: (line["times_ms"][0], line["length"]))
+    kind = config_class(benchmark_name)
+    base = configs.load(tmp_path / "bad.toml", kind)
+    found = configs.load(folder / "bad.toml", kind)
+    assert found == changed(base, fastest["changes"])
+    assert found.micro_batch_size == 8 and found.env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert found.recompute_layers == 0
+    text = (folder / "bad.toml").read_text()
+    assert f"{fastest['times_ms'][0]:,.1f} ms" in text
+    assert "micro_batch_size 8" in capsys.readouterr().out
+    page = (folder / "page.html").read_text()
+    assert "out of memory" in page and "planned memory" in page
+
+
+def test_keys_that_decide_convergence_stay(benchmark_name, tmp_path):
+    tune(benchmark_name, tmp_path)
+    (folder,) = (tmp_path / "results" / "tune").iterdir()
+    kind = config_class(benchmark_name)
+    base = configs.load(tmp_path / "bad.toml", kind)
+    tuned = {"micro_batch_size", "recompute_layers", "frozen_base", "env"}
+    for line in (folder / "journal.jsonl").read_text().splitlines()[1:]:
+        config = changed(base, json.loads(line)["changes"])
+        for name in vars(base).keys() - tuned:
+            assert getattr(config, name) == getattr(base, name), name
+
+
+def test_resume_continues_the_same_search_only(benchmark_name, tmp_path, capsys):
+    assert tune(benchmark_name, tmp_path, "--resume") == 2
+    tune(benchmark_name, tmp_path, "--minutes", "0.05")
+    (folder,) = (tmp_path / "results" / "tune").iterdir()
+    before = (folder / "journal.jsonl").read_text()
+    assert len(before.splitlines()) == 4  # facts, and three measurements of a second
+    assert tune(benchmark_name, tmp_path, "--resume") == 0
+    after = (folder / "journal.jsonl").read_text()
+    assert after.startswith(before) and len(after) > len(before)
+    assert [*(tmp_path / "results" / "tune").iterdir()] == [folder]
+    assert tune(benchmark_name, tmp_path, "--resume", "--set", "max_samples=4096") == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_the_first_failure_is_the_exit_code_if_nothing_can_be_measured(
+    benchmark_name, tmp_path, monkeypatch
+):
+    def failing(job, folder, journal):
+        def measure(changes, length, steps, stop):
+            error = {"kind": "out_of_memory", "exit_code": 12, "what": "full", "why": "", "do": ""}
+            return Measurement(changes, length, "out_of_memory", 1.0, error=error)
+
+        return measure
+
+    monkeypatch.setattr(command, "_measure", failing)
+    assert tune(benchmark_name, tmp_path) == 12
+
+
+def test_print_starts_nothing(benchmark_name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_measure", None)
+    assert tune(benchmark_name, tmp_path, "--print") == 0
+    assert "micro_batch_size 8" in capsys.readouterr().out
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "x"])
+def test_minutes_that_make_no_sense_are_refused(minutes):
+    assert commands.main(["tune", "llama31_8b", "--minutes", minutes]) == 2
+
+
+def test_several_nodes_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("NODE_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    words = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "nodes=2"]
+    assert commands.main(["tune", "llama31_8b", "--device", "cpu", *words]) == 2
