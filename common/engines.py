@@ -112,6 +112,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
         Engine(
             "quack",
             gpus=("sm_90",),
+            chosen_on=("sm_90",),
             module="quack_swiglu",
             package="quack-kernels",
             oldest="0.6.5",

@@ -30,20 +30,21 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "attention", "products"),
+    ("gpu", "attention", "products", "swiglu"),
     [
-        ("sm_90", "flash_attention_4", "cublaslt"),
-        ("sm_100", "sdpa", "cublaslt"),
-        ("gfx942", "aiter", "torch"),
-        ("gfx950", "aiter", "torch"),
-        ("gfx90a", "sdpa", "torch"),
-        ("", "sdpa", "torch"),
+        ("sm_90", "flash_attention_4", "cublaslt", "quack"),
+        ("sm_100", "sdpa", "cublaslt", "kernel"),
+        ("gfx942", "aiter", "torch", "kernel"),
+        ("gfx950", "aiter", "torch", "kernel"),
+        ("gfx90a", "sdpa", "torch", "kernel"),
+        ("", "sdpa", "torch", "kernel"),
     ],
 )
-def test_the_fastest_engine_of_each_gpu(installed, gpu, attention, products):
+def test_the_fastest_engine_of_each_gpu(installed, gpu, attention, products, swiglu):
     installed |= GOOD
     assert choose(ATTENTION, gpu, {}).engine.name == attention
     assert choose(PRODUCTS, gpu, {}).engine.name == products
+    assert choose(SWIGLU, gpu, {}).engine.name == swiglu
 
 
 @pytest.mark.parametrize(

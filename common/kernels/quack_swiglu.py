@@ -35,10 +35,14 @@ NAN_BYTE = tl.constexpr(0x7F)  # in both formats of sm_90
 def require() -> ModuleType:
     """Import the package, with its cache of compiled kernels.
 
-    Raises ImportError, AttributeError.
+    Raises ImportError, AttributeError. QuACK finds installed packages by "site-packages" in their
+    path. It refuses to make a kernel, with a TypeError, if its own are elsewhere.
     """
     os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder("quack")))
-    return importlib.import_module("common.kernels.quack_epilogues")
+    try:
+        return importlib.import_module("common.kernels.quack_epilogues")
+    except TypeError as error:
+        raise ImportError(f"QuACK must be installed in a site-packages folder: {error}") from error
 
 
 @triton.jit

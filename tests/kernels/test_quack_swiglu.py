@@ -193,3 +193,19 @@ def test_the_reference_and_other_formats_are_left_alone(quack):
 
 def test_without_a_gpu_a_kernel_computes_it():
     assert swiglu_engine(CPU).engine.name == engines.KERNEL
+
+
+def test_packages_that_quack_cannot_identify_are_not_used(monkeypatch):
+    """Its TypeError, outside of site-packages, must not end the run."""
+    let_run_on_a_cpu(monkeypatch, engines.SWIGLU, "quack", "0.6.5")
+    monkeypatch.delenv("SWIGLU_ENGINE")
+    first, last = engines.ENGINES[engines.SWIGLU]
+    monkeypatch.setitem(engines.ENGINES, engines.SWIGLU, (replace(first, chosen_on=("",)), last))
+
+    def refuse(name):
+        raise TypeError("no semantic key")
+
+    monkeypatch.setattr(quack_swiglu.importlib, "import_module", refuse)
+    monkeypatch.setattr(engines, "module_of", lambda engine: quack_swiglu)
+    choice = swiglu_engine(CPU)
+    assert choice.engine.name == engines.KERNEL and "site-packages" in choice.missing[0]

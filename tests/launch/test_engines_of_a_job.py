@@ -17,12 +17,13 @@ from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
 H200 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143_771 * 2**20),), "580.1")
+GOOD = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5"}
 PATH = ROOT / "configs/llama31_8b/H200_1x1.toml"
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "version_of", {"flash-attn-4": "4.0.0b36"}.get)
+    monkeypatch.setattr(engines, "version_of", GOOD.get)
     config = configs.load(PATH, Config)
     selection = Selection(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
     return Job("llama31_8b", selection, H200, tmp_path, tmp_path, {}, Node(), False)
@@ -30,10 +31,11 @@ def job(tmp_path, monkeypatch):
 
 def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
     (line,) = job.engines.lines()
-    assert "flash_attention_4 4.0.0b36" in line and "cublaslt" in line
+    assert "flash_attention_4 4.0.0b36" in line and "cublaslt" in line and "quack 0.6.5" in line
     monkeypatch.setattr(engines, "version_of", lambda package: "")
-    line, note = job.engines.lines()
-    assert "sdpa" in line and note.startswith("NOTE") and "pip install" in note
+    line, *notes = job.engines.lines()
+    assert "sdpa" in line and len(notes) == 2
+    assert all(note.startswith("NOTE") and "pip install" in note for note in notes)
 
 
 def test_a_cpu_misses_nothing(job):
@@ -82,7 +84,7 @@ def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goa
     pins = {
         "ATTENTION_ENGINE": "flash_attention_4",
         "MATMUL_ENGINE": "cublaslt",
-        "SWIGLU_ENGINE": "kernel",
+        "SWIGLU_ENGINE": "quack",
     }
     assert environment == ({} if goal == 1 else pins)
     assert captured["execute"].args[1]["engines"] == captured["facts"]["engines"]
