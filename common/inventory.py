@@ -31,7 +31,12 @@ ARM_PARTS = {
     ("0x41", "0xd40"): "Arm Neoverse V1",
     ("0x41", "0xd4f"): "Arm Neoverse V2",
 }
-PACKAGES = {"triton": "Triton", "amd-aiter": "AITER", "flash-attn-4": "FlashAttention-4"}
+PACKAGES = {
+    "triton": "Triton",
+    "amd-aiter": "AITER",
+    "flash-attn-4": "FlashAttention-4",
+    "quack-kernels": "QuACK",
+}
 
 
 def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
