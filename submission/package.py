@@ -169,7 +169,7 @@ def _package(options: argparse.Namespace) -> int:
     if options.rehearse:
         return rehearse(options)
     request = PackageRequest(
-        sources=terminal.pairs("--benchmark", options.benchmark, benchmarks.names()),
+        sources=terminal.pairs("--benchmark", options.benchmark, benchmarks.closed()),
         system=options.system,
         out=options.out,
         org=options.org,
@@ -187,11 +187,9 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     ones. `root`: the project's git repository. Raises CheckFailed if it is none, and the errors of
     `package`.
     """
-    texts = options.benchmark or [
-        name for name in benchmarks.names() if "closed" in benchmarks.divisions(name)
-    ]
+    texts = options.benchmark or benchmarks.closed()
     texts = [text if "=" in text else f"{text}=" for text in texts]
-    sources = terminal.pairs("--benchmark", texts, benchmarks.names())
+    sources = terminal.pairs("--benchmark", texts, benchmarks.closed())
     for doubt in doubts(root, os.environ):
         print(f"note: a run that is started now could not be submitted: {doubt}")
     commit = git(root, "rev-parse", "HEAD")

@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common.benchmarks import OPEN
 from common.command_line import Parser, complete, count, program
-from common.errors import CheckFailed
+from common.errors import CheckFailed, ConfigError
 from common.gpu_kinds import KINDS
 from common.records import published
 from common.records.published import Published
@@ -170,6 +171,10 @@ def _score_series(options: argparse.Namespace) -> int:
     for run in series.runs:
         run.gpu = options.gpu or run.gpu
         run.gpus = options.gpus or run.gpus
+    if series.first.division == OPEN:
+        what = f"{series.name} is a series in the open division"
+        why = "a score rests on reference convergence points, and there are none for its rules"
+        raise ConfigError(what, why, "see its curves: ./run_and_time.sh report, or runs")
     check_same(series)
     ten = ten_runs(series)
     mine = result(series, ten)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from common.benchmarks import Rules, divisions, rules_of
+from common.benchmarks import Rules, closed, divisions, rules_of
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -240,6 +240,9 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
             f"--network {options.network:g}", "a bandwidth is positive", "give GB/s per GPU"
         )
     kind = KINDS[options.scaling]
+    if benchmark not in closed():
+        why = "minutes to a target need reference runs, which only a closed division has"
+        raise ConfigError(f"{benchmark} has no --scaling", why, f"use one of {', '.join(closed())}")
     rules = divisions(benchmark)["closed"]
     best = best_points(root, benchmark, kind, rules, options.network)
     rows = [row(gpus, found) for gpus, found in best.items()]

@@ -158,5 +158,12 @@ def test_a_checkpoint_becomes_weights_that_transformers_loads(run_dir, folder):
     )
 
 
+def test_a_series_in_the_open_division_has_no_score(run_dir, folder):
+    assert launch(folder, "score", str(run_dir)).returncode == ConfigError.exit_code
+    scaling = launch(folder, "open_llama", "plan", "--scaling", "H200")
+    assert scaling.returncode == ConfigError.exit_code
+    assert launch(folder, "runs").returncode == 0
+
+
 def test_its_commands_exist_for_it_alone(folder):
     assert launch(folder, "llama31_8b", "generate", "x").returncode == ConfigError.exit_code
