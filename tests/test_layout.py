@@ -352,6 +352,7 @@ NEED_TORCH_SOMETIMES = {
 NEED_TORCH = {
     "launch.processes.torchrun",
     "launch.preflight.measure",
+    "launch.preflight.nodes.collectives",
 }  # run in processes that import torch anyway
 LIGHT = [
     *sorted(BASE),

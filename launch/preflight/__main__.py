@@ -9,6 +9,10 @@ DATADIR, MODEL, LOGDIR and GPU_KIND are read as well.
 The output is a table with one row per check: ok, warn, refuse, or skipped with the reason. Skipped
 does not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command
 line or config. See docs/preflight.md.
+
+--nodes checks several hosts and the network between them: each host by itself, then every link,
+then collectives. It names the hosts that fail. The checkout and its Python need the same paths on
+all hosts.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from launch.plan.derive_config import load_or_derive
 from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import Measured, read_ranks
+from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.processes.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 from launch.select_config import (
@@ -92,6 +97,9 @@ def examine(benchmark: str, rest: list[str]) -> None:
     """Print the table. Raise PreflightError if a row refuses."""
     options = parser(benchmark).parse_args(rest)
     options.benchmark = benchmark
+    if options.nodes:
+        examine_nodes(options, os.environ)
+        return
     rows, ranks = check(options, os.environ)
     verdict = overall(rows)
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
@@ -109,7 +117,7 @@ def parser(benchmark: str = "") -> Parser:
     parser = Parser(
         f"{benchmark} preflight".strip(),
         __doc__,
-        ["preflight --quick", "preflight llama31_8b", "preflight --json"],
+        ["preflight --quick", "preflight llama31_8b", "preflight --nodes host1,host2"],
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -127,7 +135,35 @@ def parser(benchmark: str = "") -> Parser:
         action="store_true",
         help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}",
     )
+    _add_node_options(parser)
     return parser
+
+
+def _add_node_options(parser: Parser) -> None:
+    several = parser.add_argument_group("several nodes")
+    several.add_argument(
+        "--nodes", metavar="HOSTS", help="check these hosts, separated by commas, or a Slurm list"
+    )
+    several.add_argument(
+        "--launcher",
+        default="",
+        metavar="COMMAND",
+        help="ssh, srun, or a command with {node} in it (default: srun in a Slurm job, else ssh)",
+    )
+    several.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds for the checks of each host by itself (default: 600)",
+    )
+    several.add_argument(
+        "--out",
+        type=Path,
+        default=Path("preflight_nodes"),
+        metavar="DIR",
+        help="directory for the lists of hosts and the page (default: preflight_nodes)",
+    )
 
 
 def check(

@@ -1,0 +1,1 @@
+"""Checks of several nodes and of the network between them: `preflight --nodes`."""

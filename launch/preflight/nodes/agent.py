@@ -1,0 +1,160 @@
+"""Agent on one node: `python -m launch.preflight.nodes.agent`, started by `preflight --nodes`.
+
+It reads one JSON object a line from stdin, and answers each with one line on stdout:
+
+    {"do": "facts"}                        versions, settings, interfaces, kernel log (facts.py)
+    {"do": "check", "arguments", ...}      the rows of `preflight` on this node
+    {"do": "listen", "ports"}              the free port of a listener, and ports in use
+    {"do": "probe", "host", ...}           the link to the listener of another node (links.py)
+    {"do": "collective", "rank", ...}      all-reduce and all-to-all (collectives.py)
+
+The agent ends with all its processes when stdin is closed, which is also how a lost connection
+shows, and after LIFETIME_S in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from common.paths import ROOT
+from launch.preflight.nodes import facts, links
+from launch.processes.ranks import finding_modules
+
+LIFETIME_S = 7200
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen] = []
+        self.listener: links.Listener | None = None
+
+    def serve(self) -> NoReturn:
+        """Answer commands until stdin ends, then end this process."""
+        commands: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(commands,), daemon=True).start()
+        while True:
+            command = json.loads(commands.get())
+            try:
+                answer = getattr(self, f"do_{command.pop('do')}")(**command)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), flush=True)
+
+    def _read(self, commands: queue.Queue[str]) -> None:
+        for line in sys.stdin:
+            commands.put(line)
+        self.stop_processes()
+        os._exit(0)
+
+    def stop_processes(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def do_facts(self) -> dict:
+        return facts.read(os.environ)
+
+    def do_check(self, arguments: list[str], environment: dict[str, str], limit_s: float) -> dict:
+        """Run the checks of one node. `environment`: variables that the user set for the run."""
+        command = [sys.executable, "-m", "launch.preflight", *arguments, "--json"]
+        [(_, output, errors)] = self._run([(command, environment)], limit_s)
+        try:
+            return {"rows": json.loads(output)["rows"]}
+        except (ValueError, KeyError):
+            last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
+            return {"error": f"the checks of this node did not finish: {last}"}
+
+    def do_listen(self, ports: list[int]) -> dict:
+        self.listener = links.Listener(ports)
+        return {"free_port": self.listener.free_port, "errors": self.listener.errors}
+
+    def do_probe(self, host: str, ports: list[int], free_port: int, seconds: float) -> dict:
+        result = links.probe(host, ports, free_port, seconds)
+        found = facts.interfaces(Path("/"))
+        interface = facts.interface_of(result.get("address", ""), found)
+        return result | {"interface": interface}
+
+    def do_collective(
+        self,
+        rank: int,
+        nodes: int,
+        gpus: int,
+        environment: dict[str, str],
+        seconds: float,
+        limit_s: float,
+    ) -> dict:
+        """Run the ranks of this node, which is number `rank` of `nodes`.
+
+        `environment`: MASTER_ADDR, MASTER_PORT and the interfaces to use.
+        """
+        if self.listener:
+            self.listener.close()  # rank 0 listens on MASTER_PORT
+            self.listener = None
+        device = "cuda" if gpus else "cpu"
+        local_ranks = max(gpus, 1)
+        module = "launch.preflight.nodes.collectives"
+        command = [sys.executable, "-m", module, device, str(seconds)]
+        starts = []
+        for local in range(local_ranks):
+            variables = {
+                "RANK": str(rank * local_ranks + local),
+                "WORLD_SIZE": str(nodes * local_ranks),
+                "LOCAL_RANK": str(local),
+                "OMP_NUM_THREADS": "1",
+            }
+            starts.append((command, environment | variables))
+        results = self._run(starts, limit_s)
+        for exit_code, _, errors in results:
+            if exit_code:
+                last = (errors.strip().splitlines() or [f"exit code {exit_code}"])[-1]
+                return {"error": last}
+        output = results[0][1].strip()
+        return {"rates": json.loads(output.splitlines()[-1]) if output else {}}
+
+    def _run(
+        self, starts: list[tuple[list[str], dict[str, str]]], limit_s: float
+    ) -> list[tuple[int, str, str]]:
+        """Run commands with additional variables at the same time.
+
+        Return exit code, stdout and stderr of each. Those that run longer than `limit_s` are
+        killed.
+        """
+        deadline = time.monotonic() + limit_s
+        self.processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **finding_modules(os.environ), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for command, environment in starts
+        ]
+        killer = threading.Timer(limit_s, self.stop_processes)
+        killer.daemon = True
+        killer.start()
+        results = []
+        for process in self.processes:
+            output, errors = process.communicate()
+            results.append((process.returncode, output, errors))
+        killer.cancel()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not finished within {limit_s:.0f} s")
+        return results
+
+
+if __name__ == "__main__":
+    signal.alarm(LIFETIME_S)
+    Agent().serve()
