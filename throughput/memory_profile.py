@@ -278,9 +278,8 @@ def write(folder: Path, history: History, profile: dict) -> str:
             [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))],
         ),
     ]
-    title = (
-        f"memory: {profile['benchmark']} {profile['config']}, {profile['device']}, {date(profile)}"
-    )
+    what = f"{profile['benchmark']} {profile['config']}"
+    title = f"memory · {what} · {profile['device']} · {date(profile)}"
     write_text(folder / PAGE, page.render(title, sections))
     table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
     return "\n".join(

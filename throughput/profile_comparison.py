@@ -88,7 +88,7 @@ def sections(before: dict[str, Any], after: dict[str, Any]) -> list[Section]:
 
 def title(before: dict[str, Any], after: dict[str, Any]) -> str:
     machines = " and ".join(dict.fromkeys((before["device"], after["device"])))
-    return f"profiles compared: {after['benchmark']}, {machines}, {report.date(after)}"
+    return f"profiles compared · {after['benchmark']} · {machines} · {report.date(after)}"
 
 
 def _headline(before: dict[str, Any], after: dict[str, Any]) -> Section:

@@ -190,8 +190,8 @@ def text(profile: dict) -> str:
 
 def title(profile: dict) -> str:
     """Return the title of the page: what was profiled, machine and date."""
-    what = f"profile: {profile['benchmark']} {profile['config']}"
-    return f"{what}, {profile['device']}, {report.date(profile)}"
+    what = f"{profile['benchmark']} {profile['config']}"
+    return f"profile · {what} · {profile['device']} · {report.date(profile)}"
 
 
 def sections(profile: dict) -> list[Section]:

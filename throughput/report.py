@@ -54,8 +54,8 @@ FACTS = {
 
 def title(what: str, data: dict[str, Any]) -> str:
     """Return the title of a page: measurement, machine and date."""
-    day = f", {date(data)}" if "started" in data else ""
-    return f"{what}: {machine_name(data)}{day}"
+    day = f" · {date(data)}" if "started" in data else ""
+    return f"{what} · {machine_name(data)}{day}"
 
 
 def machine_name(data: dict[str, Any]) -> str:

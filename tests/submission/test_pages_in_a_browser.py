@@ -10,6 +10,8 @@ from PIL import Image
 from synthetic_run import write_run
 
 from submission import report
+from throughput import report as throughput_report
+from throughput.tables import Section
 
 pytestmark = pytest.mark.slow
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -71,7 +73,19 @@ def pages(tmp_path_factory):
         "comparison": (runs[0] / "compared_with_two.html", 3),
         "series": (series / "report.html", 1),
         "runs": (root / "report.html", 0),
+        "measurement": (_measurement(root / "measurement"), 0),
     }
+
+
+def _measurement(folder):
+    """The page of a measurement of `throughput`, with more columns than a phone shows."""
+    heads = ("call", *(f"column {number}" for number in range(9)))
+    rows = tuple((f"shape {row}", *("123.4" for _ in heads[1:])) for row in range(10))
+    numbers = (False, *(True for _ in heads[1:]))
+    table = Section("Matrix products", "measured here", heads, numbers, rows)
+    folder.mkdir()
+    throughput_report.write(folder, "gemm · H200 · 2026-11-23", [table])
+    return folder / "page.html"
 
 
 @pytest.fixture
@@ -104,7 +118,7 @@ def opened(browser, request):
 
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
-@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs"])
+@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs", "measurement"])
 def test_charts_are_drawn_and_nothing_is_loaded(opened, pages, name, width, scheme):
     path, charts = pages[name]
     page = opened(path, width, scheme)
@@ -124,7 +138,7 @@ HIDDEN = """() => [...document.querySelectorAll(".scroll")].map(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs"])
+@pytest.mark.parametrize("name", ["run", "comparison", "series", "runs", "measurement"])
 def test_a_table_that_goes_on_has_a_shadow_at_its_edge(opened, pages, name, scheme):
     page = opened(pages[name][0], 400, scheme)
     for index, hidden in enumerate(page.evaluate(HIDDEN)):
