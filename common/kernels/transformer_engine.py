@@ -12,10 +12,12 @@ GPUs, where dQ is summed in 32 bits: 16 bits overflow on gfx942 at 8,192 positio
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ ENVIRONMENT = {
     "NVTE_CK_IS_V3_ATOMIC_FP32": "1",
 }
 GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
+# Libraries of cuDNN that the others need.
+LOADED_FIRST = ("libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_cnn.so.9")
 STORAGE = "transformer_engine.pytorch.tensor.storage.float8_tensor_storage"
 
 
@@ -37,40 +41,30 @@ def require() -> None:
     """Import the package. Raises ImportError, AttributeError if it lacks a function."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if folder := folder_of_cudnn():
-        os.environ.setdefault("CUDNN_HOME", folder)
-    if cudnn := cudnn_of_torch():
-        os.environ.setdefault("CUDNN_PATH", cudnn)
+    load_cudnn_of_torch()
     importlib.import_module("transformer_engine.pytorch").DotProductAttention  # noqa: B018
     importlib.import_module(GEMM).general_gemm  # noqa: B018
     importlib.import_module(STORAGE).Float8TensorStorage  # noqa: B018
 
 
-def cudnn_of_torch() -> str:
-    """Return the directory of the cuDNN package that torch's wheel uses, "" without one.
+def load_cudnn_of_torch() -> None:
+    """Load every library of the cuDNN package that torch's wheel uses. Without one, do nothing.
 
-    Transformer Engine prefers the system's cuDNN. Beside another version that torch has loaded, its
-    import then fails with an undefined symbol.
-    """
-    try:
-        spec = importlib.util.find_spec("nvidia.cudnn")
-    except ImportError:
-        return ""
-    locations = spec.submodule_search_locations if spec else None
-    return next(iter(locations), "") if locations else ""
-
-
-def folder_of_cudnn() -> str:
-    """Return the folder of the cuDNN that torch's wheels use, "" if there is none.
-
-    Transformer Engine prefers the system's cuDNN. Two versions in one process do not work: the
-    second fails with an undefined symbol.
+    torch loads some of them when it needs them. Transformer Engine would then load the others from
+    the system's cuDNN, and fail with an undefined symbol if that is another version.
     """
     try:
         spec = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
-        return ""
-    return next(iter(spec.submodule_search_locations or ()), "") if spec else ""
+        return
+    folder = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
+    if not folder:
+        return
+    os.environ.setdefault("CUDNN_HOME", folder)  # read by Transformer Engine
+    libraries = {path.name: path for path in Path(folder, "lib").glob("libcudnn*.so.*")}
+    first = [name for name in LOADED_FIRST if name in libraries]
+    for name in [*first, *sorted(libraries.keys() - set(first))]:
+        ctypes.CDLL(str(libraries[name]), mode=ctypes.RTLD_GLOBAL)
 
 
 def product(

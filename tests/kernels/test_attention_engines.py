@@ -1,6 +1,5 @@
 """Attention by optional packages, through stand-ins for them that compute by SDPA. tests/gpu runs FlashAttention-4; AITER was never run by us."""
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -282,16 +281,3 @@ def test_refused_without_the_package_or_its_functions(monkeypatch, name, package
     with pytest.raises(ConfigError) as caught:
         attention_backends("cpu")
     assert why in caught.value.why and "ATTENTION_ENGINE" in caught.value.do
-
-
-def test_transformer_engine_uses_the_cudnn_of_torch(tmp_path, monkeypatch):
-    """The system's cuDNN beside torch's ended the import with an undefined symbol, on an H200."""
-    package = tmp_path / "nvidia" / "cudnn"
-    package.mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("nvidia", "nvidia.cudnn"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    found = transformer_engine.cudnn_of_torch()
-    assert found.endswith("nvidia/cudnn")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert transformer_engine.cudnn_of_torch() == ""

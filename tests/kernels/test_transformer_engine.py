@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,22 +105,40 @@ def test_fp8_products_take_our_numbers_and_scales(library, gradient):
     assert library.layouts == ["TN"]
 
 
+@pytest.fixture
+def cudnn(tmp_path, monkeypatch):
+    """A wheel of cuDNN. Yields its folder and the list of libraries that are loaded from it."""
+    folder = tmp_path / "nvidia" / "cudnn"
+    (folder / "lib").mkdir(parents=True)
+    for name in ("adv", "cnn", "graph", "ops"):
+        (folder / "lib" / f"libcudnn_{name}.so.9").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", lambda name: spec)
+    loaded: list[str] = []
+    load = lambda path, mode: loaded.append(Path(path).name)  # noqa: E731
+    monkeypatch.setattr(transformer_engine.ctypes, "CDLL", load)
+    return folder, loaded
+
+
 @pytest.mark.parametrize("own", [True, False])
-def test_it_takes_the_cudnn_of_torch(monkeypatch, library, own):
+def test_it_takes_the_cudnn_of_torch(monkeypatch, library, cudnn, own):
+    """The system's cuDNN beside torch's ended the import with an undefined symbol, on an H200."""
+    folder, loaded = cudnn
     monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
     if not own:
         monkeypatch.delenv("CUDNN_HOME")
-    monkeypatch.setattr(transformer_engine, "folder_of_cudnn", lambda: "/site/nvidia/cudnn")
     transformer_engine.require()
-    assert os.environ["CUDNN_HOME"] == ("/opt/cudnn" if own else "/site/nvidia/cudnn")
+    assert os.environ["CUDNN_HOME"] == ("/opt/cudnn" if own else str(folder))
+    assert loaded == [f"libcudnn_{name}.so.9" for name in ("graph", "ops", "cnn", "adv")]
 
 
-def test_without_a_wheel_of_cudnn_the_system_decides(monkeypatch):
+def test_without_a_wheel_of_cudnn_the_system_decides(monkeypatch, cudnn):
     def missing(name):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", missing)
-    assert transformer_engine.folder_of_cudnn() == ""
+    transformer_engine.load_cudnn_of_torch()
+    assert cudnn[1] == []
 
 
 def test_the_environment_allows_fused_attention_only(monkeypatch, library):
