@@ -38,11 +38,13 @@ FIRST_RUNS = {
 RECORDINGS = FIRST_RUNS | {
     "failure": Recording("./run_and_time.sh llama31_8b --set max_samples=1024"),
     "series": Recording(
-        "./run_and_time.sh llama31_8b --max-failures 1 --set max_samples=5120", 80, {"NEXP": "2"}
+        "./run_and_time.sh llama31_8b --miniature --max-failures 1 --set max_samples=9216",
+        environment={"NEXP": "2"},
     ),
     "convert": Recording(
-        "./run_and_time.sh llama31_8b prepare convert --input docs --tokenizer "
-        "data/llama31_8b-miniature/tokenizer.model --data-dir $RESULTS/data"
+        "mkdir -p $RESULTS; cat docs/*.md > $RESULTS/docs.txt; "
+        "./run_and_time.sh llama31_8b prepare convert --input $RESULTS/docs.txt "
+        "--tokenizer data/llama31_8b-miniature/tokenizer.model --output-prefix $RESULTS/docs"
     ),
     "suite": Recording(
         "./run_and_time.sh throughput suite --quick --device cpu --out $RESULTS/suite"
@@ -57,7 +59,7 @@ def record(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
         results = Path(folder) / "results"
-        variables = {"LOGDIR": str(results), "RESULTS": str(results)} | recording.environment
+        variables = {"RESULTS": str(results)} | recording.environment
         settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items())
         script = f"export {settings}; cd {shlex.quote(str(ROOT))}; clear; {recording.command}"
         shell = f"{script}; echo $? > {shlex.quote(str(ended))}; sleep 60"
@@ -79,7 +81,7 @@ def record(name: str) -> None:
         code = ended.read_text().strip() if ended.exists() else "none: it was stopped"
         text = pane.rstrip().replace(str(results), "results").replace(str(ROOT), "/llama")
         text = re.sub(r"/tmp/\S*/results", "results", text)
-    shown = recording.command.replace("$RESULTS/", "")
+    shown = recording.command.rpartition("; ")[2].replace("$RESULTS/", "")
     before = "".join(f"{key}={value} " for key, value in recording.environment.items())
     lines = [f"$ {before}{shown}   # {recording.columns} columns", text, f"# exit code {code}", ""]
     (FOLDER / f"{name}.txt").write_text("\n".join(lines))
