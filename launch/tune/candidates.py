@@ -21,6 +21,9 @@ from launch.plan.estimate import Workload
 Value = str | int | None
 Changes = dict[str, Value]
 
+# A way to use the memory is not tried if `plan` expects its step to be so much longer than the
+# fastest: larger micro-batches gain less than recomputing so many layers costs.
+SLOWER_BY_PLAN = 1.15
 EXPANDABLE = "expandable_segments:True"
 # Variable -> values to try, None for unset, by vendor ("" for a CPU). Variables that prevent hangs
 # or failures, such as HSA_NO_SCRATCH_RECLAIM and NCCL_NVLS_ENABLE, are not listed: they stay.
@@ -97,9 +100,14 @@ def arrangements(base: RunConfig, work: Workload, kind: GpuKind | None) -> list[
                     found.append(reduced(base, changes | moments | layers))
     distinct = [changes for index, changes in enumerate(found) if changes not in found[:index]]
     others = [changes for changes in distinct if changes]
-    if kind is not None and kind.efficiency:
-        others.sort(key=lambda each: plan.estimate(changed(base, each), work, kind, None).step_s)
-    return others
+    if kind is None or not kind.efficiency:
+        return others
+    planned = [plan.estimate(changed(base, each), work, kind, None).step_s for each in others]
+    return [
+        others[index]
+        for index in sorted(range(len(others)), key=planned.__getitem__)
+        if planned[index] <= SLOWER_BY_PLAN * min(planned)
+    ]
 
 
 def _storages(base: RunConfig, work: Workload) -> list[Changes]:
@@ -133,7 +141,8 @@ def _moments(config: RunConfig, work: Workload, kind: GpuKind | None) -> list[Ch
 def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator[Changes]:
     """Yield the numbers of layers to recompute or offload: none if that fits, else the fewest.
 
-    Half of the layers are offloaded as well: then each copy has the time of two layers.
+    The fewest are counted with and without HEADROOM, since the plan may err by 1 %. Half of the
+    layers are offloaded as well: then each copy has the time of two layers.
     """
     start = _without_saving(config)
     none: Changes = {key: 0 for key in SAVING_LAYERS if config.has_key(key)}
@@ -143,13 +152,15 @@ def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator
     assert kind is not None
     key = "offload_layers" if work.lora_rank else "recompute_layers"
     roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
-    fewest = plan.fewest_layers(start, work, roomy, key)
+    fewest = plan.fewest_layers(start, work, kind, key)
     if fewest is None:
         return
-    yield none | {key: fewest}
+    counts = {fewest, plan.fewest_layers(start, work, roomy, key) or fewest}
     half = work.shape.num_layers // 2
     if key == "offload_layers" and half > fewest:
-        yield none | {key: half}
+        counts.add(half)
+    for count in sorted(counts):
+        yield none | {key: count}
 
 
 def _without_saving(config: RunConfig) -> RunConfig:

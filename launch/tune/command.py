@@ -141,7 +141,9 @@ def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurem
                 stderr=output,
             )
         if ending.signal_number:
-            raise Interrupted(ending.signal_number)
+            interrupted = Interrupted(ending.signal_number)
+            interrupted.do = "continue with --resume"
+            raise interrupted
         seconds = time.monotonic() - began
         if ending.stopped:
             return Measurement(changes, length, "stopped", seconds)

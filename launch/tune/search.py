@@ -35,8 +35,9 @@ MEMORY_SHARE = 0.5
 KEPT_SHARE = 1 / 3  # candidates of a round that are measured for long; at least 2
 CLOSE = 1.05  # a candidate that is slower than that, by the short measurement, is not kept
 WORTH = 0.998  # a setting is changed if that shortens the step at least so much
-# A measurement is stopped after this time, or three times the longest one that succeeded.
-LEAST_LIMIT_S = 30.0
+# A measurement is stopped after this time, or three times the longest one that succeeded. Before one
+# has succeeded, it is stopped after a third of the time for the search.
+LEAST_LIMIT_S = 60.0
 
 
 class OutOfTime(Exception):
@@ -203,7 +204,7 @@ class Search:
         spent_s = self.journal.seconds
         if spent_s >= self.budget_s:
             raise OutOfTime
-        limit_s = max(LEAST_LIMIT_S, 3 * max((each.seconds for each in self._done()), default=0))
+        limit_s = self._limit_s()
 
         def stop(seconds: float) -> bool:
             self.show(spent_s + seconds)
@@ -219,6 +220,13 @@ class Search:
         self.show(self.journal.seconds)
         self.on_result(measurement)
         return measurement
+
+    def _limit_s(self) -> float:
+        """Return the seconds after which a measurement is stopped."""
+        done = self._done()
+        if not done:
+            return self.budget_s / 3
+        return max(LEAST_LIMIT_S, 3 * max(each.seconds for each in done))
 
     def _steps(self, length: str) -> int:
         """Return the number of timed steps, from the time of a step of the first measurement."""

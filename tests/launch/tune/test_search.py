@@ -141,7 +141,7 @@ def test_it_ends_with_its_time_and_returns_the_fastest_so_far(tmp_path):
 
 
 def test_a_slow_candidate_is_stopped(tmp_path):
-    """The limit is three times the longest measurement, at least 30 seconds."""
+    """The limit is three times the longest measurement, at least 60 seconds."""
 
     class Slow(StandIn):
         def __call__(self, changes, length, steps, stop):
