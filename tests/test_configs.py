@@ -16,9 +16,9 @@ from common.paths import ROOT
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
+from launch.tune.candidates import COLLECTIVE_VARIABLES, STREAM_PRIORITY
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import Config
-from throughput.run_settings import candidates
 
 pytestmark = pytest.mark.quick
 
@@ -179,11 +179,9 @@ def test_amd_configs_set_no_variable_of_nvidia(path):
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_queues_priorities_and_channels_are_left_to_the_libraries(path):
-    """They are candidates to time, by `throughput settings --steps`: no shipped number was measured with this package."""
-    timed = {
-        name for is_rocm in (True, False) for candidate in candidates(is_rocm) for name in candidate
-    }
-    assert not ({"TORCH_NCCL_HIGH_PRIORITY", "NCCL_MIN_CTAS"} | timed) & read(path).env.keys()
+    """`tune` varies them: no shipped number was measured with this package."""
+    tuned = {STREAM_PRIORITY, *COLLECTIVE_VARIABLES["amd"], *COLLECTIVE_VARIABLES["nvidia"]}
+    assert not ({"TORCH_NCCL_HIGH_PRIORITY", "NCCL_MIN_CTAS"} | tuned) & read(path).env.keys()
 
 
 def _error(**changes) -> ConfigError:

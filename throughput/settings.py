@@ -10,8 +10,7 @@ first that works (common/kernels/attention.py).
 
 Each further line is one Tile of common/kernels/architecture.py. The shipped one is marked. A
 candidate that does not compile, or whose results differ from its reference's, shows the reason
-instead of a time. With --steps, whole steps are timed instead, with other settings of streams,
-queues and channels (throughput/run_settings.py).
+instead of a time. `tune` times whole steps with other engines and variables.
 
 If a line is faster on your GPU, put it into the kernel's `_settings` function and run pytest
 tests/kernels. Then send us both, with the first line of the output.
@@ -40,7 +39,6 @@ from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_c
 from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
 from throughput import options as common
-from throughput import run_settings
 
 SECONDS = 0.02
 # Op of a case in common/training/kernel_cases.py -> the settings function that it launches with.
@@ -77,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences per micro-batch (default: 2, with adapters 1)",
     )
     parser.add_argument(
-        "--steps",
-        type=common.whole,
-        metavar="N",
-        help="time N whole steps with other queues, priorities and channels instead of kernels",
-    )
-    parser.add_argument(
         "--only",
         default="",
         metavar="OP",
@@ -100,12 +92,6 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device("cuda")
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
-    if options.steps:
-        for line in run_settings.lines(
-            options.benchmark, options.steps, torch.version.hip is not None
-        ):
-            print(line, flush=True)
-        return 0
     sizes = sizes_of(options)
     for line in itertools.chain(
         attention_lines(sizes, device) if options.only in "attention" else (),

@@ -139,28 +139,27 @@ def _moments(config: RunConfig, work: Workload, kind: GpuKind | None) -> list[Ch
 
 
 def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator[Changes]:
-    """Yield the numbers of layers to recompute or offload: none if that fits, else the fewest.
+    """Yield the numbers of layers to recompute or offload: the fewest with which the config fits.
 
-    The fewest are counted with and without HEADROOM, since the plan may err by 1 %. Half of the
-    layers are offloaded as well: then each copy has the time of two layers.
+    They are counted with and without HEADROOM, since the plan may err. Half of the layers are
+    offloaded as well: then each copy has the time of two layers.
     """
     start = _without_saving(config)
     none: Changes = {key: 0 for key in SAVING_LAYERS if config.has_key(key)}
-    if _fits(start, work, kind):
+    if kind is None:
         yield none
         return
-    assert kind is not None
     key = "offload_layers" if work.lora_rank else "recompute_layers"
-    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
-    fewest = plan.fewest_layers(start, work, kind, key)
-    if fewest is None:
-        return
-    counts = {fewest, plan.fewest_layers(start, work, roomy, key) or fewest}
+    counts = set()
+    for gpu in (kind, replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))):
+        fewest = 0 if _fits(start, work, gpu) else plan.fewest_layers(start, work, gpu, key)
+        if fewest is not None:
+            counts.add(fewest)
     half = work.shape.num_layers // 2
-    if key == "offload_layers" and half > fewest:
+    if key == "offload_layers" and counts and 0 < max(counts) < half:
         counts.add(half)
     for count in sorted(counts):
-        yield none | {key: count}
+        yield none | ({key: count} if count else {})
 
 
 def _without_saving(config: RunConfig) -> RunConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis
 from launch.job import Job, torchrun_command, trainer_environment
 from launch.plan.benchmark import workload
-from launch.processes.supervise import supervise
+from launch.processes.supervise import kill_processes_of, supervise
 from launch.run_directory import git
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, arrangements, changed, settings
@@ -120,8 +121,10 @@ def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurem
         changes: Changes, length: str, steps: int, stop: Callable[[float], bool]
     ) -> Measurement:
         place = folder / f"measurement_{len(journal.measurements) + 1:03}"
-        place.mkdir(exist_ok=True)  # it may be left by a search that was killed
-        (place / RESULT).unlink(missing_ok=True)
+        if place.exists():  # left by a search that was killed, whose ranks may still be ending
+            kill_processes_of(place)
+            shutil.rmtree(place)
+        place.mkdir()
         config = changed(job.config, changes)
         candidate = replace(job, selection=replace(job.selection, config=config))
         file = place / job.selection.path.name

@@ -35,8 +35,8 @@ MEMORY_SHARE = 0.5
 KEPT_SHARE = 1 / 3  # candidates of a round that are measured for long; at least 2
 CLOSE = 1.05  # a candidate that is slower than that, by the short measurement, is not kept
 WORTH = 0.998  # a setting is changed if that shortens the step at least so much
-# A measurement is stopped after this time, or three times the longest one that succeeded. Before one
-# has succeeded, it is stopped after a third of the time for the search.
+# A measurement is stopped after this time, or three times the longest one that succeeded. Until one
+# has succeeded, the limit is a third of the time for the search.
 LEAST_LIMIT_S = 60.0
 
 

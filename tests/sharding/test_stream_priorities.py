@@ -1,0 +1,53 @@
+"""Priorities of the streams of compute and of the reduction of gradients."""
+
+import pytest
+import torch
+
+from common.benchmarks import load_all
+from common.errors import ConfigError
+from common.paths import ROOT
+from common.sharding import processes, zero
+from llama2_70b_lora import train as lora
+from llama31_8b import train as pretraining
+
+
+def test_compute_has_a_high_priority_only_where_no_nccl_kernel_runs_beside_it():
+    found = {
+        name: pretraining.high_priority_compute(config)
+        for name, config in load_all(ROOT, "llama31_8b").items()
+    }
+    assert (
+        found["H200_1x8"] and found["B200_1x8"] and not found["H100_1x8"] and not found["H200_2x8"]
+    )
+    assert found["H200_1x1"], "on one GPU nothing is sent"
+    assert not any(high for name, high in found.items() if name.startswith("MI"))
+    assert not any(
+        lora.high_priority_compute(config) for config in load_all(ROOT, "llama2_70b_lora").values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("hip", "asked", "made"), [(None, True, [-1]), (None, False, []), ("7.2", True, [])]
+)
+def test_hip_gets_no_stream_of_high_priority(monkeypatch, hip, asked, made):
+    priorities = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority=0: priorities.append(priority)
+    )
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes, "mesh_of", lambda *_: None)
+    processes.start_processes("cuda", 60.0, asked)
+    assert priorities == made
+
+
+def test_the_priority_of_the_reduction_is_normal_unless_asked_for(monkeypatch):
+    monkeypatch.delenv(zero.STREAM_PRIORITY, raising=False)
+    assert zero.stream_priority() == 0
+    monkeypatch.setenv(zero.STREAM_PRIORITY, "-1")
+    assert zero.stream_priority() == -1
+    monkeypatch.setenv(zero.STREAM_PRIORITY, "high")
+    with pytest.raises(ConfigError, match="high"):
+        zero.stream_priority()
