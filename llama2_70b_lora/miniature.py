@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.data import corpus
@@ -22,6 +21,7 @@ from common.data.manifest import PairFacts, sha256_of
 from common.data.preparation import Recipe, build_once
 from common.errors import StorageError
 from common.model.checkpoint_names import FUSED, SINGLE, parts_of
+from common.model.checkpoint_writer import write_file
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.linear_layers import LinearLayers
@@ -98,8 +98,8 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
     # In bf16 and with fused projections, as in MLCommons' checkpoint.
     for name, parts in parts_of(model.shape, FUSED).items():
         rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
-        tensors |= {part.name: values.clone() for part, values in zip(parts, rows, strict=True)}
-    save_file(tensors, folder / SINGLE)
+        tensors |= {part.name: values for part, values in zip(parts, rows, strict=True)}
+    write_file(folder / SINGLE, tensors)
     return {}
 
 

@@ -488,6 +488,12 @@ def test_the_miniature_serves_the_training(built, capsys):
     assert not np.isin(pairs[:, 1], tokenizer.eos_id()).any()
 
 
+def test_the_files_of_the_base_have_one_mode_and_no_lock_is_left(built):
+    paths = list((built / "base").iterdir())
+    assert len({path.stat().st_mode for path in paths}) == 1
+    assert not [path.name for path in paths if path.name.startswith(".")]
+
+
 def test_the_miniature_is_built_once(built, copy, capsys):
     before = tree(copy)
     assert prepare.main(["miniature", "--data-dir", str(copy)]) == 0
