@@ -14,6 +14,7 @@ shows, and after LIFETIME_S in any case.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -30,6 +31,8 @@ from launch.preflight.nodes import facts, links
 from launch.processes.ranks import finding_modules
 
 LIFETIME_S = 7200
+GRACE_S = 5.0
+POLL_S = 0.1
 
 
 class Agent:
@@ -56,9 +59,18 @@ class Agent:
         os._exit(0)
 
     def stop_processes(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        """End the processes with SIGTERM, which lets them end their ranks, and after GRACE_S kill
+        them.
+        """
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_number)
+            deadline = time.monotonic() + GRACE_S
+            while any(process.poll() is None for process in self.processes):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_S)
 
     def do_facts(self) -> dict:
         return facts.read(os.environ)
@@ -150,6 +162,7 @@ class Agent:
             output, errors = process.communicate()
             results.append((process.returncode, output, errors))
         killer.cancel()
+        self.processes = []
         if time.monotonic() > deadline:
             raise TimeoutError(f"not finished within {limit_s:.0f} s")
         return results

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from launch.job import PORT
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.nodes import judge, kernel_log, page
 from launch.preflight.nodes.judge import Pair
-from launch.preflight.nodes.remote import Remote, agent_command, at_once, node_names
+from launch.preflight.nodes.remote import Remote, agent_command, at_once, close, node_names
 
 FACTS_S = 60.0  # for an agent to start and read its facts
 LISTEN_S = 15.0
@@ -83,12 +82,11 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
     """
     names = node_names(options.nodes)
     commands = {name: agent_command(options.launcher, name, environment) for name in names}
-    with contextlib.ExitStack() as stack:
-        remotes = []
-        for name, command in commands.items():
-            remotes.append(Remote(name, command))
-            stack.callback(remotes[-1].close)
+    remotes = [Remote(name, command) for name, command in commands.items()]
+    try:
         report = check(remotes, options, environment)
+    finally:
+        close(remotes)
     write(report, options.out)
     print(json.dumps(report.as_dict(), indent=1) if options.json else text(report))
     inform(f"written to {options.out}/: passing_nodes.txt, failing_nodes.txt, nodes.html")

@@ -24,12 +24,13 @@ def sections(result: dict) -> list[Section]:
     verdicts = [_verdict(node, result) for node in nodes]
     cluster = [_cells(row) for row in result["cluster"]]
     proposed = [[name, value] for name, value in result["proposal"].items()]
-    state = "bad" if result["failing"] else "good"
+    refused = [row["check"] for row in result["cluster"] if row["verdict"] == "refuse"]
+    state = "bad" if result["failing"] or refused else "good"
     summary = f"{len(result['passing'])} of {len(nodes)} nodes pass"
     heads = ("verdict", "check", "value", "expected", "do")
     every = (0, 1, 2, 3, 4)
     found: list[Section] = [
-        ("", [html.banner(state, summary, *result["failing"])]),
+        ("", [html.banner(state, summary, *result["failing"], *refused)]),
         ("Nodes", [html.table(("node", "verdict", "reasons"), verdicts, (0, 1, 2))]),
         ("Network", [html.table(heads, cluster, every), html.table((), proposed)]),
         ("TCP in Gb/s", _matrix(nodes, rates, ".2f")),

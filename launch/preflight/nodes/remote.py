@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.errors import ConfigError
 from common.paths import ROOT
 
-END_S = 2.0  # for an agent to end after its stdin was closed
+END_S = 8.0  # for an agent to end its processes after its stdin was closed
 NODE = re.compile(r"[A-Za-z0-9_.:@-]+")
 CONNECT_S = 10
 
@@ -133,7 +133,7 @@ class Remote:
             self.process.stdin.flush()
             answer = self.answers.get(timeout=limit_s)
         except queue.Empty:
-            self.end()
+            self.close()
             raise NodeFailed(f"no answer to {do!r} within {limit_s:.0f} s") from None
         except OSError:
             answer = None
@@ -148,19 +148,28 @@ class Remote:
         lines = self.errors.read().strip().splitlines()
         return f"its agent ended at {do!r}: {lines[-1] if lines else self.process.returncode}"
 
-    def close(self) -> None:
-        """Close the agent's stdin, at which it ends, and kill the launcher after END_S."""
+    def close_stdin(self) -> None:
+        """Close the agent's stdin. The agent then ends its processes and itself."""
         with contextlib.suppress(OSError):
             if self.process.stdin:
                 self.process.stdin.close()
+
+    def close(self) -> None:
+        """Close the agent's stdin, and kill the launcher after END_S."""
+        self.close_stdin()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
-        self.end()
-
-    def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def close(remotes: Sequence[Remote]) -> None:
+    """End all agents at the same time."""
+    for remote in remotes:
+        remote.close_stdin()
+    with ThreadPoolExecutor(max(len(remotes), 1)) as pool:
+        list(pool.map(Remote.close, remotes))
 
 
 def at_once(
@@ -180,4 +189,7 @@ def at_once(
                 answers[name] = future.result()
             except NodeFailed as error:
                 failures[name] = str(error)
+            except BaseException:  # Ctrl-C: without its agent no thread waits any longer
+                close(remotes)
+                raise
     return answers, failures

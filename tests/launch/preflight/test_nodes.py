@@ -1,5 +1,6 @@
 """Preflight of several nodes: judgments on made-up facts, and five network namespaces of this machine as hosts."""
 
+import itertools
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+from toy import alive, wait_until
 
 from common.errors import ConfigError
 from launch.preflight import __main__ as verb
@@ -179,8 +181,8 @@ def test_the_launcher_fits_the_place(tmp_path):
         remote.agent_command("telnet", "a", path)
 
 
-@pytest.mark.quick
-def test_a_node_that_hangs_or_ends_delays_nobody():
+def test_a_node_that_hangs_or_ends_delays_nobody(monkeypatch):
+    monkeypatch.setattr(remote, "END_S", 1.0)
     commands = {"hangs": ["sleep", "60"], "ends": ["sh", "-c", "echo no route >&2; exit 255"]}
     remotes = [remote.Remote(name, command) for name, command in commands.items()]
     start = time.monotonic()
@@ -189,6 +191,23 @@ def test_a_node_that_hangs_or_ends_delays_nobody():
         each.close()
     assert time.monotonic() - start < 10
     assert "no answer" in failures["hangs"] and "no route" in failures["ends"]
+
+
+def test_an_agent_takes_its_processes_with_it(tmp_path):
+    """A lost connection closes the agent's stdin. What it started must not go on measuring."""
+    pid_file = tmp_path / "pid"
+    script = (
+        "import sys; from launch.preflight.nodes.agent import Agent; agent = Agent();"
+        f"agent.do_check = lambda: agent._run([(['sh', '-c', 'echo $$ > {pid_file}; sleep 60'], {{}})], 60);"
+        "agent.serve()"
+    )
+    each = remote.Remote("here", [sys.executable, "-c", script])
+    assert each.process.stdin
+    each.process.stdin.write('{"do": "check"}\n')
+    each.process.stdin.flush()
+    wait_until(pid_file.exists, 30)
+    each.close()
+    assert not alive(tmp_path)
 
 
 # --- namespaces -------------------------------------------------------------------------------------------------------
@@ -204,7 +223,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """Five hosts on one bridge, each a network namespace named like its address: 400 Mbit/s, and SLOW with 40."""
+    """Five hosts on one bridge, each a network namespace named like its address: 200 Mbit/s, and SLOW with 40."""
     if not shutil.which("ip") or not shutil.which("tc"):
         pytest.skip("ip and tc are not installed")
     nodes = [GOOD, ALSO_GOOD, SLOW, CLOSED, OTHER]
@@ -222,7 +241,7 @@ def namespaces():
             ip("-n", node, "address", "add", f"{node}/24", "dev", "fabric0")
             ip("-n", node, "link", "set", "fabric0", "up")
             ip("-n", node, "link", "set", "lo", "up")
-            rate = "40mbit" if node == SLOW else "400mbit"
+            rate = "40mbit" if node == SLOW else "200mbit"
             shape = (
                 f"tc -n {node} qdisc add dev fabric0 root tbf rate {rate} burst 64k latency 50ms"
             )
@@ -274,8 +293,25 @@ def test_each_fault_is_found_and_named(namespaces, tmp_path, monkeypatch, capsys
         )
     result = json.loads((out / "nodes.json").read_text())
     rates = {(link["from"], link["to"]): link.get("gbit_s") for link in result["links"]}
-    assert len(rates) == 12 and 0.1 < rates[GOOD, ALSO_GOOD] < 0.5 and rates[SLOW, GOOD] < 0.06
+    assert len(rates) == 12 and 0.1 < rates[GOOD, ALSO_GOOD] < 0.25 and rates[SLOW, GOOD] < 0.06
     assert result["proposal"] == {"NCCL_SOCKET_IFNAME": "=fabric0"}
     measured = {row["check"]: row["verdict"] for row in result["cluster"]}
     assert measured["all-reduce"] in ("ok", "warn") and measured["all-to-all"] in ("ok", "warn")
     assert "fabric0" not in printed.err and GOOD in (out / "nodes.html").read_text()
+
+
+@pytest.mark.slow
+def test_healthy_nodes_pass_with_every_pair_measured(namespaces, tmp_path, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    nodes = [GOOD, ALSO_GOOD, OTHER]
+    out = tmp_path / "out"
+    arguments = ["--nodes", ",".join(nodes), "--launcher", "ip netns exec {node}", "--quick"]
+    code = verb.main([*arguments, "--device", "cpu", "--out", str(out)])
+    result = json.loads((out / "nodes.json").read_text())
+    assert result["failing"] == {} and code == 0
+    assert (out / "passing_nodes.txt").read_text().split() == nodes
+    assert {frozenset(pair["nodes"]) for pair in result["pairs"]} == {
+        frozenset(pair) for pair in itertools.combinations(nodes, 2)
+    }
+    assert all(0.02 < pair["all-reduce"] < 0.25 for pair in result["pairs"])
