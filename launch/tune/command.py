@@ -26,7 +26,7 @@ from launch.processes.supervise import kill_processes_of, supervise
 from launch.run_directory import git
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, arrangements, changed, settings
-from launch.tune.search import Journal, Measurement, Search, identity, text_of
+from launch.tune.search import Journal, Measurement, Search, identity, text_of, text_of_value
 
 WARMUP_STEPS = {"short": 1, "long": 2}
 RESULT = "result.json"
@@ -50,7 +50,7 @@ def print_candidates(job: Job) -> int:
     for changes in [{}, *ways]:
         print(text_of(changes))
     for name, values in others.items():
-        print(f"{name}:", ", ".join("unset" if each is None else str(each) for each in values))
+        print(f"{name}: {', '.join(map(text_of_value, values))}")
     return 0
 
 

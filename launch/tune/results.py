@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
 from common.config import RunConfig
@@ -16,10 +15,10 @@ from launch.job import Job
 from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
 from launch.tune.candidates import Changes, Value, changed, value_of
-from launch.tune.search import Journal, Measurement, best_of, text_of
+from launch.tune.search import Journal, Measurement, best_of, text_of, text_of_value
 
 HEAD = ["step ms", "against best", "spread", "peak GiB", "planned GiB", "changes"]
-WORTH_HEAD = ["setting", "value", "fastest step ms", "against best"]
+WORTH_HEAD = ["setting", "value", "step ms", "against best", "other settings"]
 HARDWARE = ("gpu", "nodes", "gpus_per_node", "miniature")
 
 
@@ -40,6 +39,16 @@ def outcome_text(measurement: Measurement) -> str:
 
 
 @dataclass(frozen=True)
+class Worth:
+    """A measurement with one value of a setting. `same`: all else is as in the best config."""
+
+    name: str
+    value: Value
+    measurement: Measurement
+    same: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A search's journal and the changes that it found best."""
 
@@ -56,6 +65,11 @@ class Outcome:
     def config(self) -> RunConfig:
         """The config that the search found."""
         return changed(self.base, self.best)
+
+    @property
+    def machine(self) -> str:
+        """The GPUs, or "a CPU"."""
+        return str(self.journal.facts["gpus"]) if self.job.selection.device == "cuda" else "a CPU"
 
     def distinct(self) -> list[Measurement]:
         """Return one measurement of each candidate, its longest one, the fastest first."""
@@ -93,28 +107,37 @@ class Outcome:
             rows.append([*first, *last])
         return rows
 
-    def worth(self) -> Iterator[tuple[str, Value, float]]:
-        """Yield setting, value, and milliseconds of the fastest step that was measured with it."""
-        done = [each for each in self.distinct() if each.outcome == "done"]
+    def worth(self) -> list[Worth]:
+        """Return what each value of each setting is worth, the fastest value first."""
         names = sorted({name for each in self.journal.measurements for name in each.changes})
-        for name in names:
-            best: dict[Value, float] = {}
-            for each in done:
-                value = value_of(changed(self.base, each.changes), name)
-                best.setdefault(value, each.step_ms)  # `done` is sorted, the fastest first
-            for value, step_ms in best.items():
-                yield name, value, step_ms
+        return [each for name in names for each in self._worth_of(name)]
+
+    def _worth_of(self, name: str) -> list[Worth]:
+        """Return the measurement that shows best what each value of the setting `name` is worth.
+
+        That is the best config with this value, else the fastest candidate with it.
+        """
+        found: dict[Value, Worth] = {}
+        for each in self.distinct():  # the fastest first
+            config = changed(self.base, each.changes)
+            value = value_of(config, name)
+            same = changed(config, {name: value_of(self.config, name)}) == self.config
+            if value not in found or (same and not found[value].same):
+                found[value] = Worth(name, value, each, same)
+        return sorted(found.values(), key=lambda each: each.measurement.step_ms)
 
     def worth_rows(self) -> list[list[str]]:
-        return [
-            [
-                name,
-                "unset" if value is None else str(value),
-                f"{step_ms:,.1f}",
-                self.against_best(step_ms),
-            ]
-            for name, value, step_ms in self.worth()
-        ]
+        """Return the cells of WORTH_HEAD."""
+        rows = []
+        for each in self.worth():
+            step = outcome_text(each.measurement)
+            difference = "-"
+            if each.measurement.outcome == "done":
+                step = f"{each.measurement.step_ms:,.1f}"
+                difference = self.against_best(each.measurement.step_ms)
+            others = "as in the best" if each.same else "differ"
+            rows.append([each.name, text_of_value(each.value), step, difference, others])
+        return rows
 
     def table(self) -> list[str]:
         """Return the lines that `tune` prints."""
@@ -129,7 +152,7 @@ class Outcome:
         return [
             *table([HEAD, *self.rows()], ">>>>><"),
             "",
-            *table([WORTH_HEAD, *self.worth_rows()], "<<>>"),
+            *table([WORTH_HEAD, *self.worth_rows()], "<<>><"),
             "",
             f"best: {found}; the base config: {before}",
         ]
@@ -151,7 +174,7 @@ class Outcome:
                         (),
                         [
                             ["config", self.job.selection.path.name],
-                            ["GPUs", str(facts["gpus"])],
+                            ["machine", self.machine],
                             ["commit", str(facts["commit"])],
                             ["command", self.command],
                         ],
@@ -162,8 +185,13 @@ class Outcome:
             (
                 "What each setting is worth",
                 [
-                    {"notes": ["The fastest step that was measured with each value."]},
-                    html.table(WORTH_HEAD, self.worth_rows(), words=(0, 1)),
+                    {
+                        "notes": [
+                            "The best config with each value, where that was measured, else the "
+                            "fastest candidate with the value."
+                        ]
+                    },
+                    html.table(WORTH_HEAD, self.worth_rows(), words=(0, 1, 4)),
                 ],
             ),
             ("Candidates", [html.table(HEAD, self.rows(), words=(5,))]),
@@ -199,12 +227,12 @@ class Outcome:
         facts = self.journal.facts
         config = self.config
         header = [
-            f"# Tuned on {facts['gpus']}, {time.strftime('%Y-%m-%d')}, "
+            f"# Tuned on {self.machine}, {time.strftime('%Y-%m-%d')}, "
             f"commit {str(facts['commit'])[:12]}, from",
             f"# {self.job.selection.path.name}, by: {self.command}",
             f"# {self.fastest.step_ms:,.1f} ms a step, median of {len(self.fastest.times_ms)}",
         ]
-        tuned = {name for name, _, _ in self.worth()}
+        tuned = {each.name for each in self.worth()}
         groups: dict[str, list[str]] = {"hardware": header, "kept": [], "tuned": [], "env": []}
         for each in fields(config):
             value = getattr(config, each.name)
@@ -224,12 +252,14 @@ class Outcome:
         return "\n\n".join("\n".join(group) for group in groups.values() if group) + "\n"
 
     def _comment(self, setting: str) -> str:
-        """Return what was measured with each value of a setting, as a comment of its line."""
+        """Return what the best config measures with each value of a setting, as a comment."""
         parts = []
-        for name, value, step_ms in self.worth():
-            if name == setting:
-                shown = "unset" if value is None else str(value)
-                parts.append(f"{shown}: {step_ms:,.1f} ms")
+        for each in self.worth():
+            if each.name == setting and each.same:
+                measured = outcome_text(each.measurement)
+                if each.measurement.outcome == "done":
+                    measured = f"{each.measurement.step_ms:,.1f} ms"
+                parts.append(f"{text_of_value(each.value)}: {measured}")
         return f"  # {', '.join(parts)}" if parts else ""
 
 
