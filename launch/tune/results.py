@@ -17,7 +17,7 @@ from launch.plan.estimate import memory_peak
 from launch.tune.candidates import Changes, Value, changed, value_of
 from launch.tune.search import Journal, Measurement, best_of, text_of, text_of_value
 
-HEAD = ["step ms", "against best", "spread", "peak GiB", "planned GiB", "changes"]
+HEAD = ["step ms", "steps", "against best", "spread", "peak GiB", "planned GiB", "changes"]
 WORTH_HEAD = ["setting", "value", "step ms", "against best", "other settings"]
 HARDWARE = ("gpu", "nodes", "gpus_per_node", "miniature")
 
@@ -88,8 +88,15 @@ class Outcome:
         assert found is not None, "the search chooses among measured candidates"
         return found
 
-    def against_best(self, step_ms: float) -> str:
-        return f"{step_ms / self.fastest.step_ms - 1:+.1%}"
+    def against_best(self, measurement: Measurement) -> str:
+        """Return how much longer the step is than that of the best config.
+
+        A short measurement is compared with a short one: the machine may warm up.
+        """
+        reference = self.journal.find(self.best, measurement.length)
+        if reference is None or reference.outcome != "done":
+            reference = self.fastest
+        return f"{measurement.step_ms / reference.step_ms - 1:+.1%}"
 
     def rows(self) -> list[list[str]]:
         """Return the cells of HEAD for each candidate."""
@@ -101,9 +108,14 @@ class Outcome:
             last = [measured, f"{planned:.2f}", text_of(each.changes)]
             if each.outcome == "done":
                 spread = f"{min(each.times_ms):,.1f} to {max(each.times_ms):,.1f}"
-                first = [f"{each.step_ms:,.1f}", self.against_best(each.step_ms), spread]
+                first = [
+                    f"{each.step_ms:,.1f}",
+                    str(len(each.times_ms)),
+                    self.against_best(each),
+                    spread,
+                ]
             else:
-                first = [outcome_text(each), "-", "-"]
+                first = [outcome_text(each), "-", "-", "-"]
             rows.append([*first, *last])
         return rows
 
@@ -134,13 +146,13 @@ class Outcome:
             difference = "-"
             if each.measurement.outcome == "done":
                 step = f"{each.measurement.step_ms:,.1f}"
-                difference = self.against_best(each.measurement.step_ms)
+                difference = self.against_best(each.measurement)
             others = "as in the best" if each.same else "differ"
             rows.append([each.name, text_of_value(each.value), step, difference, others])
         return rows
 
-    def table(self) -> list[str]:
-        """Return the lines that `tune` prints."""
+    def summary(self) -> list[str]:
+        """Return the steps of the best and of the base config, and what the best one changes."""
         base = best_of(self.journal, {})
         tried = self.journal.find({}, "short")
         before = "not measured"
@@ -148,13 +160,19 @@ class Outcome:
             before = f"{base.step_ms:,.1f} ms"
         elif tried is not None:
             before = outcome_text(tried)
-        found = f"{self.fastest.step_ms:,.1f} ms a step with {text_of(self.best)}"
         return [
-            *table([HEAD, *self.rows()], ">>>>><"),
+            f"best: {self.fastest.step_ms:,.1f} ms a step; the base config: {before}",
+            f"changes: {text_of(self.best)}",
+        ]
+
+    def table(self) -> list[str]:
+        """Return the lines that `tune` prints."""
+        return [
+            *table([HEAD, *self.rows()], ">>>>>><"),
             "",
             *table([WORTH_HEAD, *self.worth_rows()], "<<>><"),
             "",
-            f"best: {found}; the base config: {before}",
+            *self.summary(),
         ]
 
     def page(self) -> str:
@@ -169,7 +187,7 @@ class Outcome:
             (
                 "",
                 [
-                    html.banner("good", self.table()[-1]),
+                    html.banner("good", *self.summary()),
                     html.table(
                         (),
                         [
@@ -194,7 +212,7 @@ class Outcome:
                     html.table(WORTH_HEAD, self.worth_rows(), words=(0, 1, 4)),
                 ],
             ),
-            ("Candidates", [html.table(HEAD, self.rows(), words=(5,))]),
+            ("Candidates", [html.table(HEAD, self.rows(), words=(6,))]),
             ("Failures", [html.table(["outcome", "changes", "error"], failures, words=(0, 1, 2))]),
         ]
         return html.render(f"tune {self.job.benchmark}", sections)
@@ -258,6 +276,8 @@ class Outcome:
             if each.name == setting and each.same:
                 measured = outcome_text(each.measurement)
                 if each.measurement.outcome == "done":
+                    measured = self.against_best(each.measurement)
+                if each.measurement.changes == self.best:
                     measured = f"{each.measurement.step_ms:,.1f} ms"
                 parts.append(f"{text_of_value(each.value)}: {measured}")
         return f"  # {', '.join(parts)}" if parts else ""

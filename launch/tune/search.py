@@ -262,8 +262,10 @@ def best_of(journal: Journal, changes: Changes) -> Measurement | None:
 
 
 def text_of(changes: Mapping[str, Value]) -> str:
-    """Describe changes in one line."""
-    words = [f"{name} {text_of_value(value)}" for name, value in changes.items()]
+    """Describe changes in one line: "micro_batch_size=2, NCCL_MAX_NCHANNELS unset"."""
+    words = [
+        f"{name} unset" if value is None else f"{name}={value}" for name, value in changes.items()
+    ]
     return ", ".join(words) or "the base config"
 
 
