@@ -46,6 +46,8 @@ class Report:
     links: dict[Pair, dict] = field(default_factory=dict)  # as links.probe returns them
     pairs: dict[Pair, float] = field(default_factory=dict)  # all-reduce of two nodes
     proposal: dict[str, str] = field(default_factory=dict)
+    # The user's own variables of NCCL and RCCL. They take precedence over the proposal.
+    nccl: dict[str, str] = field(default_factory=dict)
 
     def passes(self, node: str) -> bool:
         return overall(self.rows[node]) != "refuse"
@@ -105,6 +107,9 @@ def check(
 ) -> Report:
     """Return the report of all phases. No phase starts with a node that failed before."""
     report = Report([remote.name for remote in remotes], {remote.name: [] for remote in remotes})
+    report.nccl = {
+        name: value for name, value in environment.items() if name.startswith(("NCCL_", "RCCL_"))
+    }
 
     def passing() -> list[Remote]:
         return [remote for remote in remotes if report.passes(remote.name)]
@@ -284,7 +289,7 @@ def measure_collectives(
         for node in by_name:
             pairs = culprits.get(node, [])
             value = "; ".join(f"{a} with {b}: {why[a, b]}" for a, b in pairs)
-            row = CheckRow("all-reduce in pairs", "refuse", value, "", "use NCCL_DEBUG=INFO")
+            row = CheckRow("all-reduce in pairs", "refuse", value, "", judge.NCCL_LOG)
             report.rows[node].append(row if pairs else slow[node])
     group = [remote for remote in remotes if report.passes(remote.name)]
     if len(group) < 2:
@@ -292,8 +297,7 @@ def measure_collectives(
         return
     [answer] = collective(report, [group], port, seconds)
     if "error" in answer:
-        do = "use NCCL_DEBUG=INFO; each pair of nodes was tried before"
-        report.cluster.append(CheckRow("all-reduce", "refuse", answer["error"], "", do))
+        report.cluster.append(CheckRow("all-reduce", "refuse", answer["error"], "", judge.NCCL_LOG))
         return
     gpus = report.facts[group[0].name]["gpus"]
     limit = link_gbit_s(report, [remote.name for remote in group])
@@ -324,6 +328,7 @@ def collective(
         group, rank = member[remote.name]
         interface = report.proposal.get("NCCL_SOCKET_IFNAME", "")
         variables = {"MASTER_ADDR": group[0].host, "MASTER_PORT": str(port), **report.proposal}
+        variables |= report.nccl
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface.removeprefix("=")
         return remote.ask(

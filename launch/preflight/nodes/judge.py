@@ -16,6 +16,7 @@ CLOCK_S = (0.1, 10.0)  # difference of clocks: warn, refuse
 SLOW = (0.2, 0.5)  # loss of a link against the others: warn, refuse
 # TCP fills links up to this speed with a few streams. Faster ones are for RDMA.
 TCP_GBIT_S = 25.0
+NCCL_LOG = "repeat it with NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p, and read that file"
 COLLECTIVE = (0.5, 0.8)  # loss of a collective against the links: warn, refuse
 
 
@@ -202,7 +203,7 @@ def judge_collective(name: str, rate: float, nodes: int, gpus: int, link_gbit_s:
         most = link_gbit_s * (ranks - 1) / (local * (ranks - local))
     value = f"{rate:.2f} Gb/s bus bandwidth, {nodes} nodes"
     verdict = worst(1 - rate / most, COLLECTIVE) if most else "skipped"
-    do = "" if verdict in ("ok", "skipped") else "run it with NCCL_DEBUG=INFO to see the network"
+    do = "" if verdict in ("ok", "skipped") else NCCL_LOG
     return CheckRow(name, verdict, value, f"links: {most:.2f} Gb/s" if most else "", do)
 
 

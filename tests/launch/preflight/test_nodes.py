@@ -210,6 +210,46 @@ def test_an_agent_takes_its_processes_with_it(tmp_path):
     assert not alive(tmp_path)
 
 
+class Stub:
+    """An agent that answers at once, and keeps what it was asked."""
+
+    def __init__(self, name: str, answer: dict):
+        self.name, self.host, self.answer = name, name, answer
+
+    def ask(self, limit_s, do, /, **message):
+        self.asked = message
+        return self.answer
+
+
+@pytest.mark.quick
+def test_collectives_use_the_proposal_unless_the_user_sets_nccl_variables():
+    nodes = [Stub("a", {"rates": {"all-reduce": 1.0}}), Stub("b", {"rates": {}})]
+    report = examine.Report(
+        ["a", "b"], {"a": [], "b": []}, facts={"a": {"gpus": 8}, "b": {"gpus": 8}}
+    )
+    report.proposal = {"NCCL_SOCKET_IFNAME": "=eth2", "NCCL_IB_HCA": "=mlx5_0:1"}
+    report.nccl = {"NCCL_IB_HCA": "mlx5_7"}
+    assert examine.collective(report, [nodes], 29500, 0.5) == [{"rates": {"all-reduce": 1.0}}]
+    variables = nodes[1].asked["environment"]
+    assert variables["NCCL_SOCKET_IFNAME"] == "=eth2" and variables["NCCL_IB_HCA"] == "mlx5_7"
+    assert variables["MASTER_ADDR"] == "a" and nodes[1].asked["rank"] == 1
+
+
+@pytest.mark.quick
+def test_a_pair_that_fails_is_named_and_the_rest_go_on():
+    nodes = [Stub(name, {"rates": {"all-reduce": 9.0, "all-to-all": 8.0}}) for name in "abc"]
+    nodes[2].answer = {"error": "NCCL timeout"}
+    report = examine.Report(list("abc"), {name: [] for name in "abc"})
+    report.facts = {name: {"gpus": 0, "rdma": {}} for name in "abc"}
+    report.links = {("a", "b"): {"gbit_s": 10.0}, ("b", "a"): {"gbit_s": 10.0}}
+    examine.measure_collectives(report, nodes, 29500, 0.5)
+    assert report.passing == ["a", "b"] and "NCCL timeout" in report.reasons("c")[0]
+    assert [(row.check, row.verdict) for row in report.cluster] == [
+        ("all-reduce", "ok"),
+        ("all-to-all", "ok"),
+    ]
+
+
 # --- namespaces -------------------------------------------------------------------------------------------------------
 
 NET = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
