@@ -39,7 +39,7 @@ from launch.torch_build import missing_compiler, require_fitting_torch
 from launch.tune.command import print_candidates, tune
 
 EXAMPLES = {
-    "run": ("{}", "{} --set max_samples=2048", "{} --config configs/{}/CPU_1x1.toml --print"),
+    "run": ("{}", "{} --set max_samples=2048", "{} --config {} --print"),
     "bench": ("{} bench", "{} bench --steps 20 --layers 4"),
     "profile": (
         "{} profile --steps 3 --out profile",
@@ -63,7 +63,7 @@ def parser(name: str, benchmark: str) -> Parser:
     parser = Parser(
         f"{benchmark} {name}",
         about[name],
-        [line.format(benchmark, benchmark) for line in EXAMPLES[name]],
+        _examples(name, benchmark),
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -99,6 +99,18 @@ def parser(name: str, benchmark: str) -> Parser:
     if name == "profile":
         _add_profile_options(parser)
     return parser
+
+
+def _examples(name: str, benchmark: str) -> list[str]:
+    """Return the examples of a help. A benchmark without configs needs --config in each line."""
+    shipped = (ROOT / "configs" / benchmark).is_dir()
+    config = f"configs/{benchmark}/CPU_1x1.toml"
+    if not shipped:
+        config = f"{benchmark}/examples/python_docs_10m.toml"
+    lines = [line.format(benchmark, config) for line in EXAMPLES[name]]
+    return [
+        line if shipped or "--config" in line else f"{line} --config {config}" for line in lines
+    ]
 
 
 def _add_run_options(parser: Parser) -> None:
