@@ -65,10 +65,8 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    trace, memory = (
-        "profile.json, and trace.json.gz for ui.perfetto.dev",
-        "memory.html, and snapshot.pickle for pytorch.org/memory_viz",
-    )
+    trace = "profile.json, and trace.json.gz for ui.perfetto.dev"
+    memory = "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
     files = memory if options.memory else trace
     print_stderr(
         profilers.guide(options.tool, options.out)

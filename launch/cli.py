@@ -196,9 +196,11 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
     if first in COMMANDS:
-        name, benchmark = first, second if COMMANDS[first].benchmark and second in known else ""
+        name = first
+        benchmark = second if COMMANDS[first].benchmark and second in known else ""
     elif first in known:
-        name, benchmark = second or "run", first
+        name = second or "run"
+        benchmark = first
     elif first.startswith("-"):
         found = next((word for word in words if word in known or word in COMMANDS), "")
         do = f"{PROGRAM} {found or _example(known)} {first} ..."
@@ -297,7 +299,8 @@ def version() -> str:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     except FileNotFoundError:
         project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
-    commit, changes = git(ROOT, "rev-parse", "HEAD"), git(ROOT, "status", "--porcelain")
+    commit = git(ROOT, "rev-parse", "HEAD")
+    changes = git(ROOT, "status", "--porcelain")
     return (
         f"{project['name']} {project['version']}"
         + (f", commit {commit}" if commit else "")

@@ -102,7 +102,8 @@ def series_closing(
     benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool
 ) -> list[str]:
     """Return the lines after a series: attempts, failures and reasons, ledger, next command."""
-    good, failed = record.good, record.failed
+    good = record.good
+    failed = record.failed
     lines = [
         f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} "
         f"good, {len(failed)} failed"

@@ -145,7 +145,8 @@ def _as_error(record: dict) -> RunError:
     # A missed target concerns all ranks at once.
     who = "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "
     error = RunError(who + record["what"], record.get("why", ""), record.get("do", ""))
-    error.kind, error.exit_code = record["kind"], record["exit_code"]
+    error.kind = record["kind"]
+    error.exit_code = record["exit_code"]
     return error
 
 
@@ -158,7 +159,8 @@ def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
             else "torchrun did not see it fail"
         )
         return RankLost(f"rank {rank} ended without a message", why, f"see {run_dir}/torchrun.log")
-    who, code = f"rank {rank} (process {ended['pid']})", ended["exit_code"]
+    who = f"rank {rank} (process {ended['pid']})"
+    code = ended["exit_code"]
     if code > 0:
         error = RunError(
             f"{who} ended with exit code {code} and left no record",

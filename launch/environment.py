@@ -56,10 +56,8 @@ HOPPER_LOCK = "requirements-hopper.lock"
 INDEX = "https://pypi.org/simple"
 # Builds of torch in a stamp, besides those of launch.torch_build: no torch is listed, or the
 # running Python's torch is used.
-NO_TORCH, OWN_TORCH = (
-    "none",
-    "own",
-)
+NO_TORCH = "none"
+OWN_TORCH = "own"
 PIP_LOG = "pip.log"
 RAW_PROGRESS = (24, 1)  # first pip that writes the bytes of a download to its log
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
@@ -247,7 +245,8 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     own_torch = build == OWN_TORCH
     required, lock = required_packages(path, build)
     required = [(name, line) for name, line in required if name in dict(lacking)]
-    python, entries = folder / "bin" / "python", locked_entries(required, lock, own_torch)
+    python = folder / "bin" / "python"
+    entries = locked_entries(required, lock, own_torch)
     _make_or_repair(folder, python, lock, build)
     # Keep the container's torch: its packages stay visible, and only missing ones are added.
     if own_torch:
@@ -433,7 +432,8 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     mark.write_text("")
-    uv, ensurepip = shutil.which("uv"), importlib.util.find_spec("ensurepip")
+    uv = shutil.which("uv")
+    ensurepip = importlib.util.find_spec("ensurepip")
     venv.create(folder, with_pip=not uv and ensurepip is not None)
     if not uv and ensurepip is None:  # Debian and Ubuntu have a separate package for ensurepip
         _add_pip(folder, lock)

@@ -55,7 +55,8 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
         or environment.get("SLURM_NODEID")
         or ("0" if count == 1 else "")
     )
-    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT") or str(PORT)
+    address = environment.get("MASTER_ADDR", "")
+    port = environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
         what = f"the config is for {count} nodes, and NODE_RANK is not set"
         if rank:
@@ -142,10 +143,8 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     if save and not rules_of(benchmark, selection.config).saves_model:
         why = "it has no weights of its own, or saves what it trained in any case"
         raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
-    checkpoint, continues = (
-        getattr(options, "checkpoint", None) or "",
-        getattr(options, "continues", None),
-    )
+    checkpoint = getattr(options, "checkpoint", None) or ""
+    continues = getattr(options, "continues", None)
     if checkpoint or continues:
         require_possible(selection.config)
     if checkpoint:
@@ -228,10 +227,8 @@ def ensure_data(job: Job) -> None:
         for path in job.data_files[: 0 if missing else None]:
             path.open("rb").close()
     except OSError as error:
-        why, do = (
-            error.strerror or str(error),
-            "give this user the right to read the files and to enter their folders, or set DATADIR",
-        )
+        why = error.strerror or str(error)
+        do = "give this user the right to read the files and to enter their folders, or set DATADIR"
         raise DataError(f"{error.filename} cannot be read", why, do) from None
     damage = "" if missing else _damage(job)
     if not missing and not damage:
@@ -284,7 +281,8 @@ def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
     Several nodes use the static rendezvous. The c10d rendezvous numbers nodes by host name, but
     rank 0 must be on node 0.
     """
-    config, node = job.config, job.node
+    config = job.config
+    node = job.node
     where = [
         "--rdzv-backend",
         "static",

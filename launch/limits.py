@@ -45,7 +45,8 @@ def require_limits(ranks: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < ADDRESSES:
         what = f"a process may have {soft / 2**30:.1f} GiB of addresses (ulimit -v)"
         raise OutOfMemory(what, "torch maps more than that", DO.format("ulimit -v unlimited"))
-    wanted, end = PER_RANK * (ranks + 1), threading.Event()
+    wanted = PER_RANK * (ranks + 1)
+    end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(wanted)]
     try:
         for thread in threads:

@@ -87,9 +87,12 @@ class Nodes:
     """
 
     def __init__(self, node: Node, ranks_per_node: int):
-        self.node, self.ranks_per_node, self.others = node, ranks_per_node, range(1, node.count)
+        self.node = node
+        self.ranks_per_node = ranks_per_node
+        self.others = range(1, node.count)
         self.exit_code = 1  # node 0's exit code, sent to the other nodes
-        self.run, self.store = 0, None
+        self.run = 0
+        self.store = None
         # node -> (time in its last status, local time when that status changed).
         self.heard: dict[int, tuple[float, float]] = {}
         # node -> (exit code of its ranks, local time when it was received).
@@ -243,11 +246,9 @@ class Nodes:
                 for node in range(self.node.count)
             ]
             cleared = "no" if "no" in answers else cleared
-        self.heard, self.ended, self.lost = (
-            dict.fromkeys(self.others, (0.0, time.monotonic())),
-            {},
-            {},
-        )
+        self.heard = dict.fromkeys(self.others, (0.0, time.monotonic()))
+        self.ended = {}
+        self.lost = {}
         return cleared
 
     def poll(self, run_dir: Path) -> bool:
@@ -264,7 +265,7 @@ class Nodes:
 
     @property
     def failed(self) -> bool:
-        """Whether ranks of another node failed."""
+        """True if ranks of another node failed."""
         return any(exit_code for exit_code, _ in self.ended.values())
 
     def publish(self, run_dir: Path, exit_code: int | None = None) -> None:

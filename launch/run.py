@@ -157,17 +157,16 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
 
     Only node 0 decides whether the ranks of all nodes hang.
     """
-    config, node = job.config, job.node
+    config = job.config
+    node = job.node
     local_ranks = range(node.rank * config.gpus_per_node, (node.rank + 1) * config.gpus_per_node)
     step_s = config.hang_timeout_s * BEFORE_COLLECTIVES if node.rank == 0 else math.inf
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command = trainer_command(job, run_dir, seed)
     environment = trainer_environment(job, cleared)
-    about, on_gpus = (
-        (job.benchmark, job.selection.log_name, config, job.rules),
-        job.selection.device == "cuda",
-    )
+    about = (job.benchmark, job.selection.log_name, config, job.rules)
+    on_gpus = job.selection.device == "cuda"
     with (
         sampler.sampling(run_dir, job.gpus if on_gpus else Probe("none")),
         # Rank 0 writes the events.
@@ -202,7 +201,8 @@ def judge(
     elif nodes.lost:
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
-        error, facts = ending.hang, ending.culprit or {}
+        error = ending.hang
+        facts = ending.culprit or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
         why = (
             f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did "
@@ -216,7 +216,8 @@ def judge(
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
     if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
-        after, error = error, None
+        after = error
+        error = None
     if result.status == "success" and not error:
         error = _check(run_dir)
     if (

@@ -73,9 +73,7 @@ def require_writable(folder: Path) -> None:
 
 
 def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
-    """Write config.toml, which the trainer reads, and versions.json. Raise StorageError if it
-    fails.
-    """
+    """Write config.toml, which the trainer reads, and versions.json. Raises StorageError."""
     with _writing(run_dir):
         (run_dir / "config.toml").write_text(config.as_toml())
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
@@ -86,10 +84,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, do = (
-            f"cannot write to {path}: {error.strerror}",
-            "set LOGDIR to a writable directory with free space",
-        )
+        what = f"cannot write to {path}: {error.strerror}"
+        do = "set LOGDIR to a writable directory with free space"
         raise StorageError(what, "results must be kept, so nothing was started", do) from None
 
 
@@ -114,7 +110,8 @@ def versions(root: Path, found: Probe) -> dict:
 def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
     """Return known reasons why submission.package would refuse a run that is started now."""
     found = []
-    commit, changes = git(root, "rev-parse", "HEAD"), git(root, "status", "--porcelain")
+    commit = git(root, "rev-parse", "HEAD")
+    changes = git(root, "status", "--porcelain")
     if commit is None or changes is None:
         found.append(
             f"git names no commit of {root}: there is no git, no repository, or one of another "

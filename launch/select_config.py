@@ -94,7 +94,8 @@ def select_config(
         config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
     require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
-        device, kind = "cpu", None
+        device = "cpu"
+        kind = None
     notes = _mismatches(config, kind, options, environment)
     if kind:
         _require_visible(config, len(gpus.devices))

@@ -69,7 +69,8 @@ Execute = Callable[[Path, int], Outcome]  # arguments: run directory, seed
 
 def request_from(environment: Mapping[str, str], max_failures: int | None, resume: bool) -> Request:
     """Return the request. Raise ConfigError for invalid values and for values that conflict."""
-    count, seed = environment.get("NEXP") or ("0" if resume else "1"), environment.get("SEED", "")
+    count = environment.get("NEXP") or ("0" if resume else "1")
+    seed = environment.get("SEED", "")
     if not count.isdigit() or (int(count) < 1 and not resume):
         raise ConfigError(
             f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it"
@@ -158,7 +159,9 @@ class Series:
     """A series and its ledger."""
 
     def __init__(self, folder: Path, record: ledger.Record, selection: Selection):
-        self.folder, self.record, self.selection = folder, record, selection
+        self.folder = folder
+        self.record = record
+        self.selection = selection
         self.path = folder / ledger.NAME
 
     def append(self, event: str, **facts) -> dict:
@@ -170,7 +173,8 @@ class Series:
 
     def start(self, run_dir: Path, seed: int) -> dict:
         """Enter the start of an attempt in the ledger, and return its line."""
-        name, selection = run_dir.name, self.selection
+        name = run_dir.name
+        selection = self.selection
         about = {
             "config": selection.log_name,
             "modified": selection.log_name != selection.path.name,
@@ -185,7 +189,8 @@ class Series:
 
         A full disk: RESERVE_FILE is removed first. Raises StorageError if space is still missing.
         """
-        error, result = outcome.error, outcome.result
+        error = outcome.error
+        result = outcome.result
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
         ending = {
             "exit_code": 0,
@@ -283,10 +288,8 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
         known = failure_of(error)
         if known is None:
             traceback.print_exc()
-        why, do = (
-            "a defect of the launcher, or a failure that it does not know",
-            "report it with the traceback above",
-        )
+        why = "a defect of the launcher, or a failure that it does not know"
+        do = "report it with the traceback above"
         failed = known or RunError(f"the launcher failed: {type(error).__name__}: {error}", why, do)
     print_stderr(failed.lines())
     diagnosis.write_failure(run_dir, failed, {})

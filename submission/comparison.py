@@ -1,6 +1,4 @@
-"""Comparison of two results: find a published one by words, and print what the difference consists
-of.
-"""
+"""Find a published result by words, and print how another one differs from it."""
 
 from __future__ import annotations
 

@@ -67,10 +67,9 @@ TRANSITIONS = {
 
 
 def is_ours(log: Log) -> bool:
-    """Return whether this project wrote `log`, judging by its division, config and
-    config_filename.
-    """
-    name, division = log.value("config_filename"), log.value("submission_division")
+    """Return whether this project wrote `log`, by its division, config and config_filename."""
+    name = log.value("config_filename")
+    division = log.value("submission_division")
     if division == OPEN:
         return benchmarks.rules_of_log("", OPEN, log.folder) is not None
     return division == "miniature" or (

@@ -35,7 +35,7 @@ ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(l
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run of LOGDIR."""
+    """A run in LOGDIR."""
 
     benchmark: str  # name of the folder of the ledger
     run: str  # name of the run's directory

@@ -180,7 +180,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, in the words of common/records/run_states.py.
+        """The state in which the run ended, of common/records/run_states.py.
 
         `state` says how it counts for a score: an interrupted run counts as one that did not
         converge.

@@ -78,7 +78,7 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        """True if our score equals the official one to TOLERANCE, or cannot be compared."""
+        """Return whether our score equals the official one to TOLERANCE or has no counterpart."""
         # If a set passed and has no official score, the summarizer crashed, as on sets with power
         # logs.
         if self.official_score is None:

@@ -23,7 +23,7 @@ SHALLOW_LATENCY_US = 10
 
 @dataclass(frozen=True)
 class File:
-    """One file of a setting: its present value, and the value it should have."""
+    """A file of a setting: its present value, and the value it should have."""
 
     path: Path
     now: str

@@ -156,9 +156,7 @@ def module_documents(root: Path) -> Iterator[Document]:
 
 
 def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
-    """Yield (dotted name, source text, syntax tree) of every module of the standard library, sorted
-    by path.
-    """
+    """Yield (dotted name, source text, syntax tree) of the standard library's modules, by path."""
     root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -177,9 +175,7 @@ def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
 
 
 def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
-    """Yield docstrings as `help()` shows them: `module.Class.method(arguments)`, an empty line, the
-    docstring.
-    """
+    """Yield docstrings like `help()`: `module.Class.method(arguments)`, an empty line, the text."""
     stack: list[tuple[ast.AST, str]] = [(tree, module)]
     while stack:
         node, name = stack.pop()

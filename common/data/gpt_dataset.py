@@ -147,9 +147,7 @@ def validation_tokens(
 
 
 def sequences_in(prefix: Path, sequence_length: int) -> int:
-    """Return the number of whole sequences in one pass, (T - 1)//S. Reads only the `.idx`, so it
-    may run before run_start.
-    """
+    """Return the number of full sequences in one pass, (T - 1)//S. Opens only the `.idx`."""
     return whole_sequences(Index.read(prefix).num_tokens, sequence_length)
 
 
@@ -186,9 +184,7 @@ def build_order(
 
 
 def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState) -> None:
-    """Shuffle the `first` entries in place, then the others separately. An empty part draws no
-    random numbers.
-    """
+    """Shuffle the `first` entries in place, then the rest. An empty part draws no numbers."""
     random.shuffle(order[:first])
     random.shuffle(order[first:])
 
@@ -220,10 +216,9 @@ def _sample_starts(
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
-    """Raise DataError if an id lies outside [0, vocab_size). On a GPU it would be an unexplained
-    fault in the embedding.
-    """
-    low, high = int(ids.min()), int(ids.max())
+    """Raise DataError if an id lies outside [0, vocab_size): on a GPU it would crash a kernel."""
+    low = int(ids.min())
+    high = int(ids.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise DataError(
@@ -234,7 +229,5 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
 
 
 def whole_sequences(tokens: int, sequence_length: int) -> int:
-    """Return the number of sequences with all their labels in a stream. The last label needs one
-    more token.
-    """
+    """Return the number of sequences in a stream. The last label needs one more token."""
     return max(tokens - 1, 0) // sequence_length

@@ -134,9 +134,7 @@ def _staged(url: str, entry, folder: Path) -> Path:
 
 
 def _require_names(entry: Any, repository: str) -> None:
-    """Raise DataError unless the checksum that names a staged file is one. A path in its place
-    would lead out of the folder.
-    """
+    """Raise DataError unless a staged file's name is a checksum: a path could leave the folder."""
     sums = (entry.lfs.sha256, 64) if entry.lfs else (entry.blob_id, 40)
     name, length = sums
     if (
@@ -157,9 +155,7 @@ class TooLarge(Exception):
 
 
 class _Bounded:
-    """A file that accepts at most `limit` bytes in total, and is flushed after each write so that a
-    watcher sees it grow.
-    """
+    """A file of at most `limit` bytes, flushed after each write so that its size is current."""
 
     def __init__(self, file: IO[bytes], limit: int):
         self.file = file

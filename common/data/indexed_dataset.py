@@ -170,9 +170,7 @@ def tokens_path(prefix: Path) -> Path:
 
 
 def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """Return dtype, N and D of an `.idx` from its bytes `raw`. Raises DataError for a wrong magic,
-    version, dtype code or file size.
-    """
+    """Return dtype, N and D of the `.idx` bytes `raw`. Raises DataError if they are damaged."""
     size = len(raw)
     if size < HEADER.size:
         raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
@@ -211,9 +209,7 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
-    """Raise DataError unless the offsets are the running sum of the lengths: no gap, no overlap, no
-    negative length.
-    """
+    """Raise DataError unless the offsets are the running sum of lengths that are not negative."""
     expected_first = 0
     for start in range(0, len(lengths), CHUNK):
         part = lengths[start : start + CHUNK]

@@ -1,6 +1,4 @@
-"""Write Megatron's token files: the pair `<prefix>.bin`, `<prefix>.idx` (layout:
-common/data/indexed_dataset.py).
-"""
+"""Write Megatron's token files `<prefix>.bin` and `.idx` (layout: indexed_dataset.py)."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ UINT16_VOCAB_LIMIT = 65500  # megatron-core, DType.optimal_dtype
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 for vocabularies below 65,500, otherwise int32, as Megatron's preprocessor
-    does.
-    """
+    """Return uint16 for vocabularies below 65,500, else int32, like Megatron's preprocessor."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
@@ -48,9 +44,7 @@ class Writer:
         self._bin = self._partial_bin.open("wb")
 
     def add(self, ids: np.ndarray | list[int]) -> None:
-        """Append one document. Raises DataError if it is empty or an id is outside [0,
-        vocab_size).
-        """
+        """Append a document. Raises DataError if it is empty or an id is not in the vocabulary."""
         wide = np.asarray(ids, dtype=np.int64)
         path = tokens_path(self.prefix)
         if wide.ndim != 1 or not wide.size:
@@ -59,7 +53,8 @@ class Writer:
                 f"document {len(self.lengths)} as a non-empty list of ids",
                 f"an array of shape {wide.shape}",
             )
-        low, high = int(wide.min()), int(wide.max())
+        low = int(wide.min())
+        high = int(wide.max())
         if low < 0 or high >= self.vocab_size:
             expected = f"ids from 0 to {self.vocab_size - 1}, stored as {self.dtype.name}"
             raise wrong(
@@ -69,9 +64,7 @@ class Writer:
         self.lengths.append(wide.size)
 
     def finish(self) -> Index:
-        """Write the `.idx` and rename both files. Return the pair's Index, read back with all
-        checks.
-        """
+        """Write the `.idx` and rename both files. Return the Index, read back with all checks."""
         if not self.lengths:
             raise wrong(tokens_path(self.prefix), "at least one document", "none")
         self._bin.close()

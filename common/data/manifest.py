@@ -28,9 +28,7 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Expected properties of the files in a folder. An unknown property is None, and is reported as
-    not checked.
-    """
+    """Expected properties of a folder's files. An unknown property is None and is not checked."""
 
     source: str
     vocab_size: int
@@ -68,9 +66,7 @@ class Manifest:
 
 
 def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file in hexadecimal. `on_read` is called with the bytes of each
-    block.
-    """
+    """Return the SHA-256 of a file in hexadecimal. Calls `on_read` with the bytes of each block."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

@@ -1,6 +1,4 @@
-"""Prefetch of one batch: a thread reads and pins the next micro-batch, and a side stream copies it
-during compute.
-"""
+"""Prefetch of the next micro-batch: a thread reads and pins it, a side stream copies it."""
 
 from __future__ import annotations
 

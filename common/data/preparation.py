@@ -65,9 +65,7 @@ def _open_locked(path: Path) -> TextIO:
 
 
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
-    """Raise PreflightError unless the file system of `folder` has that much space. The folder need
-    not exist yet.
-    """
+    """Raise PreflightError unless `folder`, which need not exist yet, has that much free space."""
     existing = next(
         place for place in (folder.resolve(), *folder.resolve().parents) if place.exists()
     )
@@ -145,9 +143,7 @@ def _defect(folder: Path, recipe: Recipe) -> str:
 
 
 def damage_of(path: Path) -> str:
-    """Return the defect of the manifest at `path` or of the first bad file in its folder, by size
-    and SHA-256; "" if there is none.
-    """
+    """Return what is wrong with the manifest at `path` or its files (size, SHA-256), or ""."""
     try:
         manifest = Manifest.read(path)
     except DataError as error:

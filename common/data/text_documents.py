@@ -20,10 +20,8 @@ def json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]
         try:
             text = json.loads(line)[key]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why, do = (
-                f"each line must be a JSON object with the key {key}",
-                "repair the line, or name the right key with --jsonl-key",
-            )
+            why = f"each line must be a JSON object with the key {key}"
+            do = "repair the line, or name the right key with --jsonl-key"
             raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
         if not isinstance(text, str):
             what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"

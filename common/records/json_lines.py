@@ -1,6 +1,4 @@
-"""Append-only files of JSON lines, each of which is there as a whole or not at all. Standard
-library only.
-"""
+"""Append-only files of JSON lines. A crash leaves no partial line. Standard library only."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ NO_LOCKS = (
 
 @dataclass
 class Record:
-    """One series in the ledger."""
+    """A series in the ledger."""
 
     id: str
     goal: int
@@ -136,9 +136,7 @@ def append(path: Path, line: dict) -> None:
 
 
 def lock(descriptor: int, wait: bool) -> bool:
-    """Take an exclusive flock, which ends with the process. Return False if another process holds
-    it.
-    """
+    """Take an exclusive flock until the process ends. Return False if another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -170,9 +168,7 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
 
 
 def read(path: Path) -> list[Record]:
-    """Return all series, oldest first. Truncated lines, and lines that do not belong to a ledger,
-    are skipped.
-    """
+    """Return all series, oldest first. Truncated and foreign lines are skipped."""
     records: dict[str, Record] = {}
     for line in filter(_is_line, json_lines.read(path)[0]):
         name = line["series"]
@@ -184,9 +180,7 @@ def read(path: Path) -> list[Record]:
 
 
 def _is_line(line: dict) -> bool:
-    """Return whether `line` is a valid line of the ledger. Its run must be a directory next to the
-    ledger.
-    """
+    """Return whether `line` is valid: its run must be a directory next to the ledger."""
     event = line.get("event")
     if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
         return False

@@ -35,7 +35,7 @@ MAGIC = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One record. `time_ms` counts from 1970. `line` counts from 1, as in an editor."""
+    """A record. `time_ms` counts from 1970. `line` counts from 1, as in an editor."""
 
     line: int
     time_ms: float
@@ -126,9 +126,7 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 
 
 def events(path: Path) -> Iterator[Event | BadLine]:
-    """Yield the records of `path` one by one. Raises ConfigError if it cannot be read or is not
-    text.
-    """
+    """Yield the records of `path`. Raises ConfigError if it cannot be read or is not text."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is not a regular file", "a pipe or a device may never end", DO)
     try:

@@ -52,9 +52,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Published:
-    """One result: a row of published.json, whose columns have these names, or a local series, which
-    has no round.
-    """
+    """A result: a row of published.json, whose columns have these names, or a local series."""
 
     round: str  # 5.1
     benchmark: str
@@ -147,9 +145,7 @@ def _logarithmic_mean(a: float, b: float) -> float:
 
 
 def published(benchmark: str, gpu: str | None = None, gpus: int | None = None) -> list[Published]:
-    """Return the published results for this kind of GPU, and this number of them if given, best
-    first.
-    """
+    """Return the published results for this GPU kind (and number of GPUs, if given), best first."""
     rows = [
         row
         for row in RESULTS

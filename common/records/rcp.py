@@ -22,9 +22,7 @@ def trimmed_mean(values: Sequence[float]) -> float:
 
 
 def mean_samples(rules: Rules, batch: int) -> float | None:
-    """Return the reference's mean at exactly this global batch, or None if it has no runs there, as
-    for a miniature.
-    """
+    """Return the reference's mean at exactly this global batch, or None if it has no runs there."""
     runs = rules.reference_runs.get(batch)
     return (
         trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None

@@ -27,9 +27,7 @@ Item = TypeVar("Item")
 
 
 def windows(runs: Sequence[Item]) -> list[Sequence[Item]]:
-    """Return every ten consecutive items of `runs` in order, or all of them if there are at most
-    ten.
-    """
+    """Return every ten consecutive items of `runs`, or all of them if there are at most ten."""
     last = max(0, len(runs) - SUBMISSION_RUNS)
     return [runs[first : first + SUBMISSION_RUNS] for first in range(last + 1)]
 
@@ -40,25 +38,19 @@ def is_valid(good: Sequence[bool]) -> bool:
 
 
 def median(scores: Sequence[float]) -> int:
-    """Return the index of the window that counts. `scores` holds infinity for each window that is
-    not valid.
-    """
+    """Return the index of the window that counts. The score of an invalid window is infinity."""
     order = sorted(range(len(scores)), key=lambda index: scores[index])
     return order[len(order) // 2]
 
 
 def has_result(good: Sequence[bool]) -> bool:
-    """Return whether a series of these runs has a valid median window, independent of the times of
-    its good runs.
-    """
+    """Return whether these runs have a valid median window, whatever their times."""
     invalid = [not is_valid(window) for window in windows(good)]
     return not sorted(invalid)[len(invalid) // 2]
 
 
 def good_runs_needed(good: Sequence[bool]) -> int:
-    """Return the number of good runs in a row that the series still needs for a result, or 0 if it
-    has one.
-    """
+    """Return how many more consecutive good runs the series needs for a result, or 0."""
     followed = list(good)
     while not has_result(followed):
         followed.append(True)

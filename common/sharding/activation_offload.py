@@ -56,9 +56,7 @@ class ActivationOffloader:
             ) from error
 
     def start_pass(self) -> None:
-        """Drop the tensors of a forward that had no backward. Call it before each pass over the
-        model.
-        """
+        """Drop the tensors of a forward that had no backward. Call it before each pass."""
         self._free_outgoing()
         if self.incoming is not None:
             self.stream.wait_event(self.incoming[1])
@@ -66,9 +64,7 @@ class ActivationOffloader:
         self.height = 0
 
     def offload(self, x: Tensor) -> None:
-        """Start to copy the contiguous tensor `x` to the host. The caller must keep no reference to
-        it.
-        """
+        """Start to copy the contiguous `x` to the host. The caller must keep no reference to it."""
         self._free_outgoing()
         memory = self.memory[self.height]
         self.height += 1
@@ -80,9 +76,7 @@ class ActivationOffloader:
         )
 
     def prefetch(self) -> None:
-        """Start to copy the top of the stack back to the device, unless that copy has already
-        started.
-        """
+        """Start to copy the top of the stack back to the device, unless that has started."""
         self._free_outgoing()
         if self.incoming is not None or self.height == 0:
             return
@@ -97,9 +91,7 @@ class ActivationOffloader:
         )
 
     def reload(self) -> Tensor:
-        """Return the top of the stack, ready on the compute stream, and start to prefetch the next
-        one.
-        """
+        """Return the top of the stack, ready on the compute stream, and prefetch the next one."""
         self.prefetch()
         if self.incoming is None:
             raise RuntimeError(

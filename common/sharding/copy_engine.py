@@ -115,9 +115,7 @@ class CopyEngineReduceScatter:
         return gradients
 
     def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
-        """Yield the memory of what the other ranks send to `rank`: for each shard [ranks - 1, rows,
-        ...].
-        """
+        """Yield the buffers from which `rank` receives: for each shard [ranks - 1, rows, ...]."""
         buffer = self.buffers.buffers[rank][self.phase]
         offset = 0
         for shard in shards:

@@ -46,25 +46,21 @@ ROWWISE, COLUMNWISE = 0, 1  # orientations: W [N, K] and W^T [K, N]
 
 
 class LayerKey(NamedTuple):
-    """One layer in one orientation: the unit that a block requests and a buffer holds."""
+    """A layer in one orientation: the unit that a block requests and a buffer contains."""
 
     orientation: int
     layer: int
 
 
 class MatrixSlice(NamedTuple):
-    """The position of one matrix W [rows, columns] in the bytes of its layer. The offset is the
-    same in both orientations.
-    """
+    """Position of a matrix W [rows, columns] in its layer's bytes, equal in both orientations."""
 
     offset: int
     rows: int
     columns: int
 
     def view(self, layer: Tensor, orientation: int, dtype: torch.dtype) -> Tensor:
-        """Return the matrix in `layer`, uint8 [layer bytes], as [rows, columns], or [columns, rows]
-        if COLUMNWISE.
-        """
+        """Return the matrix in `layer`, uint8 [layer bytes]; transposed if COLUMNWISE."""
         shape = (self.rows, self.columns) if orientation == ROWWISE else (self.columns, self.rows)
         return (
             layer[self.offset : self.offset + self.rows * self.columns * dtype.itemsize]
@@ -130,9 +126,7 @@ class Buffer:
 
 
 class PrefetchBuffers:
-    """Buffers of layers fetched on a side stream before they are needed. A buffer is overwritten
-    only after its release.
-    """
+    """Buffers of prefetched layers. A buffer is overwritten only after its release."""
 
     def __init__(self, memories: list[Tensor], fetch: Fetch, stream: SideStream):
         self.buffers = [Buffer(memory) for memory in memories]
@@ -157,17 +151,13 @@ class PrefetchBuffers:
         return buffer.memory
 
     def prefetch(self, upcoming: list[LayerKey]) -> None:
-        """Start to fetch the layers that are in no buffer yet, in this order, while a buffer is
-        free.
-        """
+        """Start to fetch these layers in order while a buffer is free. Skips those in one."""
         for key in upcoming:
             if self.find(key) is None and self._start(key, self._free(upcoming)) is None:
                 return
 
     def release(self, layer: int) -> None:
-        """Mark this layer's buffer as released. Call it once all kernels that read it are enqueued
-        on the compute stream.
-        """
+        """Release this layer's buffer. Call it once all kernels that read it are enqueued."""
         for buffer in self.buffers:
             if buffer.in_use and buffer.key is not None and buffer.key.layer == layer:
                 buffer.in_use = False
@@ -193,9 +183,7 @@ class PrefetchBuffers:
 
 
 def pass_order(num_layers: int, training: bool, backward_orientation: int) -> list[LayerKey]:
-    """Return the layers that one pass requests, in order. A pass is an evaluation, or a micro-batch
-    forward and backward.
-    """
+    """Return the layers that one pass (an evaluation or a micro-batch) requests, in order."""
     forward = [LayerKey(ROWWISE, layer) for layer in range(num_layers)]
     return (
         forward + [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))]
@@ -303,13 +291,12 @@ class FrozenBase:
                 self._store(LayerKey(COLUMNWISE, layer), quantized.columnwise, matrix.offset)
 
     def _store(self, key: LayerKey, matrix: Tensor, offset: int) -> None:
-        """Copy the part of a matrix that this rank stores. The matrix begins at byte `offset` of
-        its layer.
-        """
+        """Copy this rank's part of a matrix that begins at byte `offset` of its layer."""
         stored = self.stored[key]
         data = matrix.view(torch.uint8).view(-1)
         begin = self.rank * len(stored) if self.shards > 1 else 0
-        low, high = max(begin, offset), min(begin + len(stored), offset + len(data))
+        low = max(begin, offset)
+        high = min(begin + len(stored), offset + len(data))
         if low < high:
             stored[low - begin : high - begin] = data[low - offset : high - offset]
 
@@ -323,17 +310,13 @@ class FrozenBase:
             torch.cuda.synchronize(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return everything that this rank stores: the scales, and uint8 [layer bytes / shards] per
-        layer and orientation.
-        """
+        """Return this rank's scales, and uint8 [layer bytes / shards] per layer and orientation."""
         return [self.scales, *self.stored.flatten(0, 1)]
 
     # Serving.
 
     def start_pass(self, training: bool) -> None:
-        """Reset the position in the pass. Call it before layer 0 of each pass: a micro-batch
-        forward and backward, or an evaluation.
-        """
+        """Reset the position in the pass. Call it before layer 0 of each pass."""
         self.order = pass_order(self.num_layers, training, self.backward_orientation)
         self.position = 0
 
@@ -354,9 +337,7 @@ class FrozenBase:
         return self._weights(LayerKey(self.backward_orientation, layer))
 
     def release(self, layer: int) -> None:
-        """Release the weights of this layer. Call it once all kernels that read them are enqueued
-        on the current stream.
-        """
+        """Release this layer's weights. Call it once all kernels that read them are enqueued."""
         if self.buffers is not None:
             self.buffers.release(layer)
 
@@ -374,9 +355,7 @@ class FrozenBase:
         return found
 
     def _layer(self, key: LayerKey) -> Tensor:
-        """Return uint8 [layer bytes] for the compute stream, and start to fetch the next layers of
-        the pass.
-        """
+        """Return uint8 [layer bytes] for the compute stream, and prefetch the next layers."""
         if self.buffers is None:
             return self.stored[key]
         upcoming = self._upcoming(key)
@@ -390,9 +369,7 @@ class FrozenBase:
         return self.shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
-        """Return the next layers to fetch, and move the position in the pass behind `key`, even if
-        it is requested out of order.
-        """
+        """Return the next layers to fetch, and move the position in the pass to behind `key`."""
         order = self.order
         count = len(self.order)
         from_here = (at % count for at in range(self.position, self.position + count))

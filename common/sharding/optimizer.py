@@ -30,9 +30,7 @@ class Update(Protocol):
         """
 
     def state(self) -> dict[str, Tensor | list[Tensor]]:
-        """Return name -> one tensor that is equal on all ranks, or a list with one tensor per
-        weight, of the weight's shape.
-        """
+        """Return name -> a tensor equal on all ranks, or one tensor of each weight's shape."""
 
     def reset(self) -> None:
         """Reset the state to its values before the first step."""

@@ -89,9 +89,7 @@ def start_processes(
 
 
 def require_world_size(processes: Processes, expected: int) -> None:
-    """Raise ConfigError if the number of processes differs from `expected`, the number in the
-    config.
-    """
+    """Raise ConfigError if the number of processes is not `expected`, the config's number."""
     started = processes.world_size
     if started != expected:
         plural = "es" if started > 1 else ""

@@ -19,7 +19,7 @@ Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
 
 @dataclass
 class Shard:
-    """One weight on this rank."""
+    """A weight on this rank."""
 
     parameter: nn.Parameter  # [rows, ...], whole, in the compute precision
     padded: Tensor  # its memory, with rows padded to a multiple of the ranks
@@ -45,9 +45,7 @@ class ReduceScatter(Protocol):
         """
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Start the reduction. `gradients`: [up to rows x ranks, ...], of whole weights,
-        contiguous.
-        """
+        """Start the reduction of full, contiguous gradients [up to rows x ranks, ...]."""
 
     def finish(self) -> list[Tensor]:
         """Finish: add everything that was started to `shard.gradient`."""

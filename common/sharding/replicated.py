@@ -1,6 +1,4 @@
-"""Optimizer for parameters that every rank holds whole, such as LoRA's adapters. One flat
-all-reduce averages the gradients.
-"""
+"""Optimizer of replicated parameters such as LoRA's adapters. One all-reduce of all gradients."""
 
 from __future__ import annotations
 

@@ -14,14 +14,10 @@ import torch
 
 
 class SideStream:
-    """The side stream of a CPU: work runs when it is enqueued. Events are opaque to callers. Here
-    they are None.
-    """
+    """Stand-in for a side stream on a CPU: work runs when it is enqueued, and events are None."""
 
     def run(self, work: Callable[[], object], after: Any) -> Any:
-        """Enqueue `work` on the side stream after event `after`, or without waiting if it is None.
-        Return the event at its end.
-        """
+        """Enqueue `work` after `after` (None: without waiting). Return the event at its end."""
         work()
 
     def record_event(self) -> Any:

@@ -45,9 +45,7 @@ STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"
 
 
 def stream_priority() -> int:
-    """Return the priority of the stream that reduces gradients. Raises ConfigError if it is neither
-    0 nor -1.
-    """
+    """Return the priority of the reduction's stream. Raises ConfigError if it is not 0 or -1."""
     text = os.environ.get(STREAM_PRIORITY, "0")
     if text not in ("0", "-1"):
         raise ConfigError(
@@ -124,7 +122,7 @@ class ZeroOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whole parameters, [rows, ...] each, in the order of `weights`."""
+        """Unsharded parameters, [rows, ...] each, in the order of `weights`."""
         return [shard.parameter for shard in self.shards]
 
     def state_tensors(self) -> list[Tensor]:
@@ -138,9 +136,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Set the master to its rows of `full`, the whole weight. Call `gather` after the last
-        weight.
-        """
+        """Set the master to its rows of the full weight. Call `gather` after the last weight."""
         shard = self.shard_of[parameter]
         rows = full[self.rank * len(shard.master) : (self.rank + 1) * len(shard.master)]
         shard.master.zero_()  # also zeroes the padding rows
@@ -149,9 +145,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the parameters from the masters, on all ranks. Raises RuntimeError if a master was
-        never set.
-        """
+        """Gather the parameters from all ranks' masters. Raises RuntimeError if one is unset."""
         if missing := [shard for shard in self.shards if not shard.filled]:
             raise RuntimeError(
                 f"{len(missing)} of {len(self.shards)} weights were never set: "
@@ -297,9 +291,7 @@ class ZeroOptimizer:
             self._wait_for_oldest()
 
     def _hold(self, gradients: list[Tensor]) -> None:
-        """Keep tensors that the side stream still reads, until it has finished the work enqueued so
-        far.
-        """
+        """Keep tensors alive until the side stream has finished all work enqueued so far."""
         if self.stream and gradients:
             self.in_flight.append((self.stream.record_event(), gradients))
 
@@ -309,9 +301,7 @@ class ZeroOptimizer:
 
     @contextmanager
     def _side_stream(self, what: str) -> Iterator[None]:
-        """Run the block on the stream of the collectives, after all work enqueued on the current
-        stream. On a CPU, run it at once.
-        """
+        """Run the block on the collectives' stream after all work so far. On a CPU: at once."""
         with record_function(f"zero::{what}"):
             if self.stream is None:
                 yield

@@ -1,6 +1,4 @@
-"""The objects of a training run (model, optimizer, format of the linear layers) and the division of
-a global batch into micro-batches.
-"""
+"""Objects of a training run, and the division of a global batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ if TYPE_CHECKING:  # For annotations only: a rank imports just the optimizer tha
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of one training run. Raises ValueError if `optimizer` does not update a parameter
-    that trains.
-    """
+    """Objects of a run. Raises ValueError if a parameter that trains is not in `optimizer`."""
 
     model: Llama
     optimizer: Optimizer
@@ -44,9 +40,7 @@ class Assembly:
         return norm
 
     def state_tensors(self) -> list[Tensor]:
-        """Return everything that training changes in place: weights, optimizer state, FP8
-        scales.
-        """
+        """Return all that training changes in place: weights, optimizer state, FP8 scales."""
         return [
             *self.optimizer.weights,
             *self.optimizer.state_tensors(),
@@ -54,9 +48,7 @@ class Assembly:
         ]
 
     def reset(self) -> None:
-        """Reset optimizer state and scales to their values before the first step. The weights
-        stay.
-        """
+        """Reset optimizer state and scales to those before the first step. Keeps the weights."""
         self.optimizer.reset_state()
         self.linear.reset()
 

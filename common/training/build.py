@@ -1,6 +1,4 @@
-"""Assemble a benchmark's model, optimizer and scaling state, in this order. Both benchmarks use
-it.
-"""
+"""Assemble a benchmark's model, optimizer and scaling state, in this order."""
 
 from __future__ import annotations
 

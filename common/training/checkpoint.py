@@ -89,9 +89,7 @@ class Part:
 
 
 class Checkpoints:
-    """Checkpoints of one run: `load` before `run_start`, `offer` after each step, `finish` at the
-    end.
-    """
+    """Checkpoints of a run: `load` before run_start, `offer` after a step, `finish` at the end."""
 
     def __init__(self, run: Run, reports: Reports, assembly: Assembly, processes: Processes):
         """Raise ConfigError for configs that do not support checkpoints."""
@@ -126,9 +124,7 @@ class Checkpoints:
     # State to save.
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
-        """Return name -> (this rank's rows, number of rows on all ranks), or 0 if each rank holds
-        the whole.
-        """
+        """Return name -> (this rank's rows, rows on all ranks). 0: the tensor is not sharded."""
         model = self.assembly.model
         optimizer = self.assembly.optimizer
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -166,9 +162,7 @@ class Checkpoints:
         )
 
     def _own(self) -> dict[str, Tensor]:
-        """Return copies on the CPU of the state that differs between ranks: generators, and the
-        state of the linear layers.
-        """
+        """Return CPU copies of per-rank state: generators, and the state of the linear layers."""
         own = {"cpu_generator": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
@@ -251,9 +245,7 @@ class Checkpoints:
         return {name: part.state for name, part in self.parts.items()} | self.own
 
     def finish(self) -> None:
-        """Wait for the save in progress. Raises StorageError if it failed: the previous checkpoint
-        is then still complete.
-        """
+        """Wait for the save in progress. Raises StorageError if it failed: the last is intact."""
         if self.saving is None:
             return
         self._write_heartbeat()
@@ -347,9 +339,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the cause of `error` in one line. Raises the exception of a signal that arrived inside
-    DCP.
-    """
+    """Return the cause of `error` in one line. Re-raises a signal's exception from inside DCP."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, RunError):
@@ -441,9 +431,7 @@ def _sync(path: Path) -> None:
 
 
 class Reader(dcp.HuggingFaceStorageReader):
-    """Reports damaged files in an exception that can be pickled and sent to other ranks, unlike
-    those of safetensors.
-    """
+    """Report damaged files by an exception that, unlike that of safetensors, can be pickled."""
 
     def read_metadata(self) -> Metadata:
         with _sendable():

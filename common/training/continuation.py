@@ -53,9 +53,7 @@ class When:
 
 
 def when_from(text: str) -> When:
-    """Parse --checkpoint. "2": after every second evaluation. "600s": every ten minutes. Raises
-    ConfigError.
-    """
+    """Parse --checkpoint: "2" (every second evaluation), "600s". Raises ConfigError."""
     found = re.fullmatch(r"(\d+)(s?)", text)
     if not found or int(found[1]) < 1:
         do = "give --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes"
@@ -112,9 +110,7 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
 
 
 def _defect(folder: Path, facts: object) -> str:
-    """Return the defect in the facts of the checkpoint `folder`, or "" if none is visible without
-    reading its tensors.
-    """
+    """Return the defect that facts.json of checkpoint `folder` shows without its tensors, or ""."""
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]

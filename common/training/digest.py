@@ -1,6 +1,4 @@
-"""Hashes of tensors' bits, computed on the tensors' device. They prove that a state has not
-changed.
-"""
+"""Hashes of tensors' bits, computed on their device, to prove that a state has not changed."""
 
 from __future__ import annotations
 

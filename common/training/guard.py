@@ -118,9 +118,7 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether this rank only saw the failure of another one, through an error that a
-    collective raised.
-    """
+    """Return whether `error` comes from a collective because another rank failed."""
     ours = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
     signs = (*_TIMED_OUT, *_PEER_GONE)
     known = all(any(word in str(error) for word in words) for words in (ours, signs))
@@ -174,9 +172,7 @@ def end_badly(
     on_failure: Callable[[], None],
     step: Callable[[], int],
 ) -> None:
-    """Write a record of `error` to `run_dir` or a message to stderr, and exit with its exit
-    code.
-    """
+    """Record `error` in `run_dir`, or print it to stderr, and exit with its exit code."""
     failure = classify(error, run_dir, rank)
     # A second failure while reporting must not hide the first one.
     with contextlib.suppress(Exception):

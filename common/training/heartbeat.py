@@ -1,6 +1,4 @@
-"""Heartbeat file of a rank, from which the launcher reads that the rank is alive and what it is
-doing.
-"""
+"""Heartbeat file of a rank. It tells the launcher that the rank is alive, and its phase."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ def evaluate(
 
 
 def next_token_pairs(windows: np.ndarray) -> np.ndarray:
-    """Convert int [sequences, length + 1] to [sequences, 2, length]: tokens, and as labels the
-    token that follows each.
-    """
+    """Convert int [sequences, length + 1] to tokens and labels, [sequences, 2, length]."""
     return np.stack((windows[:, :-1], windows[:, 1:]), axis=1)
 
 

@@ -29,9 +29,7 @@ from common.training.mllog import LineFile
 
 
 class Events:
-    """The file events.jsonl of a run: one JSON object per line, written by rank 0. Lines are whole
-    or absent.
-    """
+    """Rank 0's writer of events.jsonl: one JSON object per line, never a partial line."""
 
     def __init__(self, path: Path | None):
         self.file = LineFile(path) if path is not None else None
@@ -49,9 +47,7 @@ class Events:
 
 
 class Progress:
-    """Lines of rank 0 on stderr. Steps and evaluations go to events.jsonl, from which the launcher
-    displays them.
-    """
+    """Progress lines of rank 0 on stderr. Steps and evaluations go to events.jsonl."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
         self.stream = stream or sys.stderr
@@ -65,9 +61,7 @@ class Progress:
 
 
 class StepClock:
-    """Times steps without making the host wait: CUDA events on a GPU, the monotonic clock on a
-    CPU.
-    """
+    """Timer of steps without host synchronization: CUDA events, or a monotonic clock on a CPU."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -170,9 +164,7 @@ class Meter:
         self.clock.mark()
 
     def flush(self) -> None:
-        """Fetch and write all pending values. Raises NonFinite at the first step whose loss or norm
-        is not finite.
-        """
+        """Write all pending values. Raises NonFinite at the first non-finite loss or norm."""
         if not self.pending:
             return
         times_ms = self.clock.drain_ms()
@@ -243,9 +235,7 @@ def make_meter(
 
 
 def memory_gib(device: torch.device) -> dict[str, float | None]:
-    """Return the peaks of reserved memory, and of the part of it that is allocated, on this GPU in
-    GiB. None on a CPU.
-    """
+    """Return this GPU's peak reserved and peak allocated memory in GiB. None on a CPU."""
     if device.type != "cuda":
         return {"memory_gib": None, "allocated_gib": None}
     return {

@@ -112,9 +112,7 @@ class RunLog:
         self._write(POINT, "seed", seed, after="submission", enter="seed")
 
     def hyperparameters(self, pairs: Iterable[tuple[str, Scalar]]) -> None:
-        """Log the benchmark's (key, value) pairs in the given order: the official checker reads
-        warm-up before decay.
-        """
+        """Log (key, value) pairs in order: the official checker expects warm-up before decay."""
         for key, value in pairs:
             self._write(POINT, key, value, after="seed")
         self._state = "hyperparameters"
@@ -128,9 +126,7 @@ class RunLog:
         self._samples = samples
 
     def init_stop(self) -> None:
-        """Log the end of initialization: the model is built, warmed up and restored. No token file
-        has been opened yet.
-        """
+        """Log the end of initialization: warmed up and restored, no token file opened yet."""
         self._write(END, "init_stop", after="hyperparameters", enter="ready")
 
     # On the clock.
@@ -144,9 +140,7 @@ class RunLog:
         self._count(START, "block_start", samples, after="running", enter="block")
 
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
-        """Log the end of a block. `throughput`: training sequences per second over the block, of
-        the whole system.
-        """
+        """Log the end of a block. `throughput`: its training sequences/s on all GPUs together."""
         assert type(samples) is int and samples >= self._samples, (
             f"samples went from {self._samples} to {samples}"
         )
@@ -217,9 +211,7 @@ class RunLog:
         enter: str = "",
         **metadata: str,
     ) -> int:
-        """Write a line with samples_count, which must equal the current sample count. See
-        `_write`.
-        """
+        """Write a line with samples_count, which must be the current count. See `_write`."""
         assert samples == self._samples, (
             f"{key} at {samples} samples, but training is at {self._samples}"
         )

@@ -29,9 +29,7 @@ EVERY = 4  # each fourth block is timed: four of 32 in each forward
 
 
 class BlockTimes:
-    """Timer of `blocks`. A call returns the mean milliseconds of one block in a training forward
-    since the last call.
-    """
+    """Timer of `blocks`. Returns the mean ms of a block's training forward since the last call."""
 
     def __init__(self, blocks: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
@@ -101,9 +99,7 @@ class RankComparison:
 def compare_ranks(
     processes: Processes, events: Events, progress: Progress, model: Llama
 ) -> RankComparison | None:
-    """Return the comparison of a run. None on a CPU, which all ranks share, and with a single
-    rank.
-    """
+    """Return a run's comparison. None on a CPU, which all ranks share, and for a single rank."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
     return RankComparison(

@@ -43,9 +43,7 @@ class Reports:
         return self.meter.samples // self.meter.samples_per_step if self.meter else 0
 
     def phase_done(self, name: str, **facts) -> None:
-        """Write the event of a phase before the clock starts: its seconds since the previous phase,
-        and `facts`.
-        """
+        """Write the event of a phase before the clock: seconds since the last one, and `facts`."""
         now = time.monotonic()
         self.events.write("phase", name=name, seconds=now - self.phase_began, time_s=0.0, **facts)
         self.phase_began = now

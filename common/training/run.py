@@ -1,6 +1,4 @@
-"""Arguments of one rank of a timed run. Its outputs are in reports.py, its stages in
-timed_run.py.
-"""
+"""Arguments of one rank of a timed run. Outputs: reports.py. Stages: timed_run.py."""
 
 from __future__ import annotations
 

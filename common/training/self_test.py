@@ -249,9 +249,7 @@ def require_sound(result: Result, device: torch.device) -> None:
 
 
 def decibels(truth: Tensor, value: Tensor) -> float:
-    """Return the signal-to-noise ratio over all elements in dB: infinite if equal, NaN if a value
-    is not finite.
-    """
+    """Return the signal-to-noise ratio in dB: inf if equal, NaN if a value is not finite."""
     signal = noise = 0.0
     for a, b in zip(*(x.detach().flatten().split(CHUNK) for x in (truth, value)), strict=True):
         signal += float(a.double().square().sum())
@@ -363,9 +361,7 @@ def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Te
 
 
 def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
-    """Yield a check per matrix product. Sizes are (M, N, K): rows, columns, and the dimension
-    summed over.
-    """
+    """Yield a check per matrix product. Sizes (M, N, K): rows, columns, contracted dimension."""
     shape = sizes.shape
     tokens = sizes.tokens
     trains = not sizes.lora_rank

@@ -48,9 +48,7 @@ def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Pr
 
 
 def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> None:
-    """Log the submission, the seed and the hyperparameters. `train_samples`: training sequences in
-    the data set.
-    """
+    """Log submission, seed and hyperparameters. `train_samples`: sequences in the data set."""
     config = run.config
     platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
@@ -138,9 +136,7 @@ def main(
     run: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
-    """Entry point of a rank: call `run` under the guard. Does not return. `saves`: the program
-    accepts --save.
-    """
+    """Run a rank's `run` under the guard. Does not return. `saves`: accept --save."""
     program = f"python -m {benchmark}.train"
     parser = argparse.ArgumentParser(
         prog=program, description="One rank of a timed run; ./run_and_time.sh starts it."

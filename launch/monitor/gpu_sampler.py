@@ -47,9 +47,7 @@ SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
 @contextlib.contextmanager
 def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
-    """Sample the GPUs into `run_dir` while the block runs. A failure of the sampler does not affect
-    the run.
-    """
+    """Sample the GPUs into `run_dir` during the block. A sampler's failure does not end the run."""
     if not found.devices:
         yield
         return
@@ -117,7 +115,8 @@ def sample(
         },
     )
     began = due = clock()
-    samples, noted = 0, set()
+    samples = 0
+    noted = set()
     before: list[dict] = []
     while True:
         time_s = round(clock() - began, 3)

@@ -119,9 +119,7 @@ class Screen:
             self.stdout.close()
 
     def update(self, to_the_end: bool = False) -> None:
-        """Redraw the display. A failure, such as a closed terminal or an unreadable file, does not
-        end the run.
-        """
+        """Redraw the display. A closed terminal or an unreadable file does not end the run."""
         if self.broken:
             return
         try:

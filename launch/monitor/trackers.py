@@ -25,7 +25,7 @@ SECONDS = "seconds"
 
 
 class Tracker(Protocol):
-    """One run in one tracking package. Each method may raise any error of that package."""
+    """A run in one tracking package. Each method may raise any error of that package."""
 
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         """Record `values` at `position` of `axis`, STEP or SECONDS."""

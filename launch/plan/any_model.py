@@ -221,7 +221,8 @@ def _of_this_machine() -> tuple[GpuKind, int]:
 
 def describe(request: Request) -> list[str]:
     """Return the lines about a model: a table of arrangements, memory, verdict and speed."""
-    found, ours = request.fitting(), [each for each in request.arrangements() if each.ours]
+    found = request.fitting()
+    ours = [each for each in request.arrangements() if each.ours]
     shown = found or min(ours, key=lambda each: each.memory.allocated)
     return [
         title(request),
@@ -239,7 +240,9 @@ def describe(request: Request) -> list[str]:
 
 def title(request: Request) -> str:
     """Return the line with the model, its weights, its batch and the GPUs."""
-    shape, kind, gpus = request.shape, request.kind, request.gpus
+    shape = request.shape
+    kind = request.kind
+    gpus = request.gpus
     what = f"LoRA of rank {request.lora_rank}" if request.lora_rank else "all weights trained"
     weights = (
         f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in "
@@ -299,7 +302,8 @@ def arrangements_table(request: Request) -> str:
 
 def verdict(request: Request, shown: Arrangement) -> str:
     """Say whether arrangement `shown` fits; if not, what takes the memory and what would help."""
-    needed, usable = gib(shown.memory.needed), gib(plan.usable_bytes(request.kind))
+    needed = gib(shown.memory.needed)
+    usable = gib(plan.usable_bytes(request.kind))
     sizes = (
         f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each "
         f"{request.kind.name}"
@@ -386,10 +390,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     peaks = (
         {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
     )
-    peak, tokens = (
-        options.peak or peaks[options.precision],
-        options.tokens or gpus * options.batch * options.seq,
-    )
+    peak = options.peak or peaks[options.precision]
+    tokens = options.tokens or gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
     more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
     found = utilization(parameters, tokens, options.seconds, gpus, peak, more)

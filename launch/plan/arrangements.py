@@ -188,7 +188,8 @@ def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
 
     It consists of weights, gradients, two moments, and the buckets in which gradients are reduced.
     """
-    count, size = work.shape.num_parameters, BYTES["bf16"]
+    count = work.shape.num_parameters
+    size = BYTES["bf16"]
     state = {
         "weights": size * count,
         "gradients": size * count,
@@ -212,7 +213,8 @@ def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, fl
 
     bf16 weights (and FP8 copies) exist only for the embedding and the gathered layers.
     """
-    shape, state = work.shape, plan.state_bytes(config, work)
+    shape = work.shape
+    state = plan.state_bytes(config, work)
     gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     per_gpu = {
         name: state[name] * config.gpus_per_node / gpus

@@ -234,7 +234,8 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """Say whether `memory` fits on `kind`, in GiB; if not, which option makes it fit."""
-    usable, needed = plan.usable_bytes(kind), memory.needed
+    usable = plan.usable_bytes(kind)
+    needed = memory.needed
     sizes = (
         f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
         f"{kind.name}"
@@ -275,7 +276,8 @@ def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
 
 def flops_line(work: Workload) -> str:
     """Return the line with the FLOPs per token that MFU counts, and their formula."""
-    shape, length = work.shape, work.sequence_length
+    shape = work.shape
+    length = work.sequence_length
     flops = (
         shape.lora_flops_per_token(length, work.lora_rank)
         if work.lora_rank
@@ -290,10 +292,8 @@ def flops_line(work: Workload) -> str:
 
 def target_line(benchmark: str, config: RunConfig) -> str:
     """Say where the number of sequences to the target comes from."""
-    samples, batch = (
-        rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
-        config.global_batch_size,
-    )
+    samples = rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size)
+    batch = config.global_batch_size
     if samples is None:
         return (
             f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
@@ -366,7 +366,8 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 
 
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
-    work, kind = workload(benchmark, config), _kind(config)
+    work = workload(benchmark, config)
+    kind = _kind(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
     layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
     row = [
@@ -377,7 +378,8 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     ]
     if kind is None:
         return [*row, *"-" * 8]
-    memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)
+    memory = plan.memory_peak(config, work)
+    usable = plan.usable_bytes(kind)
     sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
     return [
         *row,

@@ -186,10 +186,8 @@ def _start(
 
     No layer is offloaded or recomputed.
     """
-    eval_samples, sizes = (
-        workload(benchmark, file).eval_samples,
-        range(file.eval_micro_batch_size, 0, -1),
-    )
+    eval_samples = workload(benchmark, file).eval_samples
+    sizes = range(file.eval_micro_batch_size, 0, -1)
     # The largest size without padding.
     whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)
     linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
@@ -306,7 +304,8 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
 
 def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKind) -> OutOfMemory:
     """Return the error, with the memory that all saving options need and with what would fit."""
-    gpus, all_layers = start.gpus_per_node, work.shape.num_layers
+    gpus = start.gpus_per_node
+    all_layers = work.shape.num_layers
 
     def thrifty(layers: int) -> dict:
         options = {

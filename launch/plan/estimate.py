@@ -81,11 +81,9 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
 
     They are the head's backward, the last block's forward, its backward, and an evaluation.
     """
-    shape, element, tokens = (
-        work.shape,
-        BYTES[config.precision],
-        config.micro_batch_size * work.sequence_length,
-    )
+    shape = work.shape
+    element = BYTES[config.precision]
+    tokens = config.micro_batch_size * work.sequence_length
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
     saved = block = _saved_bytes(config, work)
     # A module's gradient, and as much again for the modules before, whose reduction is still
@@ -131,11 +129,9 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     bytes. Pre-training shards them over a node's GPUs (ZeRO-2). Each GPU holds LoRA's adapters
     whole, and the frozen base as described in `frozen_bytes`.
     """
-    shape, gpus, table = (
-        work.shape,
-        config.gpus_per_node,
-        work.shape.vocab_size * work.shape.hidden_size,
-    )
+    shape = work.shape
+    gpus = config.gpus_per_node
+    table = work.shape.vocab_size * work.shape.hidden_size
     trained = (
         shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     )
@@ -178,7 +174,8 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     per value and layout. W^T is stored if layers are gathered and with "replicated_both". In bf16,
     W serves both passes.
     """
-    storage, gpus = config.frozen_base, config.gpus_per_node
+    storage = config.frozen_base
+    gpus = config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
     per_value = (
         (2 if transposed else 1) if config.linear_format.stores_fp8 else BYTES[config.precision]
@@ -220,8 +217,10 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     product for its weight gradient, which a frozen matrix does not need. LoRA in FP8 keeps SwiGLU's
     input in 8 bits.
     """
-    shape, element = work.shape, BYTES[config.precision]
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    shape = work.shape
+    element = BYTES[config.precision]
+    hidden = shape.hidden_size
+    ffn = shape.ffn_hidden_size
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
@@ -253,11 +252,9 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of
     the block's result, of SwiGLU's result and, as an operand, of its input.
     """
-    hidden, ffn, element = (
-        work.shape.hidden_size,
-        work.shape.ffn_hidden_size,
-        BYTES[config.precision],
-    )
+    hidden = work.shape.hidden_size
+    ffn = work.shape.ffn_hidden_size
+    element = BYTES[config.precision]
     operand = config.linear_format.operand_bytes(element)
     # Operands are rowwise only. In FP8 the bf16 gate_up exists in addition to its 8-bit copy.
     if work.lora_rank:
@@ -305,10 +302,8 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
     A recomputed block keeps its input. One offloaded layer is still being copied.
     """
-    recomputed, tokens = (
-        _recomputed_layers(config, work),
-        config.micro_batch_size * work.sequence_length,
-    )
+    recomputed = _recomputed_layers(config, work)
+    tokens = config.micro_batch_size * work.sequence_length
     saved = _activations(config, work, work.shape.num_layers - recomputed)
     saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))[
         "SwiGLU input"
@@ -348,9 +343,11 @@ def largest(good: Callable[[int], bool]) -> int:
 
     All numbers below a good one must be good.
     """
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high <= 2**20 and good(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if good(middle) else (low, middle)

@@ -54,10 +54,8 @@ def with_attention(shape: ModelShape, length: int, lora_rank: int) -> dict[str, 
 
     `bench` and a run print the causal ones.
     """
-    full, lora = (
-        shape.training_flops_per_token(length),
-        shape.lora_flops_per_token(length, lora_rank),
-    )
+    full = shape.training_flops_per_token(length)
+    lora = shape.lora_flops_per_token(length, lora_rank)
     masked = shape.attention_flops_per_token(length)  # the masked half has the same number of FLOPs
     return {
         "full, 6 N + 6 L S H (causal)": full,

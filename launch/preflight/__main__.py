@@ -63,7 +63,8 @@ from launch.select_config import (
     wants_miniature,
 )
 
-SECONDS, QUICK_SECONDS = 3.0, 0.5
+SECONDS = 3.0
+QUICK_SECONDS = 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
@@ -184,14 +185,17 @@ def check(
     except PreflightError as error:
         return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one kind", error.do)], []
     request = requested_run(options, environment, kind, len(found.devices))
-    rows, fits = [request.row], True
+    rows = [request.row]
+    fits = True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
         presence.append(host.judge_torch_build(found, installed(found.driver), environment))
         presence.append(host.judge_compiler(environment))
-        rows, fits = rows + presence, overall(presence) != "refuse"
+        rows = rows + presence
+        fits = overall(presence) != "refuse"
     else:
-        found, kind = Probe("none"), None
+        found = Probe("none")
+        kind = None
     rows += host_rows(options.benchmark, request, environment)
     not_measured = skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
     ranks, measured_rows = (
@@ -328,7 +332,8 @@ def measured(
         lambda: during.append(read()),
         cpus_of_ranks(found, request.count),
     )
-    after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
+    after = read()
+    seen = [rank for rank in ranks if rank.memory_bytes]
     readings = [before, *during, after]
     loaded = [with_throttling(*pair) for pair in itertools.pairwise(readings)]
     rows = [judge_ranks(ranks, request.count)]

@@ -29,7 +29,8 @@ def judge_presence(
 
     `kind`, `visible`: the GPUs found. `kind_name`, `count`: those that the run needs.
     """
-    name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
+    name = kind.name if kind else "none"
+    do = "drop --config or DGXSYSTEM, or use one for this GPU"
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
         do = (
@@ -112,10 +113,8 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
     findings: list[Finding] = [
         (verdict if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib
     ]
-    good, do = (
-        f"at most {max(used_gib):.1f} GiB, including our own context",
-        "end the processes on these GPUs (nvidia-smi, rocm-smi)",
-    )
+    good = f"at most {max(used_gib):.1f} GiB, including our own context"
+    do = "end the processes on these GPUs (nvidia-smi, rocm-smi)"
     if is_grace:
         do += (
             "; if there are none, it is page cache: drop it, or load the driver in CDMM mode "
@@ -181,7 +180,8 @@ def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str
     `vboost`: position and largest position of each GPU's slider. `profiles`: as the driver prints
     them, "" if there are none. A run does not change them.
     """
-    check, expected = "power settings", "the same on all GPUs"
+    check = "power settings"
+    expected = "the same on all GPUs"
     known = [slider for slider in vboost if slider is not None]
     if not known and not profiles:
         return skipped(check, "the driver names no boost slider and no power profile", expected)
@@ -214,7 +214,8 @@ def judge_self_test(
 
     For an op that is not, name the known issues of these versions.
     """
-    check, expected = "self-test", "every op right at the config's shapes"
+    check = "self-test"
+    expected = "every op right at the config's shapes"
     if not all(rank.self_test for rank in ranks):
         return skipped(check, "no benchmark is named, or not run by every process", expected)
     findings: list[Finding] = []
@@ -244,11 +245,10 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
     """
     rows = []
     for name, unit in UNITS.items():
-        values, speed = (
-            [rank.speeds[name] for rank in ranks if name in rank.speeds],
-            EXPECTED.get(kind, {}).get(name),
-        )
-        siblings, table = f"{name}, siblings", f"{name}, table"
+        values = [rank.speeds[name] for rank in ranks if name in rank.speeds]
+        speed = EXPECTED.get(kind, {}).get(name)
+        siblings = f"{name}, siblings"
+        table = f"{name}, table"
         if device == "cpu":
             rows.append(
                 skipped(
@@ -323,5 +323,6 @@ def _not_slower(
 
 
 def _range(values: Sequence[float], unit: str) -> str:
-    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    low = f"{min(values):.4g}"
+    high = f"{max(values):.4g}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"

@@ -61,7 +61,8 @@ def available_memory(root: Path) -> int:
         or key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     )
     group = root / "sys/fs/cgroup"
-    limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
+    limit = read_text(group / "memory.max")
+    used = read_text(group / "memory.current")
     if not limit.isdigit() or not used.isdigit():
         return machine
     kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
@@ -98,7 +99,8 @@ def judge(
     `pinned_bytes`: host memory that the config pins for each process (offload_layers), in addition
     to what every run needs.
     """
-    memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
+    memory = host.memory_bytes / GIB
+    shm = host.shm_bytes / GIB
     warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
     do = (
         "end other programs, or give the container or job more memory"
@@ -123,7 +125,8 @@ def judge(
         rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
         # RDMA locks the memory that it registers, so several nodes need this. No need is known on
         # one node, so it only warns there.
-        value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
+        value = _limit(host.memlock_bytes)
+        is_low = host.memlock_bytes != UNLIMITED
         do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
         rows.append(
             graded(
@@ -149,7 +152,8 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
 
     They only warn: AMD uses these settings, but no measurement of their gain is known.
     """
-    advice, do = tuning.advice(root), "tuning check; or run with --tune"
+    advice = tuning.advice(root)
+    do = "tuning check; or run with --tune"
     value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
     return graded(
         "host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice)
@@ -217,7 +221,8 @@ def judge_torch_build(
     found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> CheckRow:
     """Judge whether torch is built for these GPUs and their driver."""
-    check, expected = "torch build", "built for these GPUs and their driver"
+    check = "torch build"
+    expected = "built for these GPUs and their driver"
     try:
         torch_build.require_fitting_torch(found, versions, environment)
     except PreflightError as error:
@@ -244,7 +249,8 @@ def judge_known_issues(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> CheckRow:
     """Judge these versions on this GPU by common/known_issues.toml."""
-    issues, unseen = known_issues.shown(kind, versions, environment), known_issues.unseen(versions)
+    issues = known_issues.shown(kind, versions, environment)
+    unseen = known_issues.unseen(versions)
     do = "; ".join(
         [
             *(issue.cure for issue in issues),

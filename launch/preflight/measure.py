@@ -65,7 +65,8 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
         fixed = workload(benchmark, config)
         sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
         result = self_test(sizes, place, lambda op: found.write(folder, op))
-        found.attention, found.self_test_s = result.attention, result.seconds
+        found.attention = result.attention
+        found.self_test_s = result.seconds
         found.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]
     torch.manual_seed(found.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -97,11 +98,9 @@ def look(found: Measured, device: str) -> torch.device:
     free, total = torch.cuda.mem_get_info(place)
     facts: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
     found.used_bytes = total - free
-    found.name, found.memory_bytes, found.compute_units = (
-        facts.name,
-        facts.total_memory,
-        facts.multi_processor_count,
-    )
+    found.name = facts.name
+    found.memory_bytes = facts.total_memory
+    found.compute_units = facts.multi_processor_count
     found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     # torch for ROCm lacked some properties before 2.11. The address is only shown in the table.
     found.uuid = str(getattr(facts, "uuid", ""))
@@ -123,11 +122,13 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
         return torch.randn(*shape, device=place, dtype=torch.bfloat16)
 
     def bf16_gemm() -> Work:
-        x, w = random(n, n), random(n, n)
+        x = random(n, n)
+        w = random(n, n)
         return lambda: torch.mm(x, w.t()), 2 * n**3 / 1e12
 
     def fp8_gemm() -> Work:
-        x, w = random(n, n).to(fp8), random(n, n).to(fp8)
+        x = random(n, n).to(fp8)
+        w = random(n, n).to(fp8)
         options: Any = {
             "scale_a": one,
             "scale_b": one,
@@ -142,7 +143,8 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
         return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
     def all_reduce() -> Work:  # MAX, since repeated sums would overflow after a hundred repetitions
-        whole, ranks = random(collective_bytes // 2), dist.get_world_size()
+        whole = random(collective_bytes // 2)
+        ranks = dist.get_world_size()
         return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (
             ranks - 1
         ) / ranks * whole.nbytes / 1e9

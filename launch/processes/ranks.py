@@ -95,7 +95,8 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     then. Return () also if the firmware does not report a GPU's node (-1), or if that node has no
     such CPUs.
     """
-    allowed, folders = os.sched_getaffinity(0), (sysfs / "devices/system/node").glob("node[0-9]*")
+    allowed = os.sched_getaffinity(0)
+    folders = (sysfs / "devices/system/node").glob("node[0-9]*")
     cpus = {
         folder.name[4:]: mine
         for folder in folders

@@ -65,8 +65,12 @@ class HangWatch:
         step_s: float,
         clock=time.monotonic,
     ):
-        self.folder, self.ranks, self.local_ranks, self.clock = folder, ranks, local_ranks, clock
-        self.startup_s, self.step_s = startup_s, step_s
+        self.folder = folder
+        self.ranks = ranks
+        self.local_ranks = local_ranks
+        self.clock = clock
+        self.startup_s = startup_s
+        self.step_s = step_s
         self.last_change = clock()
         self.modified: dict[int, int] = {}
         self.beats: dict[int, dict] = {}
@@ -79,7 +83,8 @@ class HangWatch:
             with contextlib.suppress(OSError, ValueError):
                 modified = path.stat().st_mtime_ns
                 if modified != self.modified.get(rank):
-                    self.modified[rank], self.last_change = modified, self.clock()
+                    self.modified[rank] = modified
+                    self.last_change = self.clock()
                     self.beats[rank] = json.loads(path.read_text())
         started = len(self.beats) == len(self.ranks) and all(
             beat["step"] > 0 for beat in self.beats.values()
@@ -164,7 +169,8 @@ def supervise(
         )
         try:
             while not _ended(process, poll_s) and not received:
-                hangs, stopped = watch is not None and watch.look(), stop()
+                hangs = watch is not None and watch.look()
+                stopped = stop()
                 if hangs or stopped:
                     if watch:
                         watch.ask_for_stacks()
@@ -250,7 +256,8 @@ def processes_of(run_dir: Path) -> list[int]:
 
     They are found by their environment. Zombies have none and are not counted.
     """
-    mark, found = f"{LAUNCHED}={run_dir}".encode(), []
+    mark = f"{LAUNCHED}={run_dir}".encode()
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):

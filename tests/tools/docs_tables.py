@@ -51,11 +51,9 @@ def linears(config: RunConfig) -> str:
 
 
 def activations(benchmark: str, config: RunConfig) -> str:
-    """How the activations that backward needs are kept."""
-    recomputed, offloaded = (
-        getattr(config, "recompute_layers", 0),
-        getattr(config, "offload_layers", 0),
-    )
+    """Describe how activations are kept for backward."""
+    recomputed = getattr(config, "recompute_layers", 0)
+    offloaded = getattr(config, "offload_layers", 0)
     kept = (
         "SwiGLU's input in 8 bits"
         if benchmark == LORA and config.linear_format.in_fp8
@@ -69,7 +67,7 @@ def activations(benchmark: str, config: RunConfig) -> str:
 
 
 def storage(benchmark: str, config: RunConfig) -> str:
-    """Where weights, gradients and optimizer states are."""
+    """Describe where weights, gradients and optimizer states are stored."""
     if benchmark == LORA:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         return {
