@@ -9,7 +9,7 @@ from pathlib import Path
 from common.benchmarks import Rules
 from common.records import ledger, rcp, windows
 from common.terminal import shown
-from launch.diagnosis import Result
+from launch.diagnosis import RunResult
 from launch.processes.ranks import numbers
 from launch.select_config import Selection
 
@@ -80,7 +80,7 @@ def expectation(selection: Selection, rules: Rules) -> str:
 
 
 def closing(
-    result: Result, run_dir: Path, error_lines: str, miniature: bool, has_target: bool = True
+    result: RunResult, run_dir: Path, error_lines: str, miniature: bool, has_target: bool = True
 ) -> list[str]:
     """Return the lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""

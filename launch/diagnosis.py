@@ -21,7 +21,7 @@ from launch import flight_recorder
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """Outcome of a run according to `result.txt`."""
 
     seconds: float | None = None  # from run_start to run_stop; None if one of them is missing
@@ -30,7 +30,7 @@ class Result:
     started: bool = False  # whether the log has a run_start
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> RunResult:
     """Return what the log at `path` says, an empty Result if it is missing or damaged.
 
     An unreadable log raises no error, because each attempt needs an end in the ledger.
@@ -38,14 +38,14 @@ def read_result(path: Path) -> Result:
     try:
         log = mlperf_log.read(path, repeated=())
     except (ConfigError, OSError):
-        return Result()
+        return RunResult()
     start = log.first("run_start")
     stop = log.first("run_stop")
     if stop is None:
-        return Result(started=start is not None)
+        return RunResult(started=start is not None)
     seconds = (stop.time_ms - start.time_ms) / 1000 if start else None
     status = stop.metadata.get("status")
-    return Result(
+    return RunResult(
         seconds,
         status if isinstance(status, str) else "",
         stop.samples if type(stop.samples) is int else 0,

@@ -1,4 +1,4 @@
-"""Timed runs: a judged series on node 0, and the ranks of each run on the other nodes."""
+"""Timed runs: the series and its checks on node 0, and the ranks of each run on all nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
 
 
-def run_all(job: Job, request: series.Request) -> int:
+def run_all(job: Job, request: series.SeriesRequest) -> int:
     """Make the requested number of good runs and record them in a ledger.
 
     Return the exit code of series.run. The other nodes return that of node 0.
@@ -61,9 +61,8 @@ def run_all(job: Job, request: series.Request) -> int:
         The data may be in other places, and a copy of the code need not be a git repository.
         """
         ensure_data(job)
-        return {key: value for key, value in facts.items() if key not in ("data", "commit")} | {
-            "packages": versions["packages"]
-        }
+        equal = {key: value for key, value in facts.items() if key not in ("data", "commit")}
+        return equal | {"packages": versions["packages"]}
 
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
@@ -102,7 +101,7 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
         raise Interrupted(ending.signal_number)
 
 
-def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.Outcome:
+def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.RunOutcome:
     """Make one timed run in `run_dir`.
 
     It is good only if it reached the target and its log is clean.
@@ -111,8 +110,7 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
         print_stderr(
-            "NOTE       the data is still in the page cache, and the log will say so: not for "
-            "submission"
+            "NOTE       the page cache was not cleared, as the log will state: not for submission"
         )
     # A signal that arrives while the log is judged does not change the run's outcome.
     with signals_noted() as received:
@@ -121,7 +119,7 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 
 def _timed(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]
-) -> series.Outcome:
+) -> series.RunOutcome:
     start_date = time.strftime(DATE)
     mlperf_line(f"STARTING TIMING RUN AT {start_date}")
     ending = _train(job, nodes, run_dir, seed, cleared)
@@ -138,8 +136,8 @@ def _timed(
     print_stderr(*closing(result, run_dir, lines, job.config.miniature, has_target))
     after = Interrupted(received[0]) if received else after
     if after:
-        print_stderr("This came after the clock, and does not concern the run:", after.lines())
-    return series.Outcome(error, result, cleared, after)
+        print_stderr("After the end of the timed run (its result is valid):", after.lines())
+    return series.RunOutcome(error, result, cleared, after)
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
@@ -184,7 +182,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
 
 
 def judge(
-    job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result
+    job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.RunResult
 ) -> tuple[RunError | None, RunError | None]:
     """Return the failure of the run and a failure after its clock, each None if there is none.
 
@@ -249,7 +247,7 @@ def _check(run_dir: Path) -> RunError | None:
         else f"the checks ended with code {answer.returncode}"
     )
     return CheckFailed(
-        "the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}"
+        "the target was reached, but the log failed the checks", why, f"see {run_dir / 'check.txt'}"
     )
 
 
@@ -264,12 +262,7 @@ def write_report(folder: Path) -> None:
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
     # Run in a new session, so that Ctrl-C reaches only the launcher.
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        argument,
-    ]
+    command = [sys.executable, "-m", module, argument]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

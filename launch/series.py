@@ -1,8 +1,9 @@
 """A series of runs: attempts until enough are good, each recorded in the ledger.
 
-Every attempt has its own directory and seed. A run is good if it reached its target and its log is
-clean. A failed attempt is followed by the next one, until more than `max_failures` attempts of this
-command have failed. SIGINT, SIGTERM and SIGHUP end the series, and --resume continues it.
+Every attempt has its own directory and seed. A run is good if it reached its target and its log
+passed the checks. A failed attempt is followed by the next one, until more than `max_failures`
+attempts of this command have failed. SIGINT, SIGTERM and SIGHUP end the series, and --resume
+continues it.
 
 A series can also be continued after its launcher was killed. The last attempt is then recorded as
 lost and never counts as good, whatever its log says.
@@ -44,8 +45,8 @@ MAX_FAILURES = 2
 
 
 @dataclass(frozen=True)
-class Request:
-    """Request of the user: NEXP, SEED, --max-failures and --resume."""
+class SeriesRequest:
+    """Options of a series: NEXP, SEED, --max-failures and --resume."""
 
     goal: int  # number of good runs; 0: as many as the resumed series has
     max_failures: int
@@ -54,20 +55,22 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Result of one attempt; `error` is None for a good run."""
 
     error: RunError | None
-    result: diagnosis.Result = field(default_factory=diagnosis.Result)
+    result: diagnosis.RunResult = field(default_factory=diagnosis.RunResult)
     cache: str = ""
     # Failure after the clock of a good run: a signal, or the model could not be saved.
     after: RunError | None = None
 
 
-Execute = Callable[[Path, int], Outcome]  # arguments: run directory, seed
+Execute = Callable[[Path, int], RunOutcome]  # arguments: run directory, seed
 
 
-def request_from(environment: Mapping[str, str], max_failures: int | None, resume: bool) -> Request:
+def request_from(
+    environment: Mapping[str, str], max_failures: int | None, resume: bool
+) -> SeriesRequest:
     """Return the request. Raise ConfigError for invalid values and for values that conflict."""
     count = environment.get("NEXP") or ("0" if resume else "1")
     seed = environment.get("SEED", "")
@@ -81,9 +84,11 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
             "it must be 0 or more",
             "correct it or leave it out",
         )
-    limit = max_failures if max_failures is not None else 0 if count == "1" else MAX_FAILURES
+    limit = max_failures
+    if limit is None:
+        limit = 0 if count == "1" else MAX_FAILURES
     if not seed:
-        return Request(int(count), limit, None, resume)
+        return SeriesRequest(int(count), limit, None, resume)
     if not seed.isdigit() or int(seed) >= 2**32:
         raise ConfigError(
             f"SEED={seed} is not a seed",
@@ -100,10 +105,12 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
             why,
             "unset SEED; or leave out NEXP, --max-failures and --resume",
         )
-    return Request(1, 0, int(seed))
+    return SeriesRequest(1, 0, int(seed))
 
 
-def continued(request: Request, run: Path, benchmark: str, config: RunConfig) -> Request:
+def continued(
+    request: SeriesRequest, run: Path, benchmark: str, config: RunConfig
+) -> SeriesRequest:
     """Return the request for a single run that resumes from a checkpoint of `run`, with its seed.
 
     Raise ConfigError if `run` has no checkpoint of this benchmark, seed and config. Raise
@@ -123,7 +130,7 @@ def continued(request: Request, run: Path, benchmark: str, config: RunConfig) ->
     print_stderr(
         f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission"
     )
-    return Request(1, 0, seed)
+    return SeriesRequest(1, 0, seed)
 
 
 def facts_of(
@@ -137,13 +144,10 @@ def facts_of(
     digest = hashlib.sha256()
     packages = [root / name for name in ("common", "launch", benchmark)]
     for path in sorted(path for package in packages for path in package.rglob("*.py")):
-        if path.is_relative_to(root / "launch/plan") or path.is_relative_to(
-            root / "launch/preflight"
-        ):
+        if any(path.is_relative_to(root / name) for name in ("launch/plan", "launch/preflight")):
             continue  # neither takes part in a run
-        digest.update(
-            f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-        )
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(root)}\0{content}\n".encode())
     return {
         "config": selection.log_name,
         "config_sha256": hashlib.sha256(selection.config.as_toml().encode()).hexdigest(),
@@ -155,7 +159,7 @@ def facts_of(
     }
 
 
-class Series:
+class SeriesRunner:
     """A series and its ledger."""
 
     def __init__(self, folder: Path, record: ledger.Record, selection: Selection):
@@ -184,10 +188,10 @@ class Series:
             "start", attempt=self.record.next_attempt, run=name, seed=seed, started=_now(), **about
         )
 
-    def end(self, start: dict, outcome: Outcome) -> None:
+    def end(self, start: dict, outcome: RunOutcome) -> None:
         """Enter the end of the attempt that began with line `start`.
 
-        A full disk: RESERVE_FILE is removed first. Raises StorageError if space is still missing.
+        If the disk is full, RESERVE_FILE is removed. Raises StorageError if that is not enough.
         """
         error = outcome.error
         result = outcome.result
@@ -197,11 +201,8 @@ class Series:
             "kind": "success",
             "reason": outcome.after.what if outcome.after else "",
         }
-        ending |= (
-            {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
-            if error
-            else {}
-        )
+        if error:
+            ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
         ending |= {
             "minutes": minutes,
             "samples": result.samples,
@@ -224,10 +225,10 @@ def run(
     benchmark: str,
     selection: Selection,
     facts: dict,
-    request: Request,
+    request: SeriesRequest,
     execute: Execute,
 ) -> int:
-    """Make attempts until the request is fulfilled, and return the exit code.
+    """Start runs until the request is fulfilled, and return the exit code.
 
     - 0 if all runs are good and their models were saved as requested
     - the code of the first failure
@@ -250,7 +251,7 @@ def run(
 
 
 def make_attempts(
-    series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute
+    series: SeriesRunner, log_dir: Path, benchmark: str, request: SeriesRequest, execute: Execute
 ) -> int:
     """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
@@ -270,37 +271,45 @@ def make_attempts(
         for end in (outcome.error, outcome.after):
             if isinstance(end, Interrupted):
                 return end.exit_code
-        if outcome.error and record.goal >= SUBMISSION_RUNS and (said := outlook(record.outcomes)):
-            print_stderr(f"NOTE       {said}")
-        failed += [outcome.error.exit_code] if outcome.error else []
-        unsaved += [outcome.after.exit_code] if outcome.after else []
+        if outcome.error and record.goal >= SUBMISSION_RUNS:
+            prospects = outlook(record.outcomes)
+            if prospects:
+                print_stderr(f"NOTE       {prospects}")
+        if outcome.error:
+            failed.append(outcome.error.exit_code)
+        if outcome.after:
+            unsaved.append(outcome.after.exit_code)
         if len(failed) > request.max_failures:
             return failed[0]
     series.append("closed")
     return unsaved[0] if unsaved else 0
 
 
-def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
+def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
     """Execute one run. The launcher's own errors become outcomes, so that the ledger has them."""
     try:
         return execute(run_dir, seed)
     except Exception as error:
-        known = failure_of(error)
-        if known is None:
+        failed = failure_of(error)
+        if failed is None:
             traceback.print_exc()
-        why = "a defect of the launcher, or a failure that it does not know"
-        do = "report it with the traceback above"
-        failed = known or RunError(f"the launcher failed: {type(error).__name__}: {error}", why, do)
+            failed = RunError(
+                f"internal error in the launcher: {type(error).__name__}: {error}",
+                "the launcher does not handle this failure",
+                "report it with the traceback above",
+            )
     print_stderr(failed.lines())
     diagnosis.write_failure(run_dir, failed, {})
-    return Outcome(failed, diagnosis.read_result(run_dir / "result.txt"))
+    return RunOutcome(failed, diagnosis.read_result(run_dir / "result.txt"))
 
 
 # --- open a series, and lock it -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> Iterator[Series]:
+def _open(
+    folder: Path, selection: Selection, facts: dict, request: SeriesRequest
+) -> Iterator[SeriesRunner]:
     if not request.resume:
         record = ledger.Record(
             f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
@@ -309,7 +318,7 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
         )
         run_directory.require_writable(folder)
         with _locked(folder, record.id):
-            series = Series(folder, record, selection)
+            series = SeriesRunner(folder, record, selection)
             series.append("series", started=_now(), goal=record.goal, facts=facts)
             yield series
         return
@@ -325,9 +334,10 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
                 record for record in ledger.read(folder / ledger.NAME) if record.id == name
             )
             if locked and _lacks_runs(record, request):
-                yield resume_series(Series(folder, record, selection), facts, request)
+                yield resume_series(SeriesRunner(folder, record, selection), facts, request)
                 return
-        running += [] if locked else [name]
+        if not locked:
+            running.append(name)
     if running:
         raise ConfigError(
             f"series {', '.join(running)} is still running",
@@ -336,7 +346,7 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
         )
     raise ConfigError(
         f"nothing to resume in {folder}",
-        "its ledger has no series that lacks good runs",
+        "its ledger has no unfinished series",
         "start one with NEXP=10",
     )
 
@@ -371,7 +381,7 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _lacks_runs(record: ledger.Record, request: Request) -> bool:
+def _lacks_runs(record: ledger.Record, request: SeriesRequest) -> bool:
     """Return whether the series needs more runs.
 
     A larger NEXP reopens a finished series: the rules allow more than ten runs, of which the median
@@ -380,7 +390,7 @@ def _lacks_runs(record: ledger.Record, request: Request) -> bool:
     return not record.closed or request.goal > record.goal
 
 
-def resume_series(series: Series, facts: dict, request: Request) -> Series:
+def resume_series(series: SeriesRunner, facts: dict, request: SeriesRequest) -> SeriesRunner:
     """Prepare `series` for further attempts.
 
     Raise ConfigError if anything that must stay the same has changed.
@@ -408,7 +418,7 @@ def resume_series(series: Series, facts: dict, request: Request) -> Series:
     return series
 
 
-def _enter_as_lost(series: Series, start: dict) -> None:
+def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
     run_dir = series.folder / start["run"]
     supervise.kill_processes_of(run_dir, grace_s=supervise.GRACE_S)
     what = f"attempt {start['attempt']}: its launcher ended without an entry in the ledger"
@@ -420,7 +430,7 @@ def _enter_as_lost(series: Series, start: dict) -> None:
     lost.kind = "lost"
     if run_dir.is_dir():
         diagnosis.write_failure(run_dir, lost, {})
-    series.end(start, Outcome(lost, diagnosis.read_result(run_dir / "result.txt")))
+    series.end(start, RunOutcome(lost, diagnosis.read_result(run_dir / "result.txt")))
 
 
 def _now() -> str:

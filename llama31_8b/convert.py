@@ -13,7 +13,7 @@ from typing import Any
 
 from common.data import corpus
 from common.data.indexed_dataset import Index, index_path, tokens_path
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
@@ -53,7 +53,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         ):
             do = "remove it, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
-        writer = Writer(prefix, vocab_size)
+        writer = IndexedDatasetWriter(prefix, vocab_size)
         read = 0
         documents = _documents(inputs, key)
         size = sum(path.stat().st_size for path in inputs)

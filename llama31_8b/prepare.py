@@ -79,7 +79,7 @@ def miniature(data_dir: Path) -> None:
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
     # imports numpy, which parsing the command line does not need
-    from common.data.indexed_dataset_writer import Writer
+    from common.data.indexed_dataset_writer import IndexedDatasetWriter
 
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
@@ -89,7 +89,7 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
         (MINIATURE.train_prefix, train),
         (MINIATURE.validation_prefix, validation),
     ):
-        writer = Writer(data_dir / prefix, tokenizer.vocab_size())
+        writer = IndexedDatasetWriter(data_dir / prefix, tokenizer.vocab_size())
         for ids in tokenizer.encode(texts):
             writer.add(ids)
         index = writer.finish()

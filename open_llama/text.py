@@ -29,7 +29,7 @@ import numpy as np
 
 from common.data import corpus
 from common.data.indexed_dataset import Index, index_path
-from common.data.indexed_dataset_writer import Writer, token_dtype
+from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
@@ -440,7 +440,7 @@ def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
     paths = sorted(folder.glob("*.npz"))
     indices = {}
     for split in SPLITS:
-        writer = Writer(data_dir / split, vocab_size)
+        writer = IndexedDatasetWriter(data_dir / split, vocab_size)
         for document in _documents_of(paths, split):
             writer.add(document)
         if not writer.lengths:

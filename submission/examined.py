@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.records.mlperf_log import Event
 from submission.log_rules import ERROR, Finding
-from submission.official_tools import Verdict
+from submission.official_tools import LogVerdict
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Examined:
 
     path: Path
     title: str  # benchmark, division and round
-    verdict: Verdict  # official
+    verdict: LogVerdict  # official
     findings: tuple[Finding, ...]  # official and ours, sorted by line
     seeds: tuple[Event, ...] = ()
 

@@ -54,7 +54,7 @@ BAD_LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LogVerdict:
     """The verdict of the compliance checker on one log."""
 
     rules: str  # a ruleset such as 6.1.0, or miniature or open for a rule file of this project
@@ -68,7 +68,7 @@ class Verdict:
         return tuple(complaint.message for complaint in self.complaints if not complaint.warning)
 
 
-def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
+def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> LogVerdict:
     """Return the compliance checker's verdict on the log at `path` for a closed ruleset.
 
     `log`: the contents of the same log, if it has been read already. Raises PreflightError without
@@ -77,7 +77,7 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 
-def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> Verdict:
+def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> LogVerdict:
     """Return the compliance checker's verdict by this project's rule file for a division.
 
     `rules`: those of the miniature, or of a run whose config sets its rules. Raises PreflightError
@@ -89,7 +89,7 @@ def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None
         return _verdict(path, rules.division, str(path_of_rules), log)
 
 
-def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
+def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> LogVerdict:
     """Return `own_verdict` by the rules of a benchmark's miniature."""
     return own_verdict(path, benchmark, benchmarks.divisions(benchmark)["miniature"], log)
 
@@ -131,7 +131,7 @@ def checker_version() -> str:
     return version
 
 
-def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
+def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict:
     checker_version()
     # Imported here because most commands do not need it.
     from mlperf_logging.compliance_checker import mlp_compliance
@@ -144,7 +144,7 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
     # Any exception means that there is no verdict. The package checker would crash on it as well.
     except Exception as error:
         why = f"{type(error).__name__} {str(error)[:200]}".strip()
-        return Verdict(
+        return LogVerdict(
             rules,
             False,
             (
@@ -168,7 +168,7 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
     ]
     texts += [(key, text, WARNING) for key, text in checker.warnings.items()]
     log = log or (read(path) if texts else Log())
-    return Verdict(
+    return LogVerdict(
         rules,
         passed,
         tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)),

@@ -16,7 +16,7 @@ POINTS = "pruned_rcps"  # the points that the package checker and the summarizer
 
 
 @dataclass(frozen=True)
-class Point:
+class ReferencePoint:
     """A reference convergence point: training sequences to the target at one global batch.
 
     The numbers are those of the RCP checker.
@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RcpVerdict:
     """The verdict of the RCP checker on a series of runs."""
 
     passed: bool
@@ -43,7 +43,7 @@ class Verdict:
     factor: float  # on the score, at least 1; meaningless if the test failed
 
 
-def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
+def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
     """Return the verdict on the logs of at least three runs.
 
     A log of None means that the run left none. It counts as infinitely slow, like a log without
@@ -66,8 +66,8 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
             )
         except Exception as error:  # any exception means that there is no verdict
             reason = f"{type(error).__name__}: {error}"
-            return Verdict(False, f"the official RCP checker crashed: {reason}", 1.0)
-    return Verdict(bool(passed), message, float(factor))
+            return RcpVerdict(False, f"the official RCP checker crashed: {reason}", 1.0)
+    return RcpVerdict(bool(passed), message, float(factor))
 
 
 def _identity(path: Path) -> str:
@@ -81,7 +81,7 @@ def _identity(path: Path) -> str:
 
 
 @cache
-def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
+def point_at(benchmark: str, batch: int, ruleset: str) -> ReferencePoint | None:
     """Return the point that a series at `batch` is tested against, as `check_directory` selects it.
 
     None if `batch` is larger than that of every point.
@@ -97,7 +97,7 @@ def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
             _, record = checker._create_interp_rcp(batch, low, high)
         else:
             record = checker._find_min_rcp(POINTS)
-    return Point(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
+    return ReferencePoint(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
 
 
 def _rcp_checker() -> ModuleType:

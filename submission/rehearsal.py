@@ -56,7 +56,7 @@ ENDINGS = {
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RehearsedRun:
     """An attempt to invent: its state as in submission/runs.py, its seed and its minutes."""
 
     state: str
@@ -64,7 +64,7 @@ class Attempt:
     minutes: float
 
 
-def attempts_like(series: Series | None) -> list[Attempt]:
+def attempts_like(series: Series | None) -> list[RehearsedRun]:
     """Return the attempts of `series`, followed by good ones until ten have started their clock."""
     attempts = []
     started = 0
@@ -72,14 +72,14 @@ def attempts_like(series: Series | None) -> list[Attempt]:
         attempts = [_attempt_like(run) for run in series.runs]
         started = len(counted(series))
     missing = max(0, SUBMISSION_RUNS - started)
-    return attempts + [Attempt(GOOD, secrets.randbits(32), MINUTES) for _ in range(missing)]
+    return attempts + [RehearsedRun(GOOD, secrets.randbits(32), MINUTES) for _ in range(missing)]
 
 
-def _attempt_like(run: Run) -> Attempt:
+def _attempt_like(run: Run) -> RehearsedRun:
     seed = run.start.get("seed", run.log.value("seed"))
     if type(seed) is not int:
         seed = secrets.randbits(32)
-    return Attempt(run.state, seed, run.minutes or MINUTES)
+    return RehearsedRun(run.state, seed, run.minutes or MINUTES)
 
 
 # System description.
@@ -147,7 +147,7 @@ def config_file(root: Path, benchmark: str, description: dict[str, str]) -> Path
 def write_series(
     folder: Path,
     benchmark: str,
-    attempts: Iterable[Attempt],
+    attempts: Iterable[RehearsedRun],
     *,
     config: Path,
     org: str,
@@ -215,7 +215,7 @@ def passing_evaluations(rules: Rules, batch: int) -> int:
 class InventedLog:
     """The records of one invented run. `start_s`: its time of init_start, in seconds since 1970."""
 
-    def __init__(self, rules: Rules, config: RunConfig, attempt: Attempt, start_s: float):
+    def __init__(self, rules: Rules, config: RunConfig, attempt: RehearsedRun, start_s: float):
         self.rules = rules
         self.config = config
         self.attempt = attempt

@@ -117,7 +117,7 @@ class Run:
         return (self.rules.target_loss or None) if self.rules else None
 
     @property
-    def point(self) -> rcp.Point | None:
+    def point(self) -> rcp.ReferencePoint | None:
         """The reference convergence point at the run's global batch.
 
         None for a miniature, and if there is no point for that batch.

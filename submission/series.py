@@ -53,7 +53,7 @@ class TenRuns:
     # Mean without the lowest and the highest, as in the RCP checker. None for fewer than three
     # runs, or if two did not converge.
     samples: float | None
-    verdict: rcp.Verdict | None  # None for a miniature, and for fewer than three runs
+    verdict: rcp.RcpVerdict | None  # None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are not a valid result; "" for a valid one
     factor: float | None  # of the RCP checker; None unless its test passed
     # minutes x factor. None for an invalid result, a failed RCP test, or a miniature.
@@ -140,7 +140,7 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     )
 
 
-def _passed(runs: list[Run], invalid: str, verdict: rcp.Verdict | None) -> bool:
+def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bool:
     if any(run.is_miniature for run in runs):
         failed = sum(not run.converged for run in runs)
         return failed < len(runs) and failed <= rule.MAY_FAIL

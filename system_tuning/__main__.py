@@ -36,12 +36,12 @@ HELD = "held until the end of the input"
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(File):
+class Change(File):
     """A file and the result of changing it."""
 
     status: str = ""  # "failed" and "changed since" end with exit code 18
 
-    def became(self, status: str, note: str = "") -> Step:
+    def became(self, status: str, note: str = "") -> Change:
         return dataclasses.replace(self, status=status, note=note or self.note)
 
 
@@ -152,7 +152,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     worse = 0
     for setting in settings:
         files = setting.look(root)
-        steps = [Step(**vars(file)) for file in files]
+        steps = [Change(**vars(file)) for file in files]
         is_good = all(file.now == file.want for file in files)
         worse += not is_good
         about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
@@ -171,17 +171,17 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     return DONE
 
 
-def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Step]:
+def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Change]:
     """Save the old values in the journal, then write the new ones."""
     files = [file for setting in settings for file in setting.look(root) if file.now != file.want]
     entries = _read_journal(journal)
     for file in files:
         entries.setdefault(str(file.path), [file.now, file.want])
     _write_journal(journal, entries)
-    return [_write(Step(**vars(file)), "set") for file in files]
+    return [_write(Change(**vars(file)), "set") for file in files]
 
 
-def revert(journal: Path) -> list[Step]:
+def revert(journal: Path) -> list[Change]:
     """Restore every old value in the journal, the last one written first.
 
     This may run any number of times.
@@ -193,7 +193,7 @@ def revert(journal: Path) -> list[Step]:
     return steps
 
 
-def hold(steps: list[Step], journal: Path) -> list[Step]:
+def hold(steps: list[Change], journal: Path) -> list[Change]:
     """Print what `apply` has done, wait until the input ends, and revert.
 
     If a file did not accept its value, revert at once.
@@ -206,8 +206,8 @@ def hold(steps: list[Step], journal: Path) -> list[Step]:
     return [*failed, *revert(journal)]
 
 
-def _put_back(path: Path, old: str, ours: str) -> Step:
-    step = Step(path, value_of(path), old)
+def _put_back(path: Path, old: str, ours: str) -> Change:
+    step = Change(path, value_of(path), old)
     if step.now == old:
         return step.became("unchanged")
     if step.now != ours:
@@ -217,7 +217,7 @@ def _put_back(path: Path, old: str, ours: str) -> Step:
     return _write(step, "put back")
 
 
-def _write(step: Step, done: str) -> Step:
+def _write(step: Change, done: str) -> Change:
     try:
         step.path.write_text(f"{step.want}\n")
     except OSError as error:
@@ -269,7 +269,7 @@ def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:
     temporary.rename(journal)
 
 
-def _grouped(steps: Sequence[Step]) -> list[str]:
+def _grouped(steps: Sequence[Change]) -> list[str]:
     """Return the lines of output, one for all files that differ only in their CPU number."""
     groups = Counter(
         dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path))))

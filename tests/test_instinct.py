@@ -191,9 +191,9 @@ def test_a_rank(rocm, card, monkeypatch):
     monkeypatch.setattr(attention, "gpu_architecture", lambda device: arch)
     attention.attention_backends("cuda")
     assert seen == [[SDPBackend.FLASH_ATTENTION]]
-    bad = self_test.Result(
+    bad = self_test.SelfTestResult(
         findings=[
-            self_test.Finding(
+            self_test.OpResult(
                 "FP8 product down wgrad",
                 "(4096, 14336, 16384)",
                 error="HIPBLAS_STATUS_INVALID_VALUE",

@@ -47,7 +47,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BaselineVerdict:
     """A row of the comparison. `value`: None if no row was measured or if it failed."""
 
     name: str
@@ -154,7 +154,7 @@ def write(path: Path, baseline: Baseline) -> None:
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def compare(baseline: Baseline, results: Results, tolerance: float) -> list[Verdict]:
+def compare(baseline: Baseline, results: Results, tolerance: float) -> list[BaselineVerdict]:
     """Return one verdict per row of the baseline, failures first.
 
     A row fails if it is more than `tolerance` (a fraction) below the baseline, or if its
@@ -168,7 +168,7 @@ def compare(baseline: Baseline, results: Results, tolerance: float) -> list[Verd
 
 def _verdict(
     row: BaselineRow, tables: list[tuple[Table, dict[str, Any]]], tolerance: float
-) -> Verdict:
+) -> BaselineVerdict:
     name = f"{row.table}: {', '.join(str(value) for value in row.keys.values() if value)}"
     matching = []
     head = row.column
@@ -187,12 +187,12 @@ def _verdict(
     values = [one[row.column] for one in measured if one.get(row.column) is not None]
     if not values:
         verdict = FAIL if errors else NOT_MEASURED
-        return Verdict(name, head, reference, errors[0] if errors else "-", None, verdict)
+        return BaselineVerdict(name, head, reference, errors[0] if errors else "-", None, verdict)
     # A published number may not name the library, for example: the best of several rows counts.
     value = max(values)
     change = value / row.value - 1
     verdict = PASS if change >= -tolerance else FAIL
-    return Verdict(name, head, reference, format(value, form), change, verdict)
+    return BaselineVerdict(name, head, reference, format(value, form), change, verdict)
 
 
 def _agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
@@ -200,7 +200,7 @@ def _agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
     return all((row.get(key) or None) == (value or None) for key, value in keys.items())
 
 
-def summary(verdicts: list[Verdict]) -> str:
+def summary(verdicts: list[BaselineVerdict]) -> str:
     """Return the result of a comparison in one line."""
     counts = {
         name: sum(verdict.verdict == name for verdict in verdicts)
@@ -214,7 +214,7 @@ def summary(verdicts: list[Verdict]) -> str:
     return f"PASS: {total} rows"
 
 
-def section(baseline: Baseline, verdicts: list[Verdict], tolerance: float) -> Section:
+def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: float) -> Section:
     """Return the section of the page that shows a comparison."""
     heads = ("Row", "Column", "Baseline", "Here", "Change", "Verdict")
     rows = tuple(

@@ -43,7 +43,7 @@ from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.kernel_cases import Sizes
 from common.training.loop import evaluate, pad_for_ranks, train_step
-from common.training.metrics import Events, Meter, Rate, make_meter, memory_gib
+from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.self_test import check_engines, require_sound
 from common.training.warmup import synthetic_batches
 from launch.plan.benchmark import workload
@@ -292,7 +292,7 @@ def bench_line(
     config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
 ) -> str:
     median_ms = statistics.median(meter.step_times_ms)
-    rate = Rate.of(
+    rate = StepRate.of(
         median_ms,
         meter.tokens_per_step,
         processes.world_size,

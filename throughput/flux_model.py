@@ -181,7 +181,7 @@ class Stream(nn.Module):
         return torch.addcmul(x, gate, self.down(inner))
 
 
-class Block(nn.Module):
+class FluxBlock(nn.Module):
     """A block that can be recomputed in the backward.
 
     `recompute`: keep only the inputs, and run the forward again in the backward. The forward draws
@@ -198,7 +198,7 @@ class Block(nn.Module):
         return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-class DoubleBlock(Block):
+class DoubleBlock(FluxBlock):
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
         self.image = Stream(shape)
@@ -217,7 +217,7 @@ class DoubleBlock(Block):
         return image, text
 
 
-class SingleBlock(Block):
+class SingleBlock(FluxBlock):
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
         hidden = shape.hidden_size

@@ -78,7 +78,7 @@ AUTOGRAD = re.compile(r"^autograd::engine|Backward\d*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """A GPU kernel, a GPU copy, or a CPU op. All times are on one clock."""
 
     name: str
@@ -116,7 +116,7 @@ def class_of_name(name: str) -> str:
     return next((kind for kind, pattern in _COMPILED if pattern.search(name)), OTHER)
 
 
-def class_of(event: Event) -> str:
+def class_of(event: TraceEvent) -> str:
     """Return the first class that is not vague, from the event's own name outwards.
 
     Autograd nodes do not count, since recomputation runs inside whichever node triggers it.
@@ -131,7 +131,7 @@ def class_of(event: Event) -> str:
     )
 
 
-def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
+def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
     """Attribute the window [start_ns, end_ns) to `events`, of which only the part inside counts.
 
     Return "classes", all of CLASSES, whose exposed_ns sum to the window; "products", GEMM by role
@@ -162,7 +162,7 @@ def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, 
 
 
 def exposed_ns(
-    events: Sequence[Event], kinds: Sequence[str], start_ns: int, end_ns: int
+    events: Sequence[TraceEvent], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[list[int], int]:
     """Return the nanoseconds of the window that belong to each event, and those of none.
 
@@ -197,7 +197,7 @@ def exposed_ns(
     return own, idle_ns
 
 
-def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
+def main_stream(events: Sequence[TraceEvent], kinds: Sequence[str]) -> int | None:
     """Return the stream that computes longest, or None if nothing computes."""
     busy: dict[int, int] = {}
     for event, kind in zip(events, kinds, strict=True):
@@ -206,6 +206,6 @@ def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
     return max(busy, key=lambda stream: busy[stream], default=None)
 
 
-def _inside(event: Event, start_ns: int, end_ns: int) -> int:
+def _inside(event: TraceEvent, start_ns: int, end_ns: int) -> int:
     """Return the nanoseconds of the event inside the window."""
     return max(0, min(end_ns, event.end_ns) - max(start_ns, event.start_ns))

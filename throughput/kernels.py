@@ -178,7 +178,7 @@ def update(shape: ModelShape) -> Iterator[Case]:
     one = torch.ones((), device="cuda")
     zero = torch.zeros((), device="cuda")
     state = (weight, gradient, first, first.square(), draw(*size))
-    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, zero)
+    step = adamw.AdamWStep(1e-4, (0.9, 0.95), 1e-5, one, one, zero)
     yield (
         "AdamW, and the weight rounded",
         partial(adamw.adamw_triton, *state, 0.1, step),

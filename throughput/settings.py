@@ -137,7 +137,7 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                 ),
                 mock.patch.dict(os.environ, {VARIABLES[ATTENTION]: engine}),
             ):
-                checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
+                checks = self_test.attention_checks(sizes, Draw(device), self_test.SelfTestResult())
                 errors = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks)
                 microseconds = attention_us(sizes, device, backend)
                 outcome = f"{microseconds:8.1f} us  {errors} dB (out, dQ, dK, dV)"

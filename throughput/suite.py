@@ -34,7 +34,7 @@ SCHEDULED = 60.0  # seconds: less time left than this is not reported
 
 
 @dataclass(frozen=True)
-class Part:
+class SuitePart:
     """One command of the suite.
 
     `words` follow `python3 -m throughput`. With --quick, `quick` replaces them ("" skips the part).
@@ -51,21 +51,21 @@ class Part:
 
 
 PARTS = (
-    Part("gemm", "gemm", "gemm", 26, 26),
-    Part("mlp", "mlp", "mlp", 10, 10),
-    Part(
+    SuitePart("gemm", "gemm", "gemm", 26, 26),
+    SuitePart("mlp", "mlp", "mlp", 10, 10),
+    SuitePart(
         "llama_full",
         "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5",
         "llama --precision fp8 {layers}",
         105,
         74,
     ),
-    Part(
+    SuitePart(
         "llama_lora", "llama --model qwen3-8b --lora --gpus {gpus} --warmup 2 --steps 5", "", 43, 0
     ),
-    Part("gpt", "gpt", "gpt --steps 5", 32, 22),
-    Part("scaling", "scaling --gpus {gpus}", "", 70, 0),
-    Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 34, 34),
+    SuitePart("gpt", "gpt", "gpt --steps 5", 32, 22),
+    SuitePart("scaling", "scaling --gpus {gpus}", "", 70, 0),
+    SuitePart("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 34, 34),
 )
 
 
@@ -126,7 +126,7 @@ def main(options: argparse.Namespace) -> int:
     ended = run_parts(folder, asked)
     results = read_results(folder, ended)
     failed = [part["exit_code"] for part in ended.values() if part["exit_code"]]
-    verdicts: list[baseline.Verdict] = []
+    verdicts: list[baseline.BaselineVerdict] = []
     comparison: list[Section] = []
     if reference:
         verdicts = baseline.compare(reference, list(results.values()), options.tolerance)
@@ -184,7 +184,7 @@ def require_new(path: Path) -> None:
         )
 
 
-def chosen(quick: bool) -> list[Part]:
+def chosen(quick: bool) -> list[SuitePart]:
     return [part for part in PARTS if part.quick or not quick]
 
 
@@ -230,7 +230,7 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     return good
 
 
-def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+def run(part: SuitePart, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
     words = (part.quick if asked["quick"] else part.words).format(
         gpus=",".join(map(str, asked["gpus"])),
@@ -260,7 +260,7 @@ def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run_with_bar(part: Part, command: list[str], folder: Path) -> Ending:
+def _run_with_bar(part: SuitePart, command: list[str], folder: Path) -> Ending:
     """Run a part behind a bar with its elapsed time. Its rows go to <folder>.log.
 
     The end of the log is printed if the part fails.
@@ -334,7 +334,7 @@ def sections(
 def headline(
     ended: dict[str, dict],
     results: dict[str, dict[str, Any]],
-    verdicts: list[baseline.Verdict],
+    verdicts: list[baseline.BaselineVerdict],
 ) -> Section:
     """Return the section of the few numbers that summarize the machine."""
     succeeded = sum(part["exit_code"] == 0 for part in ended.values())

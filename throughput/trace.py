@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.errors import CheckFailed
 from common.model.shapes import ModelShape
-from throughput.kernel_time import AUTOGRAD, Event, class_of, main_stream
+from throughput.kernel_time import AUTOGRAD, TraceEvent, class_of, main_stream
 
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's category is cuda_runtime as well
@@ -40,7 +40,7 @@ class _Call:
     counted: bool = False  # whether the product's FLOPs are already counted
 
 
-def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
+def timeline(trace: Mapping, roles: Roles) -> tuple[list[TraceEvent], int, int, int]:
     """Return the events, the window's start and end in ns, and the number of its steps.
 
     Raises CheckFailed if the trace lacks steps, or kernels that belong to them.
@@ -107,10 +107,10 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
 
 def _event(
     span: Mapping, stream: int, kind: str, calls: Sequence[_Call], roles: Roles | None = None
-) -> Event:
+) -> TraceEvent:
     label, flops = roles.product(calls) if roles else ("", 0)
     within = tuple(call.name for call in calls)
-    return Event(span["name"], _ns(span["ts"]), _end(span), stream, kind, within, label, flops)
+    return TraceEvent(span["name"], _ns(span["ts"]), _end(span), stream, kind, within, label, flops)
 
 
 def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:

@@ -165,7 +165,7 @@ def build_order(
         raise DataError(
             f"{index_path(index.prefix)}: {num_samples} samples of {sequence_length} tokens "
             f"cannot be drawn from {tokens} tokens",
-            "one pass must hold at least one whole sequence and its last label",
+            "one pass must contain at least one full sequence and its last label",
             "check the data and max_samples",
         )
     epochs = -(-(num_samples * sequence_length + 1) // tokens)

@@ -26,7 +26,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
-class Writer:
+class IndexedDatasetWriter:
     """Writes documents one by one, each as one sequence, to files named `.partial`, which `finish`
     renames.
 

@@ -42,7 +42,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> TextIO:
-    """Return the open lock file at `path` once this process holds it."""
+    """Lock the file at `path`, waiting if necessary, and return it."""
     while True:
         file = path.open("a")
         try:
@@ -54,7 +54,7 @@ def _open_locked(path: Path) -> TextIO:
                     "do not start two preparations of it at once"
                 )
                 return file
-            say(f"waiting: another process holds {path}")
+            say(f"waiting: another process has locked {path}")
             fcntl.flock(file, fcntl.LOCK_EX)
         # The process that held the lock may have removed the file, and a third one may hold a new
         # file of this name.

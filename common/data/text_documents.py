@@ -27,10 +27,10 @@ def json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]
             what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
             raise DataError(what, "a document must be a string", "repair the line")
         if LONE_SURROGATE.search(text):
-            what = f"{path}: line {number}: {key} holds half of a surrogate pair"
+            what = f"{path}: line {number}: {key} contains half of a surrogate pair"
             raise DataError(
                 what,
-                "no tokenizer takes it: it is no character",
+                "tokenizers reject it, because it does not encode a character",
                 "repair the line, or leave it out",
             )
         yield text

@@ -26,7 +26,7 @@ from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
 @dataclass(frozen=True)
-class Step:
+class AdamWStep:
     """Values shared by all tensors of an optimizer step."""
 
     learning_rate: float
@@ -56,7 +56,7 @@ def adamw_reference(
     second: Tensor,
     rounded: Tensor | None,
     weight_decay: float,
-    step: Step,
+    step: AdamWStep,
 ) -> None:
     """Update one tensor. All tensors have one shape, and all but the gradient change in place.
 
@@ -147,7 +147,7 @@ def adamw_triton(
     second: Tensor,
     rounded: Tensor | None,
     weight_decay: float,
-    step: Step,
+    step: AdamWStep,
 ) -> None:
     """Triton version of `adamw_reference`, in one pass. All tensors must be contiguous."""
     assert_contiguous("AdamW", weight, gradient, first, second, rounded)

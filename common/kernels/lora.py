@@ -545,7 +545,7 @@ def down_backward_triton_(
 
 
 @dataclass(frozen=True)
-class Engine:
+class LoraEngine:
     """Implementations of the adapter's operations."""
 
     down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
@@ -557,6 +557,6 @@ class Engine:
 
 
 ENGINES = {
-    "reference": Engine(down_reference, up_backward_reference, down_backward_reference_),
-    "triton": Engine(down_triton, up_backward_triton, down_backward_triton_),
+    "reference": LoraEngine(down_reference, up_backward_reference, down_backward_reference_),
+    "triton": LoraEngine(down_triton, up_backward_triton, down_backward_triton_),
 }

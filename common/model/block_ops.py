@@ -25,7 +25,7 @@ class SavedTensors:
 
 
 @dataclass(frozen=True)
-class Engine:
+class KernelEngine:
     """The operations of common/kernels/ in one of their two implementations."""
 
     quantize: Callable[..., QuantizedTensor]
@@ -40,7 +40,7 @@ class Engine:
 
 
 ENGINES = {
-    "reference": Engine(
+    "reference": KernelEngine(
         quantize.quantize_reference,
         rms_norm.add_rms_norm_reference,
         rms_norm.rms_norm_backward_reference,
@@ -50,7 +50,7 @@ ENGINES = {
         swiglu.swiglu_quantized_backward_reference,
         fuses=False,
     ),
-    "triton": Engine(
+    "triton": KernelEngine(
         quantize.quantize_triton,
         rms_norm.add_rms_norm_triton,
         rms_norm.rms_norm_backward_triton,
@@ -66,7 +66,7 @@ ENGINES = {
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (RoPE) of the query and key heads, before attention."""
 
-    def __init__(self, shape: ModelShape, ops: Engine):
+    def __init__(self, shape: ModelShape, ops: KernelEngine):
         super().__init__()
         self.shape = shape
         self.ops = ops

@@ -33,7 +33,7 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass
-class Saved(SavedTensors):
+class SavedByBlock(SavedTensors):
     """Tensors that a block keeps for its backward.
 
     Bytes per token of the 8B in FP8: x and the residual 16,384, q, k and v 12,288, attention's
@@ -119,7 +119,7 @@ class FusedBlock(nn.Module):
 
     def run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
-    ) -> tuple[Tensor, Saved | None]:
+    ) -> tuple[Tensor, SavedByBlock | None]:
         """Compute the forward. With `keep`, also return the tensors that the backward needs."""
         ops = self.ops
         linear = self.linear
@@ -144,13 +144,13 @@ class FusedBlock(nn.Module):
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
-            saved = Saved(
+            saved = SavedByBlock(
                 x, rstd_1, n_1, qk_before_norm, attention, o, residual, rstd_2, n_2, gate_up, h
             )
         return out, saved
 
     def run_backward(
-        self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
+        self, saved: SavedByBlock, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and of the weights, in the order of `forward`.
 

@@ -26,7 +26,7 @@ from common.sharding.activation_offload import ActivationOffloader
 
 
 @dataclass
-class Saved(SavedTensors):
+class SavedByLoraBlock(SavedTensors):
     """Tensors that a block keeps for its backward, counted by `saved_bytes_per_token`."""
 
     x: Tensor  # [M, D], the block's input
@@ -119,7 +119,7 @@ class FusedLoraBlock(nn.Module):
 
     def run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
-    ) -> tuple[Tensor, Saved | None]:
+    ) -> tuple[Tensor, SavedByLoraBlock | None]:
         """Compute the forward. With `keep`, also return the tensors that the backward needs."""
         ops = self.ops
         linear = self.linear
@@ -162,13 +162,13 @@ class FusedLoraBlock(nn.Module):
             kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
         saved = None
         if keep:
-            saved = Saved(
+            saved = SavedByLoraBlock(
                 x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts
             )
         return out, saved
 
     def run_backward(
-        self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
+        self, saved: SavedByLoraBlock, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of the input, of A and B of qkv, and of A and B of o.
 

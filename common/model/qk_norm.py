@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.kernels import qk_norm
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.model.block_ops import Engine, RotaryEmbedding
+from common.model.block_ops import KernelEngine, RotaryEmbedding
 from common.model.llama import RMSNorm
 from common.model.shapes import ModelShape
 
@@ -17,7 +17,7 @@ from common.model.shapes import ModelShape
 class QKNormRotaryEmbedding(RotaryEmbedding):
     """Norms of the query and key heads, followed by RoPE."""
 
-    def __init__(self, shape: ModelShape, ops: Engine, kernels: str):
+    def __init__(self, shape: ModelShape, ops: KernelEngine, kernels: str):
         super().__init__(shape, ops)
         self.norm_rope_, self.norm_rope_backward = qk_norm.ENGINES[kernels]
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)

@@ -54,7 +54,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line with the token that holds no record, or at which the official parser would stop."""
+    """A line that has the token but no record, or at which the official parser would stop."""
 
     line: int
     reason: str

@@ -100,7 +100,7 @@ RESULTS = load()
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """A cause of a difference between two series: minutes, and the factor on the time.
 
     Values below zero and below one mean faster.
@@ -111,7 +111,7 @@ class Part:
     factor: float
 
 
-def split(ours: Pace, theirs: Pace) -> list[Part]:
+def split(ours: Pace, theirs: Pace) -> list[TimePart]:
     """Split `ours.minutes - theirs.minutes` into its causes.
 
     The sum of the minutes and the product of the factors are exact.
@@ -132,7 +132,7 @@ def split(ours: Pace, theirs: Pace) -> list[Part]:
         name = "evaluation and other"
     minutes[name] = ours.minutes - theirs.minutes - sum(minutes.values())
     whole = _logarithmic_mean(ours.minutes, theirs.minutes)
-    return [Part(name, part, math.exp(part / whole)) for name, part in minutes.items()]
+    return [TimePart(name, part, math.exp(part / whole)) for name, part in minutes.items()]
 
 
 def _timed(pace: Pace) -> bool:

@@ -78,7 +78,7 @@ class AdamW:
         self.steps += 1 - skip
         # clipping multiplies by min(1, clip_norm / norm)
         divisor = (norm / self.settings.clip_norm).clamp(min=1.0)
-        step = adamw.Step(
+        step = adamw.AdamWStep(
             learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip
         )
         tensors = zip(self.weights, gradients, self.first, self.second, self.rounded, strict=True)

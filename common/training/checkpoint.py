@@ -1,11 +1,11 @@
 """Save and load the training state with torch.distributed.checkpoint (DCP), for `--checkpoint` and
 `--continue`.
 
-A checkpoint holds the fp32 masters, the optimizer's state under the names that its update rule
+A checkpoint contains the fp32 masters, the optimizer's state under the names that its update rule
 gives, the FP8 scales and histories, and the random generators. The data need only the number of
 steps, because their order is a function of the seed. A frozen base is not saved but loaded again.
 
-Each rank writes the tensors it holds, in DCP's safetensors layout
+Each rank writes its own tensors in DCP's safetensors layout
 (torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which
 executes code from a file. DCP re-shards tensors for a different number of ranks. facts.json holds a
 digest of all values, which is the same on any number of ranks: it proves that the loaded state is
@@ -75,8 +75,8 @@ OFFSETS = "DCP_SHARDING_INFO"
 
 
 @dataclass
-class Part:
-    """The slice of one tensor that this rank holds."""
+class TensorPart:
+    """Slice of a tensor that this rank stores."""
 
     live: Tensor  # the tensor that training changes
     host: Tensor  # copy in host memory
@@ -146,20 +146,20 @@ class Checkpoints:
                 tensors[f"{names[parameter]}.{kind}"] = (part, rows)
         return tensors
 
-    def _part(self, live: Tensor, rows: int) -> Part:
+    def _part(self, live: Tensor, rows: int) -> TensorPart:
         pinned = self.when is not None and live.is_cuda
         host = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
         if not rows:
-            return Part(live, host, host, 0)
+            return TensorPart(live, host, host, 0)
         size = torch.Size([rows, *live.shape[1:]])
         stride = torch.empty(size, device="meta").stride()
         state = DTensor.from_local(
             host, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride
         )
-        each = -(-rows // self.processes.world_size)
-        return Part(
-            live, host, state, min(self.rank * each, rows) * (live.numel() // max(1, len(live)))
-        )
+        rows_per_rank = -(-rows // self.processes.world_size)
+        first_row = min(self.rank * rows_per_rank, rows)
+        row_size = live.numel() // max(1, len(live))
+        return TensorPart(live, host, state, first_row * row_size)
 
     def _own(self) -> dict[str, Tensor]:
         """Return CPU copies of per-rank state: generators, and the state of the linear layers."""
@@ -184,10 +184,13 @@ class Checkpoints:
         everyone: list[Any] = [None] * self.processes.world_size
         dist.all_gather_object(everyone, mine, group=self.group)
         total: dict[str, int] = {}
-        for name, (shared, value) in (item for rank in everyone for item in rank.items()):
-            total[name] = (total.get(name, 0) + value) % 2**64 if shared else value % 2**64
-        said = {key: value for key, value in facts.items() if key != "digest"}
-        return hashlib.sha256(json.dumps([total, said], sort_keys=True).encode()).hexdigest()
+        for of_rank in everyone:
+            for name, (shared, value) in of_rank.items():
+                before = total.get(name, 0) if shared else 0
+                total[name] = (before + value) % 2**64
+        undigested = {key: value for key, value in facts.items() if key != "digest"}
+        content = json.dumps([total, undigested], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     # Saving.
 
@@ -211,7 +214,7 @@ class Checkpoints:
             "samples": samples,
             "ranks": self.processes.world_size,
         }
-        writer = Writer(self.folder / f"step_{step:08d}", facts)
+        writer = CheckpointWriter(self.folder / f"step_{step:08d}", facts)
         # Remove the rest of a killed save of this step, perhaps of more ranks. The exchange in
         # `_digest` makes the other ranks wait.
         if self.rank == 0:
@@ -222,10 +225,10 @@ class Checkpoints:
             {}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group
         )  # type: ignore[assignment]
         self.last = time.monotonic()
-        held = self.last - began
-        self.reports.events.write("checkpoint", step=step, samples=samples, seconds=held)
+        paused_s = self.last - began
+        self.reports.events.write("checkpoint", step=step, samples=samples, seconds=paused_s)
         self.reports.progress.show(
-            f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written"
+            f"checkpoint of step {step}: training paused for {paused_s:.1f} s; writing continues"
         )
 
     def due(self, when: When, evaluated: bool) -> bool:
@@ -279,16 +282,15 @@ class Checkpoints:
         ranks = facts["ranks"]
         step = facts["step"]
         own = self._own()
-        every = {
-            f"rank_{rank}.{name}": torch.empty_like(tensor)
-            for rank in range(ranks)
-            for name, tensor in own.items()
-        }
+        every: dict[str, Tensor] = {}
+        for rank in range(ranks):
+            for name, tensor in own.items():
+                every[f"rank_{rank}.{name}"] = torch.empty_like(tensor)
         state = {name: part.state for name, part in self.parts.items()} | every
         try:
             dcp.load(
                 state,
-                storage_reader=Reader(str(folder)),
+                storage_reader=CheckpointReader(str(folder)),
                 planner=Planner(self._write_heartbeat),
                 process_group=self.group,
             )
@@ -371,7 +373,7 @@ class Stager(BlockingAsyncStager):
         return self.copies()
 
 
-class Writer(dcp.HuggingFaceStorageWriter):
+class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     """Writes a rank's tensors one after another into its own file, and renames the folder when all
     ranks are done.
 
@@ -430,7 +432,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class Reader(dcp.HuggingFaceStorageReader):
+class CheckpointReader(dcp.HuggingFaceStorageReader):
     """Report damaged files by an exception that, unlike that of safetensors, can be pickled."""
 
     def read_metadata(self) -> Metadata:

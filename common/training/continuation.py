@@ -54,25 +54,26 @@ class When:
 
 def when_from(text: str) -> When:
     """Parse --checkpoint: "2" (every second evaluation), "600s". Raises ConfigError."""
-    found = re.fullmatch(r"(\d+)(s?)", text)
-    if not found or int(found[1]) < 1:
-        do = "give --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes"
+    match = re.fullmatch(r"(\d+)(s?)", text)
+    if not match or int(match[1]) < 1:
         raise ConfigError(
-            f"--checkpoint {text} says no time",
-            "it is a number of evaluations, or of seconds with an s behind it",
-            do,
+            f"--checkpoint: cannot parse {text!r}",
+            "expected a positive number of evaluations, or of seconds with the suffix s",
+            "use --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes",
         )
-    return When(0, float(found[1])) if found[2] else When(int(found[1]), 0.0)
+    number = int(match[1])
+    if match[2]:
+        return When(evaluations=0, seconds=float(number))
+    return When(evaluations=number, seconds=0.0)
 
 
 def require_possible(config: RunConfig) -> None:
     """Raise ConfigError if this config does not support checkpoints."""
-    do = "leave out --checkpoint and --continue"
     if config.nodes > 1:
         raise ConfigError(
-            f"checkpoints are for one node, not {config.nodes}",
-            "the ranks of several nodes need not see one directory",
-            do,
+            f"checkpoints are supported on one node only, not on {config.nodes}",
+            "the nodes may not share a directory",
+            "omit --checkpoint and --continue",
         )
 
 
@@ -87,15 +88,13 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
         if path.suffix != PARTIAL and path.is_dir()
     ]
     if not folders:
-        why = (
-            f"there is no {run_dir}"
-            if not run_dir.is_dir()
-            else f"{run_dir / FOLDER} holds none that is whole"
-        )
+        why = f"{run_dir / FOLDER} contains no complete checkpoint"
+        if not run_dir.is_dir():
+            why = f"the directory {run_dir} does not exist"
         raise ConfigError(
             f"{run_dir} has no checkpoint to continue from",
             why,
-            "name the directory of a run that had --checkpoint",
+            "use the directory of a run that was started with --checkpoint",
         )
     folder = max(folders, key=lambda path: path.name)
     if (folder / FACTS).exists() and not (folder / FACTS).is_file():

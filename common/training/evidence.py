@@ -2,7 +2,7 @@
 
 Imported only after such a failure (common/training/guard.py). A run records no allocation history,
 because that would keep every stack. `profile --memory` records one outside a timed run. The
-evidence here needs no history: it is the blocks that the allocator holds.
+evidence here, the list of allocated blocks, needs no history.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
             r"{} is reserved by PyTorch but",
         )
     )
-    do = f"{SMALLER}; profile --memory shows what holds it"
+    do = f"{SMALLER}; profile --memory shows the allocations"
     with contextlib.suppress(Exception):  # a failure here must not hide the first one
         if run_dir and torch.cuda.is_initialized():
             place = run_dir / "ranks" / f"rank_{rank}.memory"
             place.with_suffix(".memory.txt").write_text(torch.cuda.memory_summary())
             torch.cuda.memory._dump_snapshot(str(place.with_suffix(".memory.pickle")))
-            do += f", {place.name}.pickle at pytorch.org/memory_viz what the allocator held"
+            do += f"; open {place.name}.pickle at pytorch.org/memory_viz"
     if asked is None or allocated is None or gaps is None:
         return OutOfMemory("the GPU's memory is full", text, do)
     # On ROCm expandable_segments is not recommended: a first copy hung with it (pytorch#192259).
@@ -69,8 +69,8 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
 
 
 def _gib(words: str, text: str) -> float | None:
-    found = re.search(words.format(r"([\d.]+) (bytes|[KMG]iB)"), text)
-    return float(found[1]) * UNITS[found[2]] if found else None
+    match = re.search(words.format(r"([\d.]+) (bytes|[KMG]iB)"), text)
+    return float(match[1]) * UNITS[match[2]] if match else None
 
 
 def write_collectives(stack: Path) -> None:

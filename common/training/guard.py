@@ -33,6 +33,8 @@ from common.errors import (
     write_rank_record,
 )
 
+# Words of an error that comes from a collective.
+_BACKENDS = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
 # Messages of gloo and NCCL when a peer is gone or silent, seen with torch 2.9 to 2.13. Any other
 # message counts as a failure of this rank.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
@@ -88,14 +90,14 @@ def run_guarded(
 def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -> RunError:
     """Return the RunError that explains `error` to the user.
 
-    For a GPU out-of-memory error, also write to `run_dir` what held the memory.
+    For a GPU out-of-memory error, also write the allocations to `run_dir`.
     """
     if isinstance(error, torch.OutOfMemoryError):
         from common.training.evidence import out_of_memory  # imported only after a failure
 
         return out_of_memory(error, run_dir, rank)
-    if known := failure_of(error):
-        return known
+    if failure := failure_of(error):
+        return failure
     if isinstance(error, SystemExit):
         return RankLost(
             f"the rank ended itself with exit code {error.code}",
@@ -103,13 +105,11 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
             "see the traceback in ranks/",
         )
     if is_secondary(error):
-        hangs = any(word in str(error) for word in _TIMED_OUT)
-        kind, what = (
-            (Hang, "a collective timed out") if hangs else (RankLost, "another rank went away")
-        )
-        return kind(
-            what, str(error).splitlines()[0][:300], "see which rank did not report in ranks/"
-        )
+        why = str(error).splitlines()[0][:300]
+        do = "see which rank did not report in ranks/"
+        if any(word in str(error) for word in _TIMED_OUT):
+            return Hang("a collective timed out", why, do)
+        return RankLost("another rank ended", why, do)
     return RunError(
         f"{type(error).__name__}: {error}",
         "a defect, or a failure this program does not know",
@@ -119,10 +119,13 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether `error` comes from a collective because another rank failed."""
-    ours = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
-    signs = (*_TIMED_OUT, *_PEER_GONE)
-    known = all(any(word in str(error) for word in words) for words in (ours, signs))
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and known)
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    names_a_backend = any(word in text for word in _BACKENDS)
+    return names_a_backend and any(word in text for word in (*_TIMED_OUT, *_PEER_GONE))
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
@@ -178,17 +181,17 @@ def end_badly(
     with contextlib.suppress(Exception):
         on_failure()
     text = "".join(traceback.format_exception(error))
-    told = False  # whether the launcher knows of the failure and reports it to the user
+    launcher_reports = False  # the launcher reads the record and reports it to the user
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
             write_rank_record(
                 run_dir, rank, outcome, failure, step=step(), secondary=is_secondary(error)
             )
-            told = LAUNCHED in os.environ
+            launcher_reports = LAUNCHED in os.environ
             (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
     with contextlib.suppress(Exception):  # stderr may be closed, or its reader gone
-        if not told:
+        if not launcher_reports:
             print(
                 failure.lines() if isinstance(error, RunError) else text + failure.lines(),
                 file=sys.stderr,

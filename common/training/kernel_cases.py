@@ -201,7 +201,7 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
             first.square(),
             torch.empty_like(weight, dtype=sizes.dtype),
         )
-        adamw.ENGINES[engine](*state, 0.1, adamw.Step(0.1, (0.9, 0.95), 1e-5, one, one, zero))
+        adamw.ENGINES[engine](*state, 0.1, adamw.AdamWStep(0.1, (0.9, 0.95), 1e-5, one, one, zero))
         return state
 
     yield "AdamW", size, update

@@ -111,7 +111,7 @@ def pad_for_ranks(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     samples: int  # train sequences consumed
     loss: float  # loss of the last evaluation
 
@@ -148,7 +148,7 @@ def train(
     processes: Processes,
     reports: Reports,
     checkpoints: Checkpoints | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Train until an evaluation is <= the target.
 
     `lr_at`: learning rate of a step, counted from 0.
@@ -200,7 +200,7 @@ def train(
         if goal.reached(samples, loss):
             for name, seconds in phases.items():
                 meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
-            return Outcome(samples, loss)
+            return TrainingOutcome(samples, loss)
         if checkpoints:
             checkpoints.offer(step, evaluated=True)
         meter.clock.restart()
@@ -238,8 +238,8 @@ def _evaluate_and_log(
     meter.events.write(
         "eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds()
     )
-    if facts := assembly.linear.evaluated(loss):
-        meter.events.write("linear", step=step, **facts, time_s=meter.seconds())
+    if fields := assembly.linear.evaluated(loss):
+        meter.events.write("linear", step=step, **fields, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(
             f"evaluation at {samples} samples: loss {loss}",

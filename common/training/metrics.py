@@ -46,7 +46,7 @@ class Events:
             )
 
 
-class Progress:
+class ProgressLog:
     """Progress lines of rank 0 on stderr. Steps and evaluations go to events.jsonl."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
@@ -91,7 +91,7 @@ class StepClock:
 
 
 @dataclass(frozen=True)
-class Rate:
+class StepRate:
     """Throughput of one GPU over the steps since the last log."""
 
     step_time_ms: float
@@ -106,10 +106,10 @@ class Rate:
         gpus: int,
         flops_per_token: int,
         peak_tflops: float | None,
-    ) -> Rate:
+    ) -> StepRate:
         tokens = tokens_per_step / gpus / (step_time_ms / 1e3)
         tflops = tokens * flops_per_token / 1e12
-        return Rate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
+        return StepRate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
 
     def text(self, one: str = "GPU") -> str:
         """Format the rate. `one`: the unit that computes, a GPU or a process."""
@@ -143,7 +143,7 @@ class Meter:
         # step, learning rate, this rank's part of the loss, gradient norm
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []
         self.step_times_ms: list[float] = []
-        self.rate: Rate | None = None
+        self.rate: StepRate | None = None
         self.samples = 0  # train sequences consumed: steps done x global batch
         self.started = time.monotonic()
 
@@ -171,7 +171,7 @@ class Meter:
         losses = self.processes.sum(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
         norms = torch.stack([norm for _, _, _, norm in self.pending]).tolist()
         mean_ms = sum(times_ms) / len(times_ms)
-        self.rate = Rate.of(
+        self.rate = StepRate.of(
             mean_ms,
             self.tokens_per_step,
             self.processes.world_size,

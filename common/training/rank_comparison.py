@@ -19,7 +19,7 @@ from torch import nn
 
 from common.model.llama import Llama
 from common.sharding.processes import Processes
-from common.training.metrics import Events, Progress
+from common.training.metrics import Events, ProgressLog
 
 # Ratio to the median rank. The comparisons of two H200s have a standard deviation of 0.25 %
 # (docs/log.md).
@@ -64,7 +64,11 @@ class RankComparison:
     """
 
     def __init__(
-        self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]
+        self,
+        processes: Processes,
+        events: Events,
+        progress: ProgressLog,
+        probe: Callable[[], float],
     ):
         self.processes = processes
         self.events = events
@@ -97,7 +101,7 @@ class RankComparison:
 
 
 def compare_ranks(
-    processes: Processes, events: Events, progress: Progress, model: Llama
+    processes: Processes, events: Events, progress: ProgressLog, model: Llama
 ) -> RankComparison | None:
     """Return a run's comparison. None on a CPU, which all ranks share, and for a single rank."""
     if processes.device.type != "cuda" or processes.world_size == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.training.heartbeat import Heartbeat
-from common.training.metrics import Events, Meter, Progress
+from common.training.metrics import Events, Meter, ProgressLog
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
 
@@ -18,7 +18,7 @@ class Reports:
 
     log: RunLog
     events: Events
-    progress: Progress
+    progress: ProgressLog
     heartbeat: Heartbeat
     meter: Meter | None = None  # set at the end of the warm-up
     ranks: RankComparison | None = None  # while training, on several GPUs
@@ -30,7 +30,9 @@ class Reports:
         """Open the files of `run_dir`."""
         log = run_dir / "result.txt" if rank == 0 else None
         events = run_dir / "events.jsonl" if rank == 0 else None
-        return Reports(RunLog(log), Events(events), Progress(rank == 0), Heartbeat(run_dir, rank))
+        return Reports(
+            RunLog(log), Events(events), ProgressLog(rank == 0), Heartbeat(run_dir, rank)
+        )
 
     @property
     def samples(self) -> int:

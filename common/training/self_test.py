@@ -67,16 +67,12 @@ SWIGLU_DB = 30.0
 SWIGLU_AMAX = 0.02  # relative difference
 SLICE = 256  # number of rows and columns of a product that are compared
 # Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
-SPLIT_K = (
-    546,
-    9728,
-    2560,
-)
+SPLIT_K = (546, 9728, 2560)
 CHUNK = 1 << 24  # elements compared at a time
 
 
 @dataclass
-class Finding:
+class OpResult:
     """Result of one op at one shape."""
 
     op: str
@@ -90,25 +86,25 @@ class Finding:
         return not self.error and self.db >= self.least
 
     def __str__(self) -> str:
-        found = self.error or ("not finite" if math.isnan(self.db) else f"{self.db:.1f} dB")
-        return f"{self.op} {self.shape}: {found}, {self.least:g} dB at least"
+        value = "not finite" if math.isnan(self.db) else f"{self.db:.1f} dB"
+        return f"{self.op} {self.shape}: {self.error or value}, {self.least:g} dB at least"
 
 
 @dataclass
-class Result:
+class SelfTestResult:
     attention: str = ""  # attention backend
     products: str = ""  # engine of matrix products
     swiglu: str = ""  # engine of SwiGLU, "" for a config without the choice
     missing: list[str] = field(default_factory=list)  # why faster engines are not used
     seconds: float = 0.0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[OpResult] = field(default_factory=list)
 
     @property
-    def bad(self) -> list[Finding]:
+    def bad(self) -> list[OpResult]:
         return [finding for finding in self.findings if not finding.good]
 
     @property
-    def worst(self) -> Finding:
+    def worst(self) -> OpResult:
         return min(
             self.findings,
             key=lambda finding: finding.db - finding.least if finding.good else -math.inf,
@@ -117,12 +113,12 @@ class Result:
 
 # op, shape, minimum dB, function that measures the dB
 Check = tuple[str, str, float, Callable[[], float]]
-Checks = Callable[[Sizes, Draw, Result], Iterator[Check]]
+Checks = Callable[[Sizes, Draw, SelfTestResult], Iterator[Check]]
 
 
 def self_test(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
-) -> Result:
+) -> SelfTestResult:
     """Run every check. An op that raises becomes a finding. Leaves no memory allocated.
 
     `on_op`: called before each op.
@@ -136,13 +132,13 @@ def self_test(
 
 def check_engines(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
-) -> Result:
+) -> SelfTestResult:
     """Run the checks of attention, of products and of SwiGLU in their epilogues.
 
     An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
     engine, or the last one of its operation, stays, and its findings are bad.
     """
-    result = Result()
+    result = SelfTestResult()
     draw = Draw(device)
     engine_checks: list[tuple[str, Checks, Callable[[], engines.Choice]]] = [
         (engines.ATTENTION, attention_checks, partial(attention_engine, device, sizes.dtype)),
@@ -166,12 +162,12 @@ def check_engines(
 
 def run_checks(
     checks: Iterator[Check], device: torch.device, on_op: Callable[[str], object]
-) -> list[Finding]:
-    findings: list[Finding] = []
+) -> list[OpResult]:
+    findings: list[OpResult] = []
     try:
         for op, shape, least, measure in checks:
             on_op(f"self-test: {op} {shape}")
-            finding = Finding(op, shape, least=least)
+            finding = OpResult(op, shape, least=least)
             findings.append(finding)
             try:
                 finding.db = measure()
@@ -209,7 +205,7 @@ def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports:
     )
 
 
-def require_equal_engines(result: Result, processes: Processes) -> None:
+def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
     """Raise PreflightError if a rank uses other engines than rank 0."""
     if processes.world_size == 1:
         return
@@ -229,7 +225,7 @@ def require_equal_engines(result: Result, processes: Processes) -> None:
     )
 
 
-def require_sound(result: Result, device: torch.device) -> None:
+def require_sound(result: SelfTestResult, device: torch.device) -> None:
     """Raise PreflightError for the first bad finding, with the versions and their known issues."""
     if not result.bad:
         return
@@ -239,10 +235,10 @@ def require_sound(result: Result, device: torch.device) -> None:
     more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
     failures = [(finding.op, str(finding)) for finding in result.bad]
-    known = known_issues.suspects(failures, kind, versions) if kind else []
-    why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in known)
+    issues = known_issues.suspects(failures, kind, versions) if kind else []
+    why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in issues)
     do = (
-        "; or ".join(issue.cure for issue in known)
+        "; or ".join(issue.cure for issue in issues)
         or "try another version of torch or ROCm, and report it with these lines"
     )
     raise PreflightError(f"the self-test failed: {result.bad[0]}{more}", why, do)
@@ -256,19 +252,17 @@ def decibels(truth: Tensor, value: Tensor) -> float:
         noise += float((a.double() - b.double()).square().sum())
     if not math.isfinite(noise) or not math.isfinite(signal):
         return math.nan
-    return (
-        10 * math.log10(signal / noise)
-        if noise and signal
-        else math.inf
-        if not noise
-        else -math.inf
-    )
+    if not noise:
+        return math.inf
+    if not signal:
+        return -math.inf
+    return 10 * math.log10(signal / noise)
 
 
 # --- attention
 
 
-def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check]:
+def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterator[Check]:
     shape = sizes.shape
     heads = f"{shape.num_heads}/{shape.num_kv_heads}"
     text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
@@ -360,7 +354,7 @@ def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Te
 # --- matrix products
 
 
-def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
     """Yield a check per matrix product. Sizes (M, N, K): rows, columns, contracted dimension."""
     shape = sizes.shape
     tokens = sizes.tokens
@@ -371,11 +365,10 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
         "gate_up": (shape.hidden_size, 2 * shape.ffn_hidden_size),
         "down": (shape.ffn_hidden_size, shape.hidden_size),
     }
-    quick = "FP8 product" if sizes.fp8 else "bf16 product"
-    for name, (inputs, outputs) in (
-        linears | {"head": (shape.hidden_size, shape.vocab_size)}
-    ).items():
-        op, fp8 = (quick, sizes.fp8) if name != "head" else ("bf16 product", False)
+    linears["head"] = (shape.hidden_size, shape.vocab_size)
+    for name, (inputs, outputs) in linears.items():
+        fp8 = sizes.fp8 and name != "head"
+        op = "FP8 product" if fp8 else "bf16 product"
         products = {
             "fprop": (tokens, outputs, inputs),
             "dgrad": (tokens, inputs, outputs),
@@ -399,7 +392,7 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
         )
 
 
-def products_in_use(result: Result) -> list[str]:
+def products_in_use(result: SelfTestResult) -> list[str]:
     """Return the times of the algorithms that cuBLASLt's engine has chosen so far, for the log."""
     if result.products != "cublaslt":
         return []
@@ -452,11 +445,10 @@ def _product(
 
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
-    return (
-        x.rowwise[rows].double()
-        if x.scale is None
-        else x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
-    )
+    if x.scale is None:
+        return x.rowwise[rows].double()
+    # uint8, because torch cannot index FP8 tensors
+    return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
 
 
 # --- SwiGLU in the epilogues of products
@@ -467,7 +459,7 @@ def may_fuse_swiglu(sizes: Sizes) -> bool:
     return sizes.fp8 and not sizes.lora_rank and ENGINES[sizes.kernels].fuses
 
 
-def swiglu_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
     if not swiglu_engine(draw.device).engine.module:
         return  # the kernels have checks of their own
     for backward in (False, True):
@@ -515,7 +507,7 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
 # --- Triton kernels
 
 
-def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+def kernel_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
     if sizes.kernels == "triton":
         for op, shape, case in kernel_cases(sizes, draw):
             yield (

@@ -94,7 +94,7 @@ def train(
         config, rules.sequence_length, rules.flops_per_token, processes, reports.events
     )
     step = checkpoints.load() if checkpoints else 0
-    if run.continues is not None:  # logged even if the checkpoint holds no step
+    if run.continues is not None:  # logged even if the checkpoint is of step 0
         reports.meter.samples = step * config.global_batch_size
         log.resumed(reports.samples, run.continues.name)
         reports.phase_done("load checkpoint", step=step)
@@ -142,7 +142,10 @@ def main(
         prog=program, description="One rank of a timed run; ./run_and_time.sh starts it."
     )
     parser.add_argument(
-        "--run-dir", type=Path, required=True, help="holds config.toml; results go here"
+        "--run-dir",
+        type=Path,
+        required=True,
+        help="run directory with config.toml; receives the results",
     )
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument(

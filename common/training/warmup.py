@@ -56,11 +56,9 @@ def warm_up(
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        values = [
-            value
-            for _ in range(TRAIN_STEPS)
-            for value in train_step(assembly, batches, batching, 0.0, processes, on_phase)
-        ]
+        values: list[Tensor] = []
+        for _ in range(TRAIN_STEPS):
+            values.extend(train_step(assembly, batches, batching, 0.0, processes, on_phase))
         losses = [
             evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)
         ]

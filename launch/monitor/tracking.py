@@ -41,7 +41,7 @@ POSITIONS = ("step", "time_s")
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """Values at one position of an axis."""
 
     axis: str
@@ -94,7 +94,7 @@ def _end(process: subprocess.Popen, output: Path) -> None:
 # --- points of a run
 
 
-def point_of_event(record: dict, step: int) -> Point:
+def point_of_event(record: dict, step: int) -> MetricPoint:
     """Return the numbers of one line of events.jsonl. `step`: for events that have none."""
     event = record.get("event")
     if event == "phase":  # one name for each phase
@@ -107,15 +107,15 @@ def point_of_event(record: dict, step: int) -> Point:
             numbers = {f"{event}/{key}/{i}": each for i, each in enumerate(value)}
             values |= {name: float(each) for name, each in numbers.items() if is_number(each)}
     own = record.get("step")
-    return Point(STEP, own if isinstance(own, int) else step, values)
+    return MetricPoint(STEP, own if isinstance(own, int) else step, values)
 
 
-def point_of_sample(record: dict) -> Point:
+def point_of_sample(record: dict) -> MetricPoint:
     """Return the numbers of one line of gpu_samples.jsonl."""
     second = record.get("time_s")
     gpus = record.get("gpus")
     if record.get("event") != "sample" or not is_number(second) or not isinstance(gpus, list):
-        return Point(SECONDS, 0, {})
+        return MetricPoint(SECONDS, 0, {})
     values = {
         f"gpu{number}/{key}": float(value)
         for number, gpu in enumerate(gpus)
@@ -123,7 +123,7 @@ def point_of_sample(record: dict) -> Point:
         for key, value in gpu.items()
         if is_number(value)
     }
-    return Point(SECONDS, round(second), values)
+    return MetricPoint(SECONDS, round(second), values)
 
 
 class Follower:
@@ -134,7 +134,7 @@ class Follower:
         self.samples = Tail(run_dir / gpu_sampler.NAME)
         self.step = 0
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[MetricPoint]:
         """Yield the points that were written since the last call."""
         for record in _objects(self.events):
             point = point_of_event(record, self.step)

@@ -37,7 +37,7 @@ TOKENS_PER_WEIGHT = 20
 
 
 @dataclass(frozen=True)
-class Request:
+class ModelRequest:
     """A model to train and the GPUs to train it on.
 
     `batch`: sequences on one GPU that pass through the model at once.
@@ -51,10 +51,10 @@ class Request:
     sequence_length: int
     precision: str  # of the blocks' products: "bf16" or "fp8"
     lora_rank: int  # 0: all weights train
-    train_tokens: float | None = None  # tokens of the whole training; None: not asked
+    train_tokens: float | None = None  # tokens of the training run; None: not requested
 
     def arrangements(self) -> list[Arrangement]:
-        """Return all ways to hold the model on these GPUs, the fastest first."""
+        """Return all arrangements of the model on these GPUs, the fastest first."""
         return arrangements(
             self.shape,
             self.kind,
@@ -67,14 +67,10 @@ class Request:
 
     def fitting(self) -> Arrangement | None:
         """Return the first arrangement of this package that fits, None if there is none."""
-        return next(
-            (
-                each
-                for each in self.arrangements()
-                if each.ours and plan.fits(each.memory, self.kind)
-            ),
-            None,
-        )
+        for each in self.arrangements():
+            if each.ours and plan.fits(each.memory, self.kind):
+                return each
+        return None
 
 
 def main(arguments: list[str]) -> int:
@@ -136,8 +132,8 @@ def parser() -> Parser:
         "--train-tokens",
         type=amount,
         metavar="X",
-        help=f"tokens of the whole training, for its time (default: {TOKENS_PER_WEIGHT} per "
-        "weight; none with --lora)",
+        help=f"training tokens, to calculate the days (default: {TOKENS_PER_WEIGHT} per weight; "
+        "none with --lora)",
     )
     group = parser.add_argument_group("MFU of a measured step")
     group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
@@ -159,18 +155,18 @@ def amount(text: str) -> float:
     return number
 
 
-def _request(options: argparse.Namespace) -> Request:
+def _request(options: argparse.Namespace) -> ModelRequest:
     if not options.model:
         raise ConfigError(
-            "which model?",
-            "plan without a benchmark needs --model",
-            f"name {', '.join(FAMILIES)}, or a config.json",
+            "--model is required",
+            "plan without a benchmark needs the shape of a model",
+            f"use --model with {', '.join(FAMILIES)}, or a config.json",
         )
     gpus = options.gpus or 1
     if gpus > MAX_GPUS and gpus % MAX_GPUS:
         raise ConfigError(
-            f"--gpus {gpus}",
-            f"more than {MAX_GPUS} are nodes of {MAX_GPUS}",
+            f"--gpus {gpus} is not supported",
+            f"more than {MAX_GPUS} GPUs are planned as nodes of {MAX_GPUS}",
             f"use a multiple of {MAX_GPUS}",
         )
     shape = shape_of(options.model)
@@ -182,7 +178,7 @@ def _request(options: argparse.Namespace) -> Request:
     tokens = options.train_tokens
     if tokens is None and not options.lora:
         tokens = TOKENS_PER_WEIGHT * shape.num_parameters
-    return Request(
+    return ModelRequest(
         options.model,
         shape,
         kind,
@@ -198,9 +194,9 @@ def _request(options: argparse.Namespace) -> Request:
 def _kind(name: str) -> GpuKind:
     if name not in KINDS:
         raise ConfigError(
-            f"--gpu {name} is unknown",
-            f"known are {', '.join(KINDS)}",
-            "name one of them, or leave it out on the machine itself",
+            f"unknown GPU kind {name!r}",
+            f"--gpu accepts {', '.join(KINDS)}",
+            "use one of them, or omit --gpu to plan for this machine",
         )
     return KINDS[name]
 
@@ -211,34 +207,37 @@ def _of_this_machine() -> tuple[GpuKind, int]:
     kind = identify(gpus, os.environ.get("GPU_KIND", ""))
     if kind is None:
         raise ConfigError(
-            "which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}"
+            "--gpu is required",
+            "this machine has no GPU",
+            f"use --gpu with {', '.join(KINDS)}",
         )
     return kind, len(gpus.devices)
 
 
-# --- does it fit? ---------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
-def describe(request: Request) -> list[str]:
+def describe(request: ModelRequest) -> list[str]:
     """Return the lines about a model: a table of arrangements, memory, verdict and speed."""
-    found = request.fitting()
-    ours = [each for each in request.arrangements() if each.ours]
-    shown = found or min(ours, key=lambda each: each.memory.allocated)
+    chosen = request.fitting()
+    if chosen is None:
+        ours = [each for each in request.arrangements() if each.ours]
+        chosen = min(ours, key=lambda each: each.memory.allocated)
     return [
         title(request),
         "",
         arrangements_table(request),
         "",
-        f"{shown.name}:",
-        memory_table(shown.memory),
+        f"{chosen.name}:",
+        memory_table(chosen.memory),
         "",
-        verdict(request, shown),
-        *speed_lines(request, shown),
-        "Calculated, not measured: docs/plan.md says what these numbers rest on.",
+        verdict(request, chosen),
+        *speed_lines(request, chosen),
+        "Calculated, not measured; docs/plan.md describes the method.",
     ]
 
 
-def title(request: Request) -> str:
+def title(request: ModelRequest) -> str:
     """Return the line with the model, its weights, its batch and the GPUs."""
     shape = request.shape
     kind = request.kind
@@ -258,14 +257,14 @@ def title(request: Request) -> str:
     )
 
 
-def speed_lines(request: Request, shown: Arrangement) -> list[str]:
-    """Return the planned tokens/s, and the days and GPU-hours of the whole training.
+def speed_lines(request: ModelRequest, chosen: Arrangement) -> list[str]:
+    """Return the planned tokens/s, and the days and GPU-hours of the training.
 
     Communication is assumed to be hidden behind computation, as in plan.estimate.
     """
-    if shown.tokens_per_s_per_gpu is None:
-        return [f"Speed: not known, because the peak of {request.kind.name} is not."]
-    speed = shown.tokens_per_s_per_gpu
+    if chosen.tokens_per_s_per_gpu is None:
+        return [f"Speed: unknown, because the peak FLOP/s of {request.kind.name} is unknown."]
+    speed = chosen.tokens_per_s_per_gpu
     total = speed * request.gpus
     counted = f"{request.gpus} GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
     text = [f"Speed: {speed:,.0f} tokens/s per GPU, {total:,.0f} on {counted}."]
@@ -279,10 +278,10 @@ def speed_lines(request: Request, shown: Arrangement) -> list[str]:
     return text
 
 
-def arrangements_table(request: Request) -> str:
-    """Return a table of all ways to hold the weights.
+def arrangements_table(request: ModelRequest) -> str:
+    """Return a table of all arrangements.
 
-    It includes ways that this package does not have, so that a refusal says what they would need.
+    It includes arrangements that this package does not support, with the memory they need.
     """
     rows = []
     for each in request.arrangements():
@@ -300,17 +299,17 @@ def arrangements_table(request: Request) -> str:
     return table(["per GPU", "in this package", needed, "fits", "largest batch"], rows)
 
 
-def verdict(request: Request, shown: Arrangement) -> str:
-    """Say whether arrangement `shown` fits; if not, what takes the memory and what would help."""
-    needed = gib(shown.memory.needed)
+def verdict(request: ModelRequest, chosen: Arrangement) -> str:
+    """Return whether `chosen` fits and, if not, its largest tensors and the changes that help."""
+    needed = gib(chosen.memory.needed)
     usable = gib(plan.usable_bytes(request.kind))
     sizes = (
         f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each "
         f"{request.kind.name}"
     )
-    if plan.fits(shown.memory, request.kind):
+    if plan.fits(chosen.memory, request.kind):
         return f"It fits: {sizes}; {usable - needed:.1f} left."
-    most = sorted(shown.memory.parts.items(), key=lambda part: -part[1])[:2]
+    most = sorted(chosen.memory.parts.items(), key=lambda part: -part[1])[:2]
     why = " and ".join(f"{name} ({gib(size):.1f} GiB)" for name, size in most)
     ways = [way for way, changed in _changed(request) if changed.fitting()]
     do = (
@@ -318,20 +317,17 @@ def verdict(request: Request, shown: Arrangement) -> str:
         if ways
         else "No single change makes it fit."
     )
-    others = [
-        each.name
-        for each in request.arrangements()
-        if not each.ours and plan.fits(each.memory, request.kind)
-    ]
-    also = (
-        f" It would also fit as: {'; '.join(others)}; this package does not train so."
-        if others
-        else ""
-    )
+    others = []
+    for each in request.arrangements():
+        if not each.ours and plan.fits(each.memory, request.kind):
+            others.append(each.name)
+    also = ""
+    if others:
+        also = f" It would also fit as: {'; '.join(others)}; this package does not support these."
     return f"It does NOT fit: {sizes}. Most of it is {why}. {do}{also}"
 
 
-def _changed(request: Request) -> Iterator[tuple[str, Request]]:
+def _changed(request: ModelRequest) -> Iterator[tuple[str, ModelRequest]]:
     """Yield requests that differ in one option, with that option's text on the command line."""
     if request.batch > 1:
         yield "--batch 1", replace(request, batch=1)
@@ -353,14 +349,13 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     if not request.lora_rank:
         lora = replace(request, lora_rank=LORA_RANK)
         length = 0 if lora.fitting() else _longest(lora)
-        yield (
-            (f"--lora --seq {length}", replace(lora, sequence_length=length))
-            if length
-            else ("--lora", lora)
-        )
+        if length:
+            yield f"--lora --seq {length}", replace(lora, sequence_length=length)
+        else:
+            yield "--lora", lora
 
 
-def _longest(request: Request) -> int:
+def _longest(request: ModelRequest) -> int:
     """Return the longest shorter sequence that fits, in steps of 64 tokens, or 0 if none does."""
     length = 64 * plan.largest(
         lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None
@@ -386,21 +381,21 @@ def _mfu(options: argparse.Namespace) -> list[str]:
             "MFU is FLOP/s over a peak",
             "see plan --help",
         )
-    kind = _kind(options.gpu) if options.gpu else None
-    peaks = (
-        {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
-    )
-    peak = options.peak or peaks[options.precision]
+    peak = options.peak
+    if not peak:
+        kind = _kind(options.gpu)
+        fp8 = options.precision == "fp8"
+        peak = (kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops) * 1e12
     tokens = options.tokens or gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
     more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
-    found = utilization(parameters, tokens, options.seconds, gpus, peak, more)
-    rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in found]
+    results = utilization(parameters, tokens, options.seconds, gpus, peak, more)
+    rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
     return [
         f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
         f"{tokens / options.seconds:,.1f} tokens/s on {gpus} GPUs"
         f" of {peak / 1e12:,.1f} TFLOP/s each",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
-        *filter(None, [remark(found)]),
+        *filter(None, [remark(results)]),
     ]

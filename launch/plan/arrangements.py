@@ -1,4 +1,4 @@
-"""Ways to hold a model of any shape on some GPUs, with the memory of each.
+"""Arrangements of weights and state of a model on some GPUs, with the memory of each.
 
 Some arrangements are those of this package, others are common elsewhere. The memory of the first
 is counted by `launch.plan.estimate.memory_peak` for the benchmark that trains so. The others have
@@ -30,7 +30,7 @@ class AnyConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A way to hold a model.
+    """A way to distribute weights, gradients and optimizer state over GPUs.
 
     `at(batch)` returns the peak memory of one GPU with `batch` sequences on it at once. `ours`:
     this package can train so. `tokens_per_s_per_gpu`: planned speed of an arrangement of this
@@ -118,40 +118,23 @@ def arrangements(
         return plan.memory_peak(config(size, recompute_layers=shape.num_layers), work)
 
     if lora_rank:
-        return [
-            *_of_lora(ours, shape, gpus, fp8),
-            Arrangement(
-                f"{'base sharded, ' * (gpus > 1)}all layers recomputed", False, batch, recomputed
-            ),
-        ]
+        name = "base sharded, all layers recomputed" if gpus > 1 else "all layers recomputed"
+        of_lora = _of_lora(ours, shape, gpus, fp8)
+        return [*of_lora, Arrangement(name, False, batch, recomputed)]
     all_layers = {"recompute_layers": shape.num_layers}
-    sharded = (
-        [other("parameters sharded too (FSDP, ZeRO-3)", partial(_fully_sharded, gpus))]
-        if gpus > 1
-        else []
-    )
-    sharded += (
-        [
-            other(
-                "parameters sharded too, all layers recomputed",
-                partial(_fully_sharded, gpus),
-                **all_layers,
-            )
-        ]
-        if gpus > 1
-        else []
-    )
-    name = (
-        "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"
-        if gpus > 1
-        else "everything on one GPU"
-    )
+    plain = other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit)
+    if gpus == 1:
+        name = "everything on one GPU"
+        return [plain, ours(name), ours(f"{name}, all layers recomputed", **all_layers)]
+    name = "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"
+    sharded = partial(_fully_sharded, gpus)
     return [
-        other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit),
-        *([other("plain data parallel, fp32 masters and Adam", _plain_fp32)] if gpus > 1 else []),
+        plain,
+        other("plain data parallel, fp32 masters and Adam", _plain_fp32),
         ours(name),
         ours(f"{name}, all layers recomputed", **all_layers),
-        *sharded,
+        other("parameters sharded too (FSDP, ZeRO-3)", sharded),
+        other("parameters sharded too, all layers recomputed", sharded, **all_layers),
     ]
 
 
@@ -159,28 +142,19 @@ def _of_lora(
     ours: Callable[..., Arrangement], shape: ModelShape, gpus: int, fp8: bool
 ) -> list[Arrangement]:
     offload = {"offload_layers": shape.num_layers}
-    whole = (
-        [ours("base whole on each GPU, W and W^T", frozen_base="replicated_both")] if fp8 else []
-    )
-    whole.append(ours("base whole on each GPU", frozen_base="replicated"))
-    whole += (
-        [
-            ours(
-                "base whole on each GPU, SwiGLU inputs offloaded",
-                frozen_base="replicated",
-                **offload,
-            )
-        ]
-        if fp8
-        else []
-    )
-    sharded = [ours("base sharded over a node")] if gpus > 1 else []
-    sharded += (
-        [ours("base sharded over a node, SwiGLU inputs offloaded", **offload)]
-        if gpus > 1 and fp8
-        else []
-    )
-    return whole + sharded
+    name = "base on each GPU"
+    ways = []
+    if fp8:
+        ways.append(ours(f"{name}, W and W^T", frozen_base="replicated_both"))
+    ways.append(ours(name, frozen_base="replicated"))
+    if fp8:
+        offloaded = f"{name}, SwiGLU inputs offloaded"
+        ways.append(ours(offloaded, frozen_base="replicated", **offload))
+    if gpus > 1:
+        ways.append(ours("base sharded over a node"))
+    if gpus > 1 and fp8:
+        ways.append(ours("base sharded over a node, SwiGLU inputs offloaded", **offload))
+    return ways
 
 
 def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
@@ -200,7 +174,7 @@ def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
-    """Return the state that ZeRO-2 shards, held whole."""
+    """Return the state that ZeRO-2 shards, here complete on each GPU."""
     state = plan.state_bytes(config, work)
     return {
         name: state[name] * config.gpus_per_node

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ SAVING_LAYERS = ("recompute_layers", "offload_layers")  # keys whose value is a 
 # Most tokens of a micro-batch of a fitted config, on a GPU and on a CPU. More make no step faster:
 # matrix products are large enough.
 MICRO_BATCH_TOKENS = (32_768, 4_096)
-# Environment of a fitted config, as in configs/: the reasons are in their comments.
+# Environment of a fitted config, as in configs/: the reasons are in the comments there.
 CPU_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": "33554432",
@@ -71,12 +70,13 @@ def load_or_derive(
             return fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
         return config, ""
     named = NAME.fullmatch(path.stem)
-    kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None
+    kinds = dict(KINDS)
+    if machine:
+        kinds[machine.name] = machine
+    kind = kinds.get(named[1]) if named else None
     if named is None or kind is None:
-        # Raises ConfigError: there is no such file.
-        return configs.load(
-            config_path(root, benchmark, path.stem), config_class(benchmark), overrides
-        ), ""
+        file = config_path(root, benchmark, path.stem)  # raises ConfigError: it does not exist
+        return configs.load(file, config_class(benchmark), overrides), ""
     gpus = int(named[2])
     file = nearest_file(root, benchmark, kind, gpus)
     config = _derive(benchmark, file, kind, gpus, overrides, layers)
@@ -136,10 +136,10 @@ def fit_to_machine(
 
 
 def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
-    """Return the file of the same kind if there is one, else of the nearest kind.
+    """Return the config file of the same GPU kind, or else of the most similar kind.
 
-    That is a kind of the same vendor, then one with similar memory. Among the files of that kind,
-    the number of GPUs decides. Raise ConfigError if there is no file.
+    A kind of the same vendor comes first, then one with similar memory. Among the files of a kind,
+    the nearest number of GPUs decides. Raises ConfigError if no file exists.
     """
 
     def distance(name: str) -> tuple:
@@ -152,11 +152,11 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
             abs(int(count) - gpus),
         )
 
-    names = [
-        name
-        for name in config_names(root, benchmark)
-        if (found := NAME.fullmatch(name)) and found[1] in KINDS
-    ]
+    names = []
+    for name in config_names(root, benchmark):
+        match = NAME.fullmatch(name)
+        if match and match[1] in KINDS:
+            names.append(name)
     return config_path(root, benchmark, min(names, key=distance, default=f"{kind.name}_1x{gpus}"))
 
 
@@ -188,12 +188,11 @@ def _start(
     """
     eval_samples = workload(benchmark, file).eval_samples
     sizes = range(file.eval_micro_batch_size, 0, -1)
-    # The largest size without padding.
-    whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)
+    unpadded = (size for size in sizes if eval_samples % (size * gpus) == 0)
     linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
     changes = moved(file, kind, gpus, linear) | {
         "micro_batch_size": 1,
-        "eval_micro_batch_size": whole,
+        "eval_micro_batch_size": next(unpadded, 1),
     }
     changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
     return configs.load(path, config_class(benchmark), overrides, changes)
@@ -267,17 +266,15 @@ def fitting(
 
 def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
     """Describe the micro-batch and the differences from the file."""
-    untold = ("gpu", "gpus_per_node", "env", *overrides)
-    told = [f.name for f in fields(config) if f.name not in untold]
-    values = {
-        name: getattr(config, name)
-        for name in told
-        if name == "micro_batch_size" or getattr(config, name) != getattr(file, name)
-    }
-    return (
-        ", ".join(f"{name} {'none' if value == '' else value}" for name, value in values.items())
-        or "nothing else changes"
-    )
+    omitted = ("gpu", "gpus_per_node", "env", *overrides)
+    changes = []
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        if name in omitted:
+            continue
+        if name == "micro_batch_size" or value != getattr(file, name):
+            changes.append(f"{name} {'none' if value == '' else value}")
+    return ", ".join(changes) or "nothing else changes"
 
 
 def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) -> ConfigError:
@@ -297,7 +294,7 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
         options += f" --set opt_base_learning_rate={value:.3g} ({source})"
     return ConfigError(
         f"{gpus} GPUs cannot share a global batch of {batch}",
-        "every GPU must get the same number of whole sequences",
+        "every GPU must get the same number of sequences",
         f"set DGXNGPU to {' or '.join(counts)}; or use {options}",
     )
 
@@ -319,17 +316,10 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
         config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))
         return plan.memory_peak(config, replace(work, shape=replace(work.shape, num_layers=layers)))
 
-    options = ", ".join(
-        f"{key} {value}"
-        for key, value in {
-            "micro_batch_size": start.micro_batch_size,
-            **thrifty(all_layers),
-        }.items()
-    )
-    sizes = (
-        f"{gib(needed(gpus, all_layers).needed):.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} "
-        "usable"
-    )
+    tried = {"micro_batch_size": start.micro_batch_size, **thrifty(all_layers)}
+    options = ", ".join(f"{key} {value}" for key, value in tried.items())
+    needed_gib = gib(needed(gpus, all_layers).needed)
+    sizes = f"{needed_gib:.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} usable"
     share = start.global_batch_size // start.micro_batch_size
     counts = (
         n
@@ -337,9 +327,11 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
         if share % n == 0 and plan.fits(needed(n, all_layers), kind)
     )
     fewer = (n for n in range(all_layers - 1, 0, -1) if plan.fits(needed(gpus, n), kind))
-    ways = [f"use {count} GPUs" for count in islice(counts, 1)] + [
-        f"measure fewer layers (bench --layers {n})" for n in islice(fewer, 1)
-    ]
+    ways = []
+    if enough := next(counts, None):
+        ways.append(f"use {enough} GPUs")
+    if layers := next(fewer, None):
+        ways.append(f"measure fewer layers (bench --layers {layers})")
     do = "; or ".join([*ways, "run the miniature with --device cpu"])
     return OutOfMemory(
         f"{benchmark} does not fit into {gpus} x {kind.name}",

@@ -1,9 +1,9 @@
 """Minutes to the target against the number of GPUs, calculated: `plan --scaling`.
 
 Each row is one number of GPUs with the global batch that reaches the target first. Three effects
-decide. A GPU needs a whole sequence, so the batch grows with the GPUs. A larger batch needs more
-sequences to the target (the reference's runs, RCPs). Gradients cross the links between GPUs, and
-what does not fit behind the backward is added to the step.
+decide. A GPU needs at least one sequence, so the batch grows with the GPUs. A larger batch needs
+more sequences to the target (the reference's runs, RCPs). Gradients cross the links between GPUs;
+the part that the backward does not hide is added to the step.
 
 The step's arithmetic is that of launch/plan/estimate.py. The traffic is that of
 common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
@@ -77,7 +77,7 @@ HEAD = [
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """Time to the target with one number of GPUs, at one global batch."""
 
     config: RunConfig
@@ -106,11 +106,11 @@ def interpolated(values: Mapping[int, float], batch: int) -> tuple[float, bool]:
     """
     if batch in values:
         return values[batch], True
-    known = sorted(values)
-    if batch < known[0]:
-        raise ValueError(f"batch {batch} is below the smallest of the reference, {known[0]}")
-    above = next((each for each in known if each > batch), known[-1])
-    below = known[known.index(above) - 1]
+    batches = sorted(values)
+    if batch < batches[0]:
+        raise ValueError(f"batch {batch} is below the smallest of the reference, {batches[0]}")
+    above = next((each for each in batches if each > batch), batches[-1])
+    below = batches[batches.index(above) - 1]
     slope = (values[above] - values[below]) / (above - below)
     return values[below] + slope * (batch - below), False
 
@@ -160,7 +160,7 @@ def exposed_seconds(
 
 def point(
     root: Path, benchmark: str, kind: GpuKind, gpus: int, batch: int, network_gb_s: float
-) -> Point:
+) -> ScalingPoint:
     """Return the time to the target on `gpus` GPUs at global batch `batch`.
 
     Raises ConfigError if the GPUs cannot share the batch, OutOfMemory if nothing fits, ValueError
@@ -190,7 +190,7 @@ def point(
     step_s = arithmetic.step_s + exposed_s
     minutes = plan.minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
     rate = batch * work.sequence_length / gpus / step_s
-    return Point(config, samples, measured, learning_rate, step_s, rate, exposed_s, minutes)
+    return ScalingPoint(config, samples, measured, learning_rate, step_s, rate, exposed_s, minutes)
 
 
 def gpus_per_node(kind: GpuKind, gpus: int) -> int:
@@ -198,7 +198,7 @@ def gpus_per_node(kind: GpuKind, gpus: int) -> int:
 
 
 def counts() -> list[int]:
-    """Return 1, 2, 4, ... LARGEST."""
+    """Return the numbers of GPUs in the table: 1, 2, 4, ... LARGEST."""
     return [2**power for power in range(LARGEST.bit_length())]
 
 
@@ -207,18 +207,17 @@ def batches(rules: Rules, gpus: int) -> Iterator[int]:
 
     They are the reference's batches, and one sequence for each GPU.
     """
-    known = sorted(rules.reference_runs)
-    candidates = {*known, gpus}
-    for batch in sorted(candidates):
-        if batch >= known[0] and batch % gpus == 0:
+    smallest = min(rules.reference_runs)
+    for batch in sorted({*rules.reference_runs, gpus}):
+        if batch >= smallest and batch % gpus == 0:
             yield batch
 
 
 def best_points(
     root: Path, benchmark: str, kind: GpuKind, rules: Rules, network_gb_s: float
-) -> dict[int, Point | None]:
+) -> dict[int, ScalingPoint | None]:
     """Return number of GPUs -> the point that reaches the target first, None if nothing fits."""
-    best: dict[int, Point | None] = {}
+    best: dict[int, ScalingPoint | None] = {}
     for gpus in counts():
         points = []
         for batch in batches(rules, gpus):
@@ -237,7 +236,9 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     """
     if not options.network > 0:
         raise ConfigError(
-            f"--network {options.network:g}", "a bandwidth is positive", "give GB/s per GPU"
+            f"--network {options.network:g} is not a bandwidth",
+            "it must be greater than 0",
+            "give GB/s per GPU",
         )
     kind = KINDS[options.scaling]
     if benchmark not in closed():
@@ -245,7 +246,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
         raise ConfigError(f"{benchmark} has no --scaling", why, f"use one of {', '.join(closed())}")
     rules = divisions(benchmark)["closed"]
     best = best_points(root, benchmark, kind, rules, options.network)
-    rows = [row(gpus, found) for gpus, found in best.items()]
+    rows = [row(gpus, each) for gpus, each in best.items()]
     if options.json:
         print(json.dumps([dict(zip(HEAD, each, strict=True)) for each in rows], indent=1))
     else:
@@ -257,7 +258,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def remarks(best: Mapping[int, Point | None]) -> list[str]:
+def remarks(best: Mapping[int, ScalingPoint | None]) -> list[str]:
     """Return the lines below the table: its marks, its assumptions, and where scaling ends."""
     lines = [
         "* interpolated between the reference's batches, or continued beyond the largest",
@@ -272,12 +273,12 @@ def remarks(best: Mapping[int, Point | None]) -> list[str]:
     return lines
 
 
-def page(benchmark: str, kind: GpuKind, best: Mapping[int, Point | None]) -> str:
+def page(benchmark: str, kind: GpuKind, best: Mapping[int, ScalingPoint | None]) -> str:
     """Return the HTML page: table, and minutes and GPU-hours over the number of GPUs."""
-    points = [found for found in best.values() if found]
+    points = [each for each in best.values() if each]
     minutes = Curve("minutes", [(each.gpus, each.minutes) for each in points], dots=True)
     hours = Curve("GPU-hours", [(each.gpus, each.gpu_hours) for each in points], 1, dots=True)
-    rows = [row(gpus, found) for gpus, found in best.items()]
+    rows = [row(gpus, each) for gpus, each in best.items()]
     blocks = [
         {"notes": remarks(best)},
         html.table(HEAD, rows, words=()),
@@ -287,34 +288,34 @@ def page(benchmark: str, kind: GpuKind, best: Mapping[int, Point | None]) -> str
     return html.render(f"{benchmark} on 1 to {LARGEST} {kind.name}", [("Scaling", blocks)])
 
 
-def row(gpus: int, found: Point | None) -> list[str]:
-    """Return the cells of HEAD."""
-    if found is None:
+def row(gpus: int, point: ScalingPoint | None) -> list[str]:
+    """Return the table row of `point`, whose columns are HEAD."""
+    if point is None:
         return [str(gpus), *["-"] * 6, "does not fit", "-", "-"]
-    watts = BOARD_WATTS.get(found.config.gpu)
-    star = "" if found.measured else "*"
+    watts = BOARD_WATTS.get(point.config.gpu)
+    star = "" if point.measured else "*"
     return [
         str(gpus),
-        f"{found.config.global_batch_size}",
-        f"{found.learning_rate:.2g}{star}",
-        f"{found.samples:,.0f}{star}",
-        f"{found.tokens_per_s_per_gpu:,.0f}",
-        f"{found.step_s * 1e3:,.0f}",
-        f"{found.exposed_s * 1e3:,.1f}",
-        f"{found.minutes:,.1f}",
-        f"{found.gpu_hours:,.1f}",
-        "-" if watts is None else f"{found.gpu_hours * watts / 1e3:,.1f}",
+        f"{point.config.global_batch_size}",
+        f"{point.learning_rate:.2g}{star}",
+        f"{point.samples:,.0f}{star}",
+        f"{point.tokens_per_s_per_gpu:,.0f}",
+        f"{point.step_s * 1e3:,.0f}",
+        f"{point.exposed_s * 1e3:,.1f}",
+        f"{point.minutes:,.1f}",
+        f"{point.gpu_hours:,.1f}",
+        "-" if watts is None else f"{point.gpu_hours * watts / 1e3:,.1f}",
     ]
 
 
-def last_paying(best: Mapping[int, Point | None]) -> int | None:
-    """Return the largest number of GPUs that saves PAYING_SAVING against half of it."""
+def last_paying(best: Mapping[int, ScalingPoint | None]) -> int | None:
+    """Return the most GPUs that still save PAYING_SAVING of the time of half as many."""
     last = None
-    for gpus, found in best.items():
+    for gpus, point in best.items():
         before = best.get(gpus // 2)
-        if found is None or before is None or gpus == 1:
+        if point is None or before is None or gpus == 1:
             continue
-        if found.minutes > (1 - PAYING_SAVING) * before.minutes:
+        if point.minutes > (1 - PAYING_SAVING) * before.minutes:
             break
         last = gpus
     return last

@@ -69,7 +69,7 @@ SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
 @dataclass(frozen=True)
-class Request:
+class PreflightRequest:
     """The run to check for: that of a config, or all visible GPUs if none fits this machine."""
 
     kind: str  # a name of common.gpu_kinds.KINDS, or CPU
@@ -224,7 +224,7 @@ def power_settings(found: Probe) -> CheckRow:
 
 def requested_run(
     options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
-) -> Request:
+) -> PreflightRequest:
     """Return the run to check for.
 
     Raise ConfigError for a named config that does not exist or cannot be read.
@@ -238,7 +238,11 @@ def requested_run(
                 f"name one: {', '.join(benchmarks.names())}",
             )
         row = skipped("config", "no benchmark is named: only the machine itself is checked")
-        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+        return (
+            PreflightRequest(kind.name, requested or visible, row)
+            if kind
+            else PreflightRequest("CPU", 1, row)
+        )
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
         if wants_miniature(options) and kind:
@@ -255,11 +259,15 @@ def requested_run(
             "a config for this machine",
             "only the machine itself is checked",
         )
-        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+        return (
+            PreflightRequest(kind.name, requested or visible, row)
+            if kind
+            else PreflightRequest("CPU", 1, row)
+        )
     require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
-    return Request(
+    return PreflightRequest(
         config.gpu,
         config.gpus_per_node,
         row,
@@ -272,7 +280,9 @@ def requested_run(
     )
 
 
-def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
+def host_rows(
+    benchmark: str, request: PreflightRequest, environment: Mapping[str, str]
+) -> list[CheckRow]:
     """Return the rows about the host: memory, limits, data, results and system settings."""
     data_dir, log_dir = directories(benchmark, request.config, environment)
     rows = host.judge(
@@ -300,7 +310,7 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
 
 
 def measured(
-    request: Request,
+    request: PreflightRequest,
     found: Probe,
     kind: GpuKind | None,
     options: argparse.Namespace,
@@ -387,7 +397,7 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
 
 
 def run_ranks(
-    request: Request,
+    request: PreflightRequest,
     seconds: float,
     environment: Mapping[str, str],
     meanwhile: Callable[[], object],

@@ -21,7 +21,7 @@ from common.data.gpt_dataset import (
     whole_sequences,
 )
 from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import DataError
 from llama31_8b.rules import CLOSED
 
@@ -30,7 +30,7 @@ VOCAB = 500
 
 def write_corpus(prefix, lengths, seed=0, vocab_size=VOCAB):
     random = np.random.RandomState(seed)
-    writer = Writer(prefix, vocab_size)
+    writer = IndexedDatasetWriter(prefix, vocab_size)
     for length in lengths:
         writer.add(random.randint(0, vocab_size, length))
     writer.finish()

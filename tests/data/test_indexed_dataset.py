@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.data.indexed_dataset import HEADER, Index
-from common.data.indexed_dataset_writer import Writer, token_dtype
+from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -16,7 +16,7 @@ DOCUMENTS = [[1, 2, 3], [7], [499, 0, 12, 13, 14]]
 
 
 def write(prefix, documents=DOCUMENTS, vocab_size=500):
-    writer = Writer(prefix, vocab_size)
+    writer = IndexedDatasetWriter(prefix, vocab_size)
     for document in documents:
         writer.add(document)
     return writer.finish()
@@ -185,7 +185,7 @@ def test_missing_index(tmp_path):
 
 
 def test_writer_refuses_ids_that_do_not_fit(tmp_path):
-    writer = Writer(tmp_path / "p", 2048)
+    writer = IndexedDatasetWriter(tmp_path / "p", 2048)
     for bad in ([5, 128000], [-1], [2048]):
         with pytest.raises(DataError, match="2047"):
             writer.add(bad)

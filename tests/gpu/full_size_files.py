@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.model.checkpoint_names import FUSED, INDEX, tensor_shapes
 from common.model.checkpoint_writer import groups_of_equal_size, write_file
 from common.model.shapes import ModelShape
@@ -113,7 +113,7 @@ def write_tokens(data_dir: Path, rules: pretraining_rules.Rules, tokens: int) ->
     )
     evaluated = (rules.eval_samples + 1) * rules.sequence_length
     for prefix, wanted in ((rules.train_prefix, tokens), (rules.validation_prefix, evaluated)):
-        writer = Writer(data_dir / prefix, rules.shape.vocab_size)
+        writer = IndexedDatasetWriter(data_dir / prefix, rules.shape.vocab_size)
         for first in random.integers(0, len(pool) - DOCUMENT, -(-wanted // DOCUMENT)):
             writer.add(pool[first : first + DOCUMENT])
         writer.finish()

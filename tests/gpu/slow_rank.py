@@ -28,7 +28,7 @@ from common.training import rank_comparison
 from common.training.assembly import Batching
 from common.training.build import DTYPES
 from common.training.loop import LOG_EVERY_STEPS, train_step
-from common.training.metrics import Events, Progress
+from common.training.metrics import Events, ProgressLog
 from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison
 from common.training.warmup import synthetic_batches
 from llama31_8b import train as trainer
@@ -134,7 +134,7 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
         mine[0] = probe()
         return mine[0]
 
-    ranks = RankComparison(processes, Events(None), Progress(processes.rank == 0), keep)
+    ranks = RankComparison(processes, Events(None), ProgressLog(processes.rank == 0), keep)
     extra = ExtraWork(model.blocks, processes.device)
     one_ms = extra.milliseconds()
     timed = time_of(step, UNTIMED, processes)

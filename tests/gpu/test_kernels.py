@@ -322,7 +322,13 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     try:
         torch.cuda.set_sync_debug_mode("error")
         adamw.adamw_triton(
-            weight, gradient, m, v, rounded, 0.1, adamw.Step(0.5, (0.9, 0.95), 1e-5, one, one, zero)
+            weight,
+            gradient,
+            m,
+            v,
+            rounded,
+            0.1,
+            adamw.AdamWStep(0.5, (0.9, 0.95), 1e-5, one, one, zero),
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")

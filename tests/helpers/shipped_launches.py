@@ -196,7 +196,7 @@ def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
 def launch_optimizer() -> None:
     """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has fewer than 2^31 elements."""
     weight, one = fp32(14336, 4096), torch.empty((), dtype=torch.float32, device=META)
-    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, one)
+    step = adamw.AdamWStep(1e-4, (0.9, 0.95), 1e-5, one, one, one)
     for moment, rounded in (
         (weight, None),
         (weight, bf16(14336, 4096)),

@@ -78,7 +78,7 @@ FAILURES = {
     "missed": (10, "target_missed", "the target was not reached within 1,000,000 sequences"),
     "killed": (14, "rank_lost", "rank 5 (process 4711) died without a message"),
     "early": (18, "preflight", "the GPU does not answer"),
-    "unclean": (20, "check_failed", "the target was reached, but the log is not clean"),
+    "unclean": (20, "check_failed", "the target was reached, but the log failed the checks"),
 }
 
 

@@ -21,7 +21,7 @@ from synthetic_run import records
 
 from common import config
 from common.data.gpt_dataset import validation_tokens
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import RunError
 from common.model.initialization import parameter_seed
 from common.model.llama import Llama
@@ -114,7 +114,7 @@ def write_data(
         rules.validation_prefix: [validation_tokens],
     }
     for prefix, documents in lengths.items():
-        writer = Writer(folder / prefix, vocab)
+        writer = IndexedDatasetWriter(folder / prefix, vocab)
         for length in documents:
             tokens = np.cumsum(1 + (random.random(length) < 0.2), dtype=np.int64) + random.integers(
                 vocab

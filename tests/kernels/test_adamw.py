@@ -63,7 +63,7 @@ def by_us(engine, weight, gradients, betas, weight_decay, divisor, dtype):
     divisor = torch.tensor(divisor, device=weight.device)
     rounded = torch.empty_like(weight, dtype=dtype) if dtype else None
     for gradient in given:
-        common = adamw.Step(LEARNING_RATE, betas, EPS, step.add_(1), divisor, skip)
+        common = adamw.AdamWStep(LEARNING_RATE, betas, EPS, step.add_(1), divisor, skip)
         adamw.ENGINES[engine](weight, gradient, m, v, rounded, weight_decay, common)
         if rounded is not None:
             assert torch.equal(rounded, weight.to(dtype))
@@ -95,7 +95,7 @@ def check_skip(engine, device, dtype):
     held = [weight, gradients[0], gradients[1], gradients[2].square(), gradients[3].to(dtype)]
     before = [tensor.clone() for tensor in held]
     one, divisor = torch.ones((), device=device), torch.full((), torch.nan, device=device)
-    adamw.ENGINES[engine](*held, 0.1, adamw.Step(0.1, (0.9, 0.95), EPS, one, divisor, one))
+    adamw.ENGINES[engine](*held, 0.1, adamw.AdamWStep(0.1, (0.9, 0.95), EPS, one, divisor, one))
     assert all(
         torch.equal(new.view(torch.uint8), old.view(torch.uint8))
         for new, old in zip(held, before, strict=True)
@@ -109,7 +109,7 @@ def check_rate_zero(engine, device):
     before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     adamw.ENGINES[engine](
-        weight, gradient, m, v, None, 0.1, adamw.Step(0.0, (0.9, 0.95), EPS, one, one, zero)
+        weight, gradient, m, v, None, 0.1, adamw.AdamWStep(0.0, (0.9, 0.95), EPS, one, one, zero)
     )
     assert (
         torch.equal(weight.view(torch.int32), before.view(torch.int32)) and m.any() and v.any()
@@ -120,7 +120,7 @@ def check_rate_zero(engine, device):
 @pytest.mark.parametrize("t", [1, 2, 3, 4, 5, 1000, 100_000])
 def test_bias_corrections_are_exact_to_fp32(t, betas):
     first, second = (-math.expm1(t * math.log(beta)) for beta in betas)
-    found = adamw.Step(
+    found = adamw.AdamWStep(
         0.1, betas, EPS, torch.tensor(float(t)), torch.ones(()), torch.zeros(())
     ).corrections
     assert found.dtype == torch.float32 and found.tolist() == pytest.approx(
@@ -205,7 +205,7 @@ def test_moments_in_16_bits_are_computed_in_fp32_and_rounded(dtype):
             v,
             None,
             0.1,
-            adamw.Step(LEARNING_RATE, (0.9, 0.95), EPS, one, one, zero),
+            adamw.AdamWStep(LEARNING_RATE, (0.9, 0.95), EPS, one, one, zero),
         )
         found.append((w, m, v))
     for theirs, ours in zip(*found, strict=True):

@@ -234,7 +234,7 @@ SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
 
 
 def test_the_self_test_runs_it_and_names_it(each):
-    result = self_test.Result()
+    result = self_test.SelfTestResult()
     decibels = [
         measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)
     ]
@@ -252,7 +252,7 @@ def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
         options["dq"][-1, -1, -1, -1] = torch.inf
 
     monkeypatch.setattr(aiter, "fmha_v3_bwd", overflows)
-    checks = self_test.attention_checks(SIZES, Draw(CPU), self_test.Result())
+    checks = self_test.attention_checks(SIZES, Draw(CPU), self_test.SelfTestResult())
     bad = [op for op, _, least, measure in checks if not measure() >= least]
     assert bad == ["attention backward dQ"]
 

@@ -99,7 +99,7 @@ def test_the_self_test_runs_it_and_names_it(monkeypatch):
         lambda *parts: called.append(1) or repeated.RepeatedHeadsAttention.apply(*parts),
     )
     sizes = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
-    result = self_test.Result()
+    result = self_test.SelfTestResult()
     decibels = [
         measure()
         for _, _, _, measure in self_test.attention_checks(sizes, Draw(torch.device("cpu")), result)

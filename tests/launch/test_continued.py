@@ -15,7 +15,7 @@ from common.paths import ROOT
 from common.training.continuation import FACTS, FOLDER
 from launch import series
 from launch.job import AUTO, job_from, trainer_command
-from launch.series import Request, request_from
+from launch.series import SeriesRequest, request_from
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +58,9 @@ def test_the_seed_is_that_of_the_run_before_and_the_ranks_get_both_options(befor
     found = job(checkpoint="600s", continues=before)
     request = continued(found, request_from({}, None, False))
     assert (
-        request == Request(1, 0, 77) == continued(found, request_from({"SEED": "77"}, None, False))
+        request
+        == SeriesRequest(1, 0, 77)
+        == continued(found, request_from({"SEED": "77"}, None, False))
     )
     command = trainer_command(found, Path("DIR"), 77)
     assert (

@@ -33,9 +33,9 @@ def test_result_is_read_from_the_log(tmp_path):
     result = diagnosis.read_result(log)
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
     log.write_text(mllog("run_stop", 61000, status=["success"], samples_count="48"))
-    assert diagnosis.read_result(log) == diagnosis.Result()
+    assert diagnosis.read_result(log) == diagnosis.RunResult()
     log.write_bytes(b"\0" * 100)
-    assert diagnosis.read_result(log) == diagnosis.Result()
+    assert diagnosis.read_result(log) == diagnosis.RunResult()
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, what, said):
     write_rank_record(tmp_path, 0, "failed", OutOfMemory(what, "why", "do"), step=5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
     error, _ = run.judge(
-        job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result()
+        job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.RunResult()
     )
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0

@@ -77,7 +77,7 @@ def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goa
     monkeypatch.setattr(run.series, "run", attempts)
     monkeypatch.setattr(run, "ensure_data", lambda job: None)
     monkeypatch.setattr(run, "write_report", lambda folder: None)
-    assert run.run_all(job, series.Request(goal, 0, None, resume)) == 0
+    assert run.run_all(job, series.SeriesRequest(goal, 0, None, resume)) == 0
     assert captured["facts"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
     assert isinstance(captured["execute"], functools.partial)
     environment = captured["execute"].args[0].environment

@@ -221,13 +221,15 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
 ):
     record = ledger.Record("s", 1, {"commit": None})
     selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
-    line = series.Series(tmp_path, record, selection)
+    line = series.SeriesRunner(tmp_path, record, selection)
     line.append("series", started="", goal=1, facts={})
 
     def execute(run_dir, seed):
         raise error
 
-    code = series.make_attempts(line, tmp_path.parent, tmp_path.name, series.Request(1, 0), execute)
+    code = series.make_attempts(
+        line, tmp_path.parent, tmp_path.name, series.SeriesRequest(1, 0), execute
+    )
     (read,) = ledger.read(tmp_path / ledger.NAME)
     (end,) = read.failed
     assert (

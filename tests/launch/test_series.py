@@ -240,12 +240,14 @@ def test_two_series_in_one_place_do_not_mix(project, tmp_path):
 
 def test_what_can_be_requested():
     request = series.request_from
-    assert request({}, None, False) == series.Request(1, 0), "a single run is not repeated"
-    assert request({"NEXP": "10"}, None, False) == series.Request(10, 2)
-    assert request({"NEXP": "10"}, 0, False) == series.Request(10, 0)
-    assert request({}, 3, False) == series.Request(1, 3)
-    assert request({"SEED": "7"}, None, False) == series.Request(1, 0, 7)
-    assert request({}, None, True) == series.Request(0, 2, None, True), "how many: the ledger knows"
+    assert request({}, None, False) == series.SeriesRequest(1, 0), "a single run is not repeated"
+    assert request({"NEXP": "10"}, None, False) == series.SeriesRequest(10, 2)
+    assert request({"NEXP": "10"}, 0, False) == series.SeriesRequest(10, 0)
+    assert request({}, 3, False) == series.SeriesRequest(1, 3)
+    assert request({"SEED": "7"}, None, False) == series.SeriesRequest(1, 0, 7)
+    assert request({}, None, True) == series.SeriesRequest(0, 2, None, True), (
+        "how many: the ledger knows"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,16 +274,16 @@ def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
     monkeypatch.setattr(
         series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None
     )
-    assert series.Series(tmp_path, record, None).seed() == 8
+    assert series.SeriesRunner(tmp_path, record, None).seed() == 8
 
 
 def test_resume_says_everything_that_changed(tmp_path):
     record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
         series.resume_series(
-            series.Series(tmp_path, record, None),
+            series.SeriesRunner(tmp_path, record, None),
             {"commit": "b", "gpus": "4 x H200", "config": "x"},
-            series.Request(0, 2),
+            series.SeriesRequest(0, 2),
         )
     assert (
         "commit" in caught.value.what

@@ -18,7 +18,7 @@ from common.command_line import exit_code_of
 from common.data import corpus, preparation
 from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.manifest import Manifest, PairFacts
 from common.errors import DataError, PreflightError, StorageError
 from llama31_8b import convert, prepare
@@ -190,7 +190,11 @@ def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         renamed.append(rename(path, target))
 
-    for kind, moment in ((Writer, "add"), (Writer, "finish"), (Path, "replace")):
+    for kind, moment in (
+        (IndexedDatasetWriter, "add"),
+        (IndexedDatasetWriter, "finish"),
+        (Path, "replace"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(
                 kind,
@@ -303,7 +307,7 @@ def test_verify_names_the_damage_and_changes_nothing(copy, kind, capsys):
 def closed_like(folder, documents, tokens_each):
     """Small files under MLCommons' names, as int32."""
     for prefix in (CLOSED.train_prefix, CLOSED.validation_prefix):
-        writer = Writer(folder / prefix, CLOSED.shape.vocab_size)
+        writer = IndexedDatasetWriter(folder / prefix, CLOSED.shape.vocab_size)
         for _ in range(documents):
             writer.add(np.full(tokens_each, 128255))
         writer.finish()
@@ -362,7 +366,7 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
 
 def test_verify_looks_at_every_id_with_full(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verification, "CHUNK", 300)
-    writer = Writer(tmp_path / "p", 70000)
+    writer = IndexedDatasetWriter(tmp_path / "p", 70000)
     writer.add(np.where(np.arange(1000) == 500, 69999, 5))
     writer.finish()
     manifest = Manifest("test", 69999, {}, {"p": PairFacts("int32", 1, 1000)})

@@ -8,7 +8,7 @@ from fused_lora import RANK, SMALL, WIDE, P, data, fused_block, plain_block, res
 
 from common.kernels import fp8
 from common.kernels.lora import Dropout, keep_mask
-from common.model.fused_lora_block import Saved, saved_bytes_per_token
+from common.model.fused_lora_block import SavedByLoraBlock, saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 pytestmark = pytest.mark.quick
@@ -137,7 +137,7 @@ def test_evaluation_keeps_nothing(monkeypatch):
         assert block(x, *tables).grad_fn is None
     assert kept[0][1] is None
     block(x, *tables)
-    assert isinstance(kept[1][1], Saved)
+    assert isinstance(kept[1][1], SavedByLoraBlock)
 
 
 def test_what_the_base_is_asked_for():

@@ -9,7 +9,7 @@ from test_lora_parity import their_adapters
 from test_model import hugging_face
 
 from common import config as configs
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.lora import adapter_parameters
 from common.model.peft_adapter import OUTPUT, SPLIT, peft_tensors
@@ -35,7 +35,7 @@ def data_dir(tmp_path_factory) -> Path:
     """Documents of 5 to 60 tokens, each token a little above the one before."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
-    writer = Writer(folder / "train", VOCAB)
+    writer = IndexedDatasetWriter(folder / "train", VOCAB)
     for length in random.integers(5, 60, 100):
         steps = 1 + (random.random(length) < 0.2)
         writer.add((random.integers(VOCAB) + np.cumsum(steps)) % VOCAB)

@@ -134,7 +134,7 @@ def resume(folder: Path) -> int:
     """What --resume does with the ledger, up to the next attempt."""
     config = from_table({**synthetic_table(), "miniature": True}, LORA.rules.Config, "test")
     selection = Selection(config, folder / "X_1x8.toml", "X_1x8.toml", "a test", "cpu", "none")
-    request = series.Request(goal=0, max_failures=0, resume=True)
+    request = series.SeriesRequest(goal=0, max_failures=0, resume=True)
     try:
         with series._open(folder, selection, {}, request):
             return 0

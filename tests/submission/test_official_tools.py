@@ -39,7 +39,7 @@ yaml = pytest.importorskip("yaml")
 )
 def test_a_good_log_passes_all_rounds(tmp_path, ruleset, benchmark, global_batch_size):
     path = write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size)
-    assert official_tools.closed_verdict(path, ruleset) == official_tools.Verdict(ruleset, True)
+    assert official_tools.closed_verdict(path, ruleset) == official_tools.LogVerdict(ruleset, True)
 
 
 EACH = pytest.mark.parametrize(

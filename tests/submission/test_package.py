@@ -294,7 +294,7 @@ def case(tmp_path, project, monkeypatch):
     monkeypatch.setattr(
         official_tools,
         "closed_verdict",
-        lambda path, ruleset, log=None: official_tools.Verdict(ruleset, True),
+        lambda path, ruleset, log=None: official_tools.LogVerdict(ruleset, True),
     )
     return Case(tmp_path, project)
 
@@ -525,7 +525,7 @@ def test_a_log_that_the_official_checker_refuses_is_refused(case, monkeypatch):
     monkeypatch.setattr(
         official_tools,
         "closed_verdict",
-        lambda path, ruleset, log=None: official_tools.Verdict(ruleset, False, (complaint,)),
+        lambda path, ruleset, log=None: official_tools.LogVerdict(ruleset, False, (complaint,)),
     )
     case.refused("10 runs did not converge", "CHECK for something")
 

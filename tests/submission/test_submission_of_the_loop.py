@@ -19,7 +19,7 @@ from common.training import loop
 from common.training.assembly import Batching
 from common.training.log_keys import hyperparameters
 from common.training.loop import Goal
-from common.training.metrics import Events, Meter, Progress
+from common.training.metrics import Events, Meter, ProgressLog
 from common.training.mllog import RunLog
 from common.training.reports import Reports
 from llama2_70b_lora import rules as lora_rules
@@ -80,7 +80,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "flops_per_token": 1,
         "peak_tflops": None,
     }
-    reports = Reports(log, Events(None), Progress(False), mock.Mock())
+    reports = Reports(log, Events(None), ProgressLog(False), mock.Mock())
     reports.meter = Meter(processes, reports.events, **sizes)
     outcome = loop.train(
         assembly=SimpleNamespace(model=None, linear=LinearLayers()),

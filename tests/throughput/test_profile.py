@@ -21,7 +21,14 @@ from common.model.shapes import ModelShape
 from common.paths import ROOT
 from throughput import __main__ as command
 from throughput import profile_comparison, profiling, report
-from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
+from throughput.kernel_time import (
+    CLASSES,
+    TraceEvent,
+    breakdown,
+    class_of,
+    class_of_name,
+    exposed_ns,
+)
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
 
@@ -34,7 +41,7 @@ GEMM, NCCL, COPY, ADD = (
 
 
 def kernel(name, start, duration, stream=7, kind="kernel", **more):
-    return Event(name, start, start + duration, stream, kind, **more)
+    return TraceEvent(name, start, start + duration, stream, kind, **more)
 
 
 def ms_of(events, start, end):

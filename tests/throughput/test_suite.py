@@ -15,7 +15,7 @@ from common.errors import ConfigError, DataError, Interrupted
 from launch.processes.supervise import Ending
 from throughput import baseline, llama, result, suite
 from throughput.__main__ import MEASUREMENTS
-from throughput.suite import Part
+from throughput.suite import SuitePart
 
 pytestmark = pytest.mark.quick
 
@@ -43,9 +43,9 @@ def commands(monkeypatch):
         suite,
         "PARTS",
         (
-            Part("a", "gemm --x {gpus}", "gemm", 60, 5),
-            Part("b", "mlp", "", 120, 0),
-            Part("c", "copy", "copy", 9, 9),
+            SuitePart("a", "gemm --x {gpus}", "gemm", 60, 5),
+            SuitePart("b", "mlp", "", 120, 0),
+            SuitePart("c", "copy", "copy", 9, 9),
         ),
     )
     return started, codes
@@ -55,7 +55,7 @@ def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monke
     monkeypatch.setattr(
         suite,
         "PARTS",
-        (Part("broken", "gemm --shape 0x0x0", "", 1, 1), Part("mlp", MLP, MLP, 1, 1)),
+        (SuitePart("broken", "gemm --shape 0x0x0", "", 1, 1), SuitePart("mlp", MLP, MLP, 1, 1)),
     )
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     assert suite.main(asked(tmp_path / "s")) == 2
@@ -195,7 +195,7 @@ def rows_of(what: str, rate: float) -> list[dict]:
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Return a function that runs a suite whose products reach `rate` TFLOP/s."""
-    parts = tuple(Part(name, name, name, 1, 1) for name in ("gemm", "llama", "scaling"))
+    parts = tuple(SuitePart(name, name, name, 1, 1) for name in ("gemm", "llama", "scaling"))
     monkeypatch.setattr(suite, "PARTS", parts)
 
     def start(folder, rate, fails="", kind="H200", **options):
@@ -319,7 +319,7 @@ def test_on_a_terminal_a_part_is_one_bar_and_its_rows_go_to_a_log(tmp_path, monk
         return Ending(3)
 
     monkeypatch.setattr(suite, "supervise", rows)
-    part = Part("gemm", "gemm", "gemm", 1, 1)
+    part = SuitePart("gemm", "gemm", "gemm", 1, 1)
     found = suite.run(part, tmp_path, {"quick": True, "device": "cpu", "gpus": [1]})
     assert found["exit_code"] == 3 and (tmp_path / "gemm.log").read_text() == "row 1\nrow 2\n"
     assert terminal.screen()[:2] == ["row 1", "row 2"], "a failed part shows the end of its log"

@@ -1,7 +1,8 @@
-"""Write the generated tables of the documents: `python3 -m tests.tools.docs_tables`. Standard library only.
+"""Write the generated tables of the documents: `python3 -m tests.tools.docs_tables`.
 
-A table stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->` and comes from the configs, the table of GPU kinds, `plan`, and
-the published results. tests/test_docs.py fails where a page differs from what this command writes. All other text is written by hand.
+A table stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->`. It is generated from the
+configs, the GPU kinds, `plan` and the published results. tests/test_docs.py fails if a page differs
+from this command's output. All other text is written by hand. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from common.benchmarks import closed, divisions, load_all, measured_in
 from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
-from common.records.published import RESULTS, Published
+from common.records.published import RESULTS
 from common.text_tables import markdown
 from launch.plan import scaling
 from launch.plan.command import all_table, kinds_table, target_line
@@ -23,23 +24,22 @@ from tests.tools import settings_tables
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BENCHMARKS = sorted(
-    closed(), key=lambda name: divisions(name)["closed"].lora_rank
-)  # pre-training first
+# Pre-training first.
+BENCHMARKS = sorted(closed(), key=lambda name: divisions(name)["closed"].lora_rank)
 LORA = measured_in("lora")
 
 
 def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
-    """(benchmark, name, config) of every shipped config of this GPU kind."""
-    found = [
-        (benchmark, *entry)
-        for benchmark in BENCHMARKS
-        for entry in load_all(ROOT, benchmark).items()
-    ]
-    return [entry for entry in found if entry[2].gpu == gpu]
+    """Return (benchmark, name, config) of every shipped config of this GPU kind."""
+    configs = []
+    for benchmark in BENCHMARKS:
+        for name, config in load_all(ROOT, benchmark).items():
+            if config.gpu == gpu:
+                configs.append((benchmark, name, config))
+    return configs
 
 
-# ---- what a config says
+# ---- values of a config
 
 
 def linears(config: RunConfig) -> str:
@@ -54,30 +54,31 @@ def activations(benchmark: str, config: RunConfig) -> str:
     """Describe how activations are kept for backward."""
     recomputed = getattr(config, "recompute_layers", 0)
     offloaded = getattr(config, "offload_layers", 0)
-    kept = (
-        "SwiGLU's input in 8 bits"
-        if benchmark == LORA and config.linear_format.in_fp8
-        else f"all in {config.precision}"
-    )
-    return (
-        kept
-        + f", {recomputed} layers recomputed" * bool(recomputed)
-        + f", of {offloaded} layers on the host" * bool(offloaded)
-    )
+    text = f"all in {config.precision}"
+    if benchmark == LORA and config.linear_format.in_fp8:
+        text = "SwiGLU's input in 8 bits"
+    if recomputed:
+        text += f", {recomputed} layers recomputed"
+    if offloaded:
+        text += f", of {offloaded} layers on the host"
+    return text
 
 
 def storage(benchmark: str, config: RunConfig) -> str:
     """Describe where weights, gradients and optimizer states are stored."""
     if benchmark == LORA:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
+        if config.frozen_base == "sharded" and config.gpus_per_node == 1:
+            return f"{base} on one process"
         return {
-            "sharded": f"{base} sharded, layers gathered ahead"
-            if config.gpus_per_node > 1
-            else f"{base} on one process",
+            "sharded": f"{base} sharded, layers gathered ahead",
             "replicated": f"{base} on each GPU, transposed layer by layer",
             "replicated_both": f"{base} and its transpose on each GPU",
         }[config.frozen_base]
-    moments = f", Adam's moments in {config.moment_precision}" * (config.moment_precision != "fp32")  # type: ignore[attr-defined]
+    moments = ""
+    precision = config.moment_precision  # type: ignore[attr-defined]
+    if precision != "fp32":
+        moments = f", Adam's moments in {precision}"
     if config.world_size == 1:
         return f"one process{moments}"
     by = {
@@ -98,7 +99,8 @@ def learning_rate(config: RunConfig) -> str:
 
 def warmup(benchmark: str, config: RunConfig) -> str:
     if benchmark == LORA:
-        return f"none; cosine over {config.opt_learning_rate_training_steps:,} steps"  # type: ignore[attr-defined]
+        training_steps = config.opt_learning_rate_training_steps  # type: ignore[attr-defined]
+        return f"none; cosine over {training_steps:,} steps"
     steps = config.opt_learning_rate_warmup_steps  # type: ignore[attr-defined]
     return f"{steps} steps = {steps * config.global_batch_size} sequences"
 
@@ -112,18 +114,14 @@ def card_table(gpu: str) -> str:
     head = ["architecture", "memory, GiB", units, "dense peak, TFLOP/s", "FP8 format"]
     peaks = f"{kind.peak_bf16_tflops:,.1f} bf16, {kind.peak_fp8_tflops:,.1f} FP8"
     family = {"ocp": "OCP", "fnuz": "fnuz"}[fp8_family(kind.arch)]
-    return markdown(
-        head,
-        [
-            [
-                kind.arch,
-                f"{kind.memory_bytes / GIB:.0f}",
-                str(kind.compute_units or "not confirmed"),
-                peaks,
-                family,
-            ]
-        ],
-    )
+    row = [
+        kind.arch,
+        f"{kind.memory_bytes / GIB:.0f}",
+        str(kind.compute_units or "not confirmed"),
+        peaks,
+        family,
+    ]
+    return markdown(head, [row])
 
 
 def configs_table(gpu: str) -> str:
@@ -150,7 +148,7 @@ def configs_table(gpu: str) -> str:
 
 
 def environment_table(gpu: str) -> str:
-    """The [env] tables with the comments beside them, and the number of configs of this kind that have them."""
+    """Return the [env] variables with their comments and the number of configs that set them."""
     reasons: dict[tuple[str, str, str], int] = {}
     for benchmark, name, config in configs_of(gpu):
         text = (ROOT / "configs" / benchmark / f"{name}.toml").read_text()
@@ -158,7 +156,9 @@ def environment_table(gpu: str) -> str:
             line = re.search(rf'^{key} = "[^"]*" *# (.+)$', text, re.MULTILINE)
             if not line:
                 raise SystemExit(
-                    f"error: {name}: {key} has no comment\n  why: the pages list each variable with its reason\n  do:  add one"
+                    f"error: {name}: {key} has no comment\n"
+                    "  why: the pages list each variable with its reason\n"
+                    "  do:  add one"
                 )
             reasons[key, value, line[1]] = reasons.get((key, value, line[1]), 0) + 1
     rows = [
@@ -166,6 +166,10 @@ def environment_table(gpu: str) -> str:
         for (key, value, why), count in reasons.items()
     ]
     return markdown(["variable", "why", "configs"], rows)
+
+
+def number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
 def published_table(gpu: str) -> str:
@@ -179,28 +183,32 @@ def published_table(gpu: str) -> str:
         "samples/s",
         "evaluation, s",
     ]
-    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
-        *(r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
-        f"{r.score:.3f}" if r.score else f"{r.minutes:.1f} (one run)",
-        *(
-            "-" if value is None else f"{value:.{digits}f}"
-            for value, digits in ((r.samples_per_s, 3), (r.evaluation_s, 2))
-        ),
-    ]
-    rows = [
-        row(result)
-        for result in RESULTS
-        if result.gpu == gpu and (result.score or (result.runs == 1 and result.minutes))
-    ]
-    return (
-        markdown(head, rows)
-        if rows
-        else "None that we compare with (`common/records/published.json`).\n"
-    )
+    rows = []
+    for r in RESULTS:
+        if r.gpu != gpu or not (r.score or (r.runs == 1 and r.minutes)):
+            continue
+        score = f"{r.score:.3f}" if r.score else f"{r.minutes:.1f} (one run)"
+        speed = number(r.samples_per_s, ".3f")
+        evaluation = number(r.evaluation_s, ".2f")
+        rows.append(
+            [
+                r.round,
+                r.benchmark,
+                str(r.gpus),
+                r.submitter,
+                str(r.batch),
+                score,
+                speed,
+                evaluation,
+            ]
+        )
+    if not rows:
+        return "None that we compare with (`common/records/published.json`).\n"
+    return markdown(head, rows)
 
 
 def submitted_table(submitter: str) -> str:
-    """All results of ten runs of one submitter, with the sequences to the target."""
+    """Return all scores of one submitter, with the sequences to the target."""
     head = [
         "round",
         "benchmark",
@@ -212,28 +220,26 @@ def submitted_table(submitter: str) -> str:
         "step, ms",
         "evaluation, s",
     ]
-    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
-        *(
+    rows = [
+        [
             r.round,
             r.benchmark,
             f"{r.gpus} x {r.gpu}",
             f"{r.score:.3f}",
             f"{r.minutes:.3f}",
             f"{r.samples:,.0f}",
-        ),
-        *(
             f"{r.samples_per_s:.3f}",
             f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}",
             f"{r.evaluation_s:.2f}",
-        ),
+        ]
+        for r in RESULTS
+        if r.submitter == submitter and r.score
     ]
-    return markdown(
-        head, [row(result) for result in RESULTS if result.submitter == submitter and result.score]
-    )
+    return markdown(head, rows)
 
 
 def one_log_table(round_: str) -> str:
-    """Results of a round of which one log was read, with tokens/s/GPU, which do not depend on the batch."""
+    """Return the results of a round of which one log was read, with their tokens/s/GPU."""
     head = [
         "benchmark",
         "GPU",
@@ -244,27 +250,29 @@ def one_log_table(round_: str) -> str:
         "tok/s/GPU",
         "evaluation, s",
     ]
-    rows = [
-        [
-            *(
+    rows = []
+    for r in RESULTS:
+        if r.round != round_ or r.runs != 1:
+            continue
+        rate = r.samples_per_s
+        tokens_per_s = None if rate is None else rate * 8192 / (r.gpus or 1)
+        rows.append(
+            [
                 r.benchmark,
                 f"{r.gpus} x {r.gpu}",
                 f"{r.submitter} {r.system}",
                 str(r.batch),
                 f"{r.minutes:.1f}",
                 f"{r.samples:,.0f}",
-            ),
-            "-" if r.samples_per_s is None else f"{r.samples_per_s * 8192 / (r.gpus or 1):,.0f}",
-            "-" if r.evaluation_s is None else f"{r.evaluation_s:.1f}",
-        ]
-        for r in RESULTS
-        if (r.round, r.runs) == (round_, 1)
-    ]
+                number(tokens_per_s, ",.0f"),
+                number(r.evaluation_s, ".1f"),
+            ]
+        )
     return markdown(head, rows)
 
 
 def plan_table(benchmark: str, *gpus: str) -> str:
-    """`plan --all` for the configs of these GPU kinds."""
+    """Return the table of `plan --all` for the configs of these GPU kinds."""
     chosen = {
         name: config for name, config in load_all(ROOT, benchmark).items() if config.gpu in gpus
     }
@@ -274,7 +282,7 @@ def plan_table(benchmark: str, *gpus: str) -> str:
 
 
 def plan_page(benchmark: str) -> str:
-    """`plan --all`, and the settings of one config on every kind of GPU."""
+    """Return `plan --all`, and the settings of one config on every kind of GPU."""
     loaded = load_all(ROOT, benchmark)
     eight = loaded["H200_1x8"]
     parts = [
@@ -288,9 +296,9 @@ def plan_page(benchmark: str) -> str:
 
 
 def comparison_table(old: str, benchmark: str, name: str) -> str:
-    """`old` with the last column of the lines that follow from the config written again; other lines stay."""
+    """Return `old` with the last column updated in the rows that follow from the config."""
     config = load_all(ROOT, benchmark)[name]
-    known = {
+    values = {
         "global batch": str(config.global_batch_size),
         "learning rate": learning_rate(config),
         "warm-up of the learning rate": warmup(benchmark, config),
@@ -304,11 +312,13 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
         for line in old.splitlines()
         if line.startswith("|")
     ]
-    if missing := known.keys() - {row[0] for row in rows}:
+    if missing := values.keys() - {row[0] for row in rows}:
         raise SystemExit(
-            f"error: the comparison of {benchmark} has no line for {missing}\n  why: it follows from the config\n  do:  add one"
+            f"error: the comparison of {benchmark} has no row for {missing}\n"
+            "  why: it follows from the config\n"
+            "  do:  add one"
         )
-    return markdown(rows[0], [[row[0], row[1], known.get(row[0], row[2])] for row in rows[2:]])
+    return markdown(rows[0], [[row[0], row[1], values.get(row[0], row[2])] for row in rows[2:]])
 
 
 # Measured by us on H200 (docs/results.md): benchmark, GPUs, tok/s/GPU, commit.
@@ -323,7 +333,7 @@ OWN_RATES = (
 
 
 def scaling_check_table() -> str:
-    """Speeds that `plan --scaling` calculates beside measured and published ones."""
+    """Return the speeds that `plan --scaling` calculates, beside measured and published ones."""
     head = ["source", "benchmark", "GPUs", "batch", "tok/s/GPU", "calculated", "difference"]
     sources = [
         (f"ours, {commit}", benchmark, "H200", gpus, 16 if benchmark != LORA else 8, float(rate))
@@ -359,23 +369,19 @@ def scaling_check_table() -> str:
 def scaling_table(benchmark: str, gpu: str) -> str:
     rules = divisions(benchmark)["closed"]
     best = scaling.best_points(ROOT, benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
-    return markdown(scaling.HEAD, [scaling.row(gpus, found) for gpus, found in best.items()])
+    return markdown(scaling.HEAD, [scaling.row(gpus, point) for gpus, point in best.items()])
 
 
 def profilers_table() -> str:
-    rows = [
-        [
-            f"`{name}`",
-            f"`{name} {tool.options}{' --' * bool(tool.last)} PROGRAM`",
-            tool.result,
-            tool.opens,
-            tool.source + f"; needs {tool.needs}" * bool(tool.needs),
-        ]
-        for name, tool in TOOLS.items()
-    ]
-    return markdown(
-        ["tool", "what rank 0 is started as", "in DIR", "open with", "where to get it"], rows
-    )
+    rows = []
+    for name, tool in TOOLS.items():
+        separator = " --" if tool.last else ""
+        command = f"`{name} {tool.options}{separator} PROGRAM`"
+        source = tool.source
+        if tool.needs:
+            source += f"; needs {tool.needs}"
+        rows.append([f"`{name}`", command, tool.result, tool.opens, source])
+    return markdown(["tool", "command of rank 0", "in DIR", "open with", "where to get it"], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -396,7 +402,7 @@ TABLES: dict[str, Callable[..., str]] = {
 
 
 def rewritten(text: str) -> str:
-    """`text` with each generated table written again."""
+    """Return `text` with each generated table updated."""
 
     def table(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()

@@ -30,7 +30,7 @@ from common.training.continuation import (
     require_same,
     when_from,
 )
-from common.training.metrics import Events, Progress
+from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
 from common.training.reports import Reports
 from common.training.run import Run
@@ -98,7 +98,7 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
         "checkpoint": "1",
     } | changes
     run = Run(benchmark="llama31_8b", config=config, rank=processes.rank, **asked)
-    reports = Reports(RunLog(None), Events(None), Progress(False), mock.Mock())
+    reports = Reports(RunLog(None), Events(None), ProgressLog(False), mock.Mock())
     return Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
 
 

@@ -69,7 +69,7 @@ def test_an_engine_that_computes_wrongly_gives_way(wrong, monkeypatch):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_ranks_must_agree(monkeypatch, equal):
-    result = self_test.Result(attention="flash", products="torch")
+    result = self_test.SelfTestResult(attention="flash", products="torch")
 
     def gather(names, own):
         names[:] = [own, own if equal else ("cudnn", "torch", "")]

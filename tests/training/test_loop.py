@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from common.data.gpt_dataset import TrainData
 from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import NonFinite, TargetMissed
 from common.model.initialization import copy_weight, init_weights
 from common.model.linear_layers import LinearLayers
@@ -480,7 +480,7 @@ def closed_data(tmp_path_factory):
         (CLOSED.train_prefix, 40),
         (CLOSED.validation_prefix, CLOSED.eval_samples),
     ):
-        writer = Writer(folder / prefix, 60_000)  # ids of 2 bytes
+        writer = IndexedDatasetWriter(folder / prefix, 60_000)  # ids of 2 bytes
         writer.add(torch.zeros(sequences * CLOSED.sequence_length + 1, dtype=torch.int32).numpy())
         writer.finish()
     return folder
@@ -538,7 +538,7 @@ def test_a_closed_log_passes_every_round_and_our_rules(
         official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS
     ]
     assert verdicts == [
-        official_tools.Verdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS
+        official_tools.LogVerdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS
     ]
     assert check.examine(path).errors() == []
     assert check.main([str(path)]) == 0

@@ -15,16 +15,16 @@ from common.errors import NonFinite
 from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B
 from common.paths import ROOT
-from common.training.metrics import Events, Meter, Progress, Rate
+from common.training.metrics import Events, Meter, ProgressLog, StepRate
 
 pytestmark = pytest.mark.quick
 
 
 def test_only_rank_0_shows_lines():
     stream = io.StringIO()
-    Progress(False, stream).show("rank 3 is slow")
+    ProgressLog(False, stream).show("rank 3 is slow")
     assert stream.getvalue() == ""
-    Progress(True, stream).show("rank 3 is slow")
+    ProgressLog(True, stream).show("rank 3 is slow")
     assert stream.getvalue() == "rank 3 is slow\n"
 
 
@@ -32,7 +32,7 @@ def test_only_rank_0_shows_lines():
 def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_percent_of_hopper(gpu):
     flops, peak = LLAMA31_8B.training_flops_per_token(8192), KINDS[gpu].peak_bf16_tflops
     assert peak == 989.4  # NVIDIA H100 and H200 SXM data sheets, dense
-    rate = Rate.of(
+    rate = StepRate.of(
         step_time_ms=3276.8,
         tokens_per_step=4 * 8192,
         gpus=1,
@@ -45,7 +45,7 @@ def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_perce
 
 
 def test_a_rate_is_that_of_one_gpu():
-    one, eight = (Rate.of(500.0, 8_000, gpus, 10**9, None) for gpus in (1, 8))
+    one, eight = (StepRate.of(500.0, 8_000, gpus, 10**9, None) for gpus in (1, 8))
     assert one.tokens_per_s_per_gpu == 16_000 == 8 * eight.tokens_per_s_per_gpu
     assert one.tflops_per_gpu == pytest.approx(16.0) and one.mfu is None and "MFU" not in one.text()
 
@@ -187,7 +187,7 @@ def test_a_rank_without_a_file_writes_no_events():
 def test_a_reader_that_ended_ends_no_run():
     reader, writer = os.pipe()
     os.close(reader)
-    progress = Progress(True, os.fdopen(writer, "w"))
+    progress = ProgressLog(True, os.fdopen(writer, "w"))
     progress.show("step 1")
     progress.show("step 2")
     with pytest.raises(BrokenPipeError):

@@ -9,7 +9,7 @@ import torch
 from ranks import call_on_ranks
 from torch import nn
 
-from common.training.metrics import Events, Progress
+from common.training.metrics import Events, ProgressLog
 from common.training.rank_comparison import (
     LOOKS,
     BlockTimes,
@@ -76,7 +76,7 @@ class EightRanks:
 def test_the_slow_one_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
     screen = io.StringIO()
     ranks = RankComparison(
-        EightRanks(), Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2
+        EightRanks(), Events(tmp_path / "events.jsonl"), ProgressLog(True, screen), lambda: 0.2
     )
     assert [ranks.compare(step=5, samples=80, time_s=1.5) for _ in range(LOOKS)] == [[]] * (
         LOOKS - 1
@@ -100,7 +100,7 @@ def test_equal_ranks_are_recorded_and_not_shown(tmp_path):
     equal, screen = EightRanks(), io.StringIO()
     equal.others = (0.0, *[0.2] * 7)
     ranks = RankComparison(
-        equal, Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2
+        equal, Events(tmp_path / "events.jsonl"), ProgressLog(True, screen), lambda: 0.2
     )
     assert [ranks.compare(1, 8, 0.0) for _ in range(4)] == [[]] * 4 and screen.getvalue() == ""
     assert [
@@ -112,7 +112,7 @@ def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_mo
     """The mean of the last five counts; what is said on the screen is said once."""
     screen = io.StringIO()
     ranks, said = (
-        RankComparison(EightRanks(), Events(None), Progress(True, screen), lambda: 0.2),
+        RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2),
         [],
     )
     for ms in (0.2, 0.24, *[0.2] * 13, *[0.22] * 6, *[0.2] * 6):
@@ -131,11 +131,11 @@ def on_a_rank(processes, folder):
     """For two gloo ranks: rank 1 takes a third longer."""
     events = Events(folder / "events.jsonl" if processes.rank == 0 else None)
     ranks = RankComparison(
-        processes, events, Progress(False), lambda: 0.3 * (1 + processes.rank / 3)
+        processes, events, ProgressLog(False), lambda: 0.3 * (1 + processes.rank / 3)
     )
     return {
         "slow": [ranks.compare(1, 8, 0.0) for _ in range(LOOKS)][-1],
-        "on_cpu": compare_ranks(processes, events, Progress(False), nn.Identity()) is None,
+        "on_cpu": compare_ranks(processes, events, ProgressLog(False), nn.Identity()) is None,
     }
 
 

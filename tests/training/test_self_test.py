@@ -157,11 +157,11 @@ def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
         module.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
     )
     bad = [
-        module.Finding(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
+        module.OpResult(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
         for name in ("dQ", "dK")
     ]
     with pytest.raises(PreflightError) as caught:
-        require_sound(module.Result(findings=bad), CPU)
+        require_sound(module.SelfTestResult(findings=bad), CPU)
     assert (
         "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what
         and "1 more" in caught.value.what

@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data import corpus
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.preparation import Recipe, build_once
 from common.errors import DataError
 from llama31_8b import prepare
@@ -230,7 +230,7 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
 
     def build(folder: Path) -> dict:
         prepare.miniature(folder)
-        writer = Writer(folder / NAME, MINIATURE.shape.vocab_size)
+        writer = IndexedDatasetWriter(folder / NAME, MINIATURE.shape.vocab_size)
         taken: Counter[str] = Counter()  # package -> tokens
         characters = 0
         with Pool(processes) as pool:

@@ -35,7 +35,7 @@ from convergence import SHAPE, config_of, text_batches, train_losses
 
 from common.data import corpus
 from common.data.gpt_dataset import sequences_in
-from common.data.indexed_dataset_writer import Writer
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.preparation import Recipe, build_once
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
@@ -87,7 +87,7 @@ def prepare_text(data_dir: Path) -> Path:
         texts = dict.fromkeys(
             document.text for document in (*corpus.documents(), *documents)
         )  # each once
-        writer = Writer(folder / name, tokenizer.vocab_size())
+        writer = IndexedDatasetWriter(folder / name, tokenizer.vocab_size())
         for ids in tokenizer.encode(list(texts)):
             writer.add(ids)
         versions = [f"{package} {importlib.metadata.version(package)}" for package in TEXT_PACKAGES]

@@ -61,7 +61,7 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
     assert code == 12 and "812 GB in bf16" in text and "SwiGLU input (204.8 GiB)" in text
     assert (
         "--seq 1536" in text
-        and "base sharded, all layers recomputed; this package does not train so" in text
+        and "base sharded, all layers recomputed; this package does not support" in text
     )
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1536")
     assert code == 0 and "It fits" in text
@@ -179,7 +179,7 @@ def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
         LoraConfig(**both, opt_learning_rate_training_steps=1),
     )
     for shape, rank, config, name in (
-        (LLAMA31_8B, 0, full, "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"),
+        (LLAMA31_8B, 0, full, "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"),
         (LLAMA2_70B, 16, lora, "base sharded over a node"),
     ):
         counted = plan.memory_peak(config, plan.Workload(shape, 8192, 0, 1, 1, rank))
@@ -191,7 +191,7 @@ def test_the_largest_batch_is_the_last_that_fits(capsys):
     row = next(
         line
         for line in text.splitlines()
-        if line.startswith("| optimizer sharded over a node, bf16 weights whole (ZeRO-2)  ")
+        if line.startswith("| optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)  ")
     )
     size = int(row.split("|")[-2])
     assert [
@@ -215,7 +215,7 @@ def test_parameters_are_sharded_over_all_nodes_and_optimizers_over_one():
 def test_queries_and_keys_before_their_norm_and_a_wide_head_are_counted():
     """Qwen3-4B: 32 and 8 heads of 128 in a model 2560 wide."""
     parts = found(shape_of("qwen3-4b"), 8)[
-        "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"
+        "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"
     ].memory.parts
     assert parts["queries and keys before their norm"] == 36 * 8192 * 40 * 128 * 2
     assert parts["attention output"] == 36 * 8192 * (32 * 128 * 2 + 32 * 4)
@@ -307,8 +307,8 @@ def test_remarks_on_implausible_utilization():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--gpus 8 --gpu MI300X", "which model"),
-        ("--model llama3.1-8b", "which GPU"),
+        ("--gpus 8 --gpu MI300X", "--model is required"),
+        ("--model llama3.1-8b", "--gpu is required"),
         ("--model llama3.1-8b --gpu TPU", "--gpu TPU is unknown"),
         ("--model llama3.1-8b --gpu H200 --gpus 12", "--gpus 12"),
         ("--model lama3.1-8b --gpu H200", "unknown model"),
@@ -370,9 +370,9 @@ def test_a_number_that_is_none_is_refused(line, capsys):
             12,
             "does NOT fit",
         ),
-        (["plan"], 2, "which model"),
+        (["plan"], 2, "--model is required"),
         (["plan", "--help"], 0, "--mfu"),
-        (["plan", "--model", "qwen3-8b"], 2, "which GPU"),
+        (["plan", "--model", "qwen3-8b"], 2, "--gpu is required"),
     ],
 )
 def test_without_a_benchmark_and_without_torch(arguments, code, said, tmp_path):

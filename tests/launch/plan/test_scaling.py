@@ -17,7 +17,7 @@ RULES = divisions("llama31_8b")["closed"]
 H200 = KINDS["H200"]
 
 
-def point(gpus: int, batch: int, network: float = 50.0) -> scaling.Point:
+def point(gpus: int, batch: int, network: float = 50.0) -> scaling.ScalingPoint:
     return scaling.point(ROOT, "llama31_8b", H200, gpus, batch, network)
 
 

@@ -929,7 +929,7 @@ def test_a_broken_rank_is_a_refusal(tmp_path):
     """A real torchrun with a device that is not there."""
     from common.errors import PreflightError
 
-    wanted = verb.Request("H200", 1, skipped("config", ""))
+    wanted = verb.PreflightRequest("H200", 1, skipped("config", ""))
     found = verb.run_ranks(
         wanted,
         0.1,
@@ -1000,7 +1000,7 @@ def test_a_checkout_that_package_would_refuse_is_a_warning(tmp_path):
 
 def test_the_checkout_is_judged_for_what_can_be_submitted_only():
     for miniature in (False, True):
-        request = verb.Request("CPU", 1, CheckRow("config", "ok", ""), miniature=miniature)
+        request = verb.PreflightRequest("CPU", 1, CheckRow("config", "ok", ""), miniature=miniature)
         assert ("checkout" in by_check(verb.host_rows("llama31_8b", request, {}))) == (
             not miniature
         )
