@@ -166,7 +166,8 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
         )
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
-    own += [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
+    if benchmark and not module.startswith(f"{benchmark}."):
+        own.append(benchmark)
     return command.needs, ["-m", module, *own, *rest]
 
 
@@ -202,12 +203,12 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         name = second or "run"
         benchmark = first
     elif first.startswith("-"):
-        found = next((word for word in words if word in known or word in COMMANDS), "")
-        do = f"{PROGRAM} {found or _example(known)} {first} ..."
+        named = next((word for word in words if word in known or word in COMMANDS), "")
+        do = f"{PROGRAM} {named or _example(known)} {first} ..."
         raise ConfigError(
             f"{first} comes before the benchmark or command",
             "options come after both",
-            do if found else meant(first, EVERYWHERE, do),
+            do if named else meant(first, EVERYWHERE, do),
         )
     else:
         why = f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands"
@@ -274,17 +275,18 @@ def overview() -> str:
     width = help_width()
     lists = {}
     for kind, key in ((ALWAYS, "always"), (MAY, "may"), (NEVER, "never")):
-        rows = [
-            textwrap.fill(
+        rows = []
+        for name, command in COMMANDS.items():
+            if command.benchmark != kind:
+                continue
+            row = textwrap.fill(
                 command.about,
                 width,
                 initial_indent=f"  {name:<12}",
                 subsequent_indent=" " * 14,
                 break_on_hyphens=False,
             )
-            for name, command in COMMANDS.items()
-            if command.benchmark == kind
-        ]
+            rows.append(row)
         lists[key] = "\n".join(rows)
     text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
     return reflow(text, width)
@@ -301,8 +303,9 @@ def version() -> str:
         project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
     commit = git(ROOT, "rev-parse", "HEAD")
     changes = git(ROOT, "status", "--porcelain")
-    return (
-        f"{project['name']} {project['version']}"
-        + (f", commit {commit}" if commit else "")
-        + (", modified" if changes else "")
-    )
+    text = f"{project['name']} {project['version']}"
+    if commit:
+        text += f", commit {commit}"
+    if changes:
+        text += ", modified"
+    return text

@@ -85,10 +85,10 @@ def parser(name: str, benchmark: str) -> Parser:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="device to use (default: the GPUs if there are any; ROCm is cuda, too)",
+        help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
     parser.add_argument(
-        "--print", action="store_true", help="print the config and the command, start nothing"
+        "--print", action="store_true", help="print the config and the command without starting it"
     )
     if name == "run":
         _add_run_options(parser)
@@ -157,8 +157,8 @@ def _add_run_options(parser: Parser) -> None:
         type=_absolute,
         metavar="RUN",
         help="resume from the checkpoint in this run's directory; auto: from that of the last "
-        "unfinished run with this config, if there is one; for research only, such a run cannot "
-        "be submitted",
+        "unfinished run with this config, if there is one (for research only; cannot be "
+        "submitted)",
     )
 
 
@@ -211,7 +211,7 @@ def _add_profile_options(parser: Parser) -> None:
     other.add_argument(
         "--memory",
         action="store_true",
-        help="record what holds the GPU's memory at its peak, instead of times",
+        help="record the GPU memory allocations at the peak instead of times",
     )
     tool = other.add_argument(
         "--with",
@@ -242,32 +242,19 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
 
     Raises the errors of `job_from`, and ConfigError for options that conflict.
     """
-    request = (
-        series.request_from(os.environ, options.max_failures, options.resume)
-        if name == "run"
-        else None
-    )
+    request = None
+    if name == "run":
+        request = series.request_from(os.environ, options.max_failures, options.resume)
     job = job_from(benchmark, options, measurement=name != "run")
     if request and job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
-    inform(
-        *header(
-            benchmark,
-            job.selection,
-            job.rules,
-            (job.data_dir, job.log_dir) if request else None,
-            job.cpus,
-        )
-    )
+    directories = (job.data_dir, job.log_dir) if request else None
+    inform(*header(benchmark, job.selection, job.rules, directories, job.cpus))
     if job.selection.device == "cuda":
         inform(*job.engines.lines())
     if request and not job.config.miniature:
-        inform(
-            *(
-                f"NOTE       {doubt}: package will refuse these runs"
-                for doubt in doubts(ROOT, os.environ)
-            )
-        )
+        for doubt in doubts(ROOT, os.environ):
+            inform(f"NOTE       {doubt}: package will refuse these runs")
         if not options.tune and (advice := tuning.advice()):
             inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
     if name == "profile":
@@ -275,13 +262,12 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
     if options.print and name == "tune":
         return print_candidates(job)
     if options.print:
-        print(
-            shlex.join(
-                trainer_command(job, Path("DIR"), 0)
-                if request
-                else bench_command(job, Path("DIR"), options)
-            )
-        )
+        folder = Path("DIR")
+        if request:
+            command = trainer_command(job, folder, 0)
+        else:
+            command = bench_command(job, folder, options)
+        print(shlex.join(command))
         return 0
     if job.selection.device == "cuda":
         require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)

@@ -19,7 +19,7 @@ MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, no
 def mlperf_line(text: str) -> None:
     """Print a line for programs that read stdout.
 
-    Nothing is printed on a terminal, where the user reads the same in words.
+    Print nothing on a terminal, where other lines inform the user.
     """
     if not sys.stdout.isatty():
         print(text, flush=True)
@@ -39,14 +39,19 @@ def header(
     """
     config = selection.config
     lines = []
+    if config.miniature and selection.gpus == "none":
+        lines.append("No GPU found.")
     if config.miniature:
-        lines += ["No GPU found."] * (selection.gpus == "none") + [MINIATURE_LINE]
-    where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
+        lines.append(MINIATURE_LINE)
+    processes = "1 process"
+    if config.gpus_per_node > 1:
+        processes = f"{config.gpus_per_node} processes"
+    device = f"device     CPU, {processes}"
+    if selection.device == "cuda":
+        device = f"GPU        {selection.gpus}; using {processes}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
-        f"GPU        {selection.gpus}; using {where}"
-        if selection.device == "cuda"
-        else f"device     CPU, {where}",
+        device,
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
     if cpus:
@@ -85,17 +90,17 @@ def closing(
     """Return the lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
     end = "target reached" if has_target else "ended"
-    lines = (
-        [f"{end} with {result.samples:,} sequences{minutes}"] if result.status == "success" else []
-    )
+    lines = []
+    if result.status == "success":
+        lines.append(f"{end} with {result.samples:,} sequences{minutes}")
     if error_lines:
         lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
     else:
         lines.append("log check: passed (MLCommons checker and additional checks)")
     if miniature:
         lines.append("The miniature is NOT a benchmark result.")
-    report = run_dir / "report.html"
-    return [*lines, f"results: {shown(run_dir)}" + (", report.html" if report.is_file() else "")]
+    report = ", report.html" if (run_dir / "report.html").is_file() else ""
+    return [*lines, f"results: {shown(run_dir)}{report}"]
 
 
 def series_closing(
@@ -124,7 +129,7 @@ def series_closing(
             "this series"
         )
     elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
-        lines.append("next       nothing: these runs cannot be submitted")
+        lines.append("next       nothing to do: these runs cannot be submitted")
     elif len(good) >= rcp.SUBMISSION_RUNS and (needed := windows.good_runs_needed(record.outcomes)):
         more = f"NEXP={len(good) + needed} ./run_and_time.sh {benchmark} --resume"
         lines.append(
@@ -133,8 +138,7 @@ def series_closing(
         )
     elif len(good) >= rcp.SUBMISSION_RUNS:
         lines.append(
-            f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says "
-            "more"
+            f"next       ./run_and_time.sh score {shown(path.parent)}, then package (see --help)"
         )
     return lines
 

@@ -72,11 +72,10 @@ def has_package(name: str) -> bool:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
     if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
         return False
-    return (
-        name != "torch"
-        or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2]))
-        >= OLDEST_TORCH
-    )
+    if name != "torch":
+        return True
+    numbers = re.findall(r"\d+", importlib.metadata.version("torch"))
+    return tuple(map(int, numbers[:2])) >= OLDEST_TORCH
 
 
 def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
@@ -88,11 +87,11 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     signal, which also ends pip.
     """
     own_torch = has_package("torch") and (not wanted or installed_build() == wanted)
-    lacking = [
-        (name, line)
-        for name, line in requirements(path)
-        if not (own_torch if name == "torch" else has_package(name))
-    ]
+    lacking = []
+    for name, line in requirements(path):
+        is_there = own_torch if name == "torch" else has_package(name)
+        if not is_there:
+            lacking.append((name, line))
     if not lacking:
         return Path(sys.executable)
     builds: tuple[str, ...] = (NO_TORCH, OWN_TORCH, *BUILDS)
@@ -127,7 +126,7 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
             f"{', '.join(name for name, _ in lacking)}"
         )
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
-        raise PreflightError(f"{folder} cannot be made", why, do) from None
+        raise PreflightError(f"cannot create {folder}", why, do) from None
     return python
 
 
@@ -167,15 +166,13 @@ def _require_same_machine(folder: Path) -> None:
 
     It may be in use on that machine.
     """
-    machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {
-        "",
-        platform.machine(),
-    }
+    machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")}
+    machines -= {"", platform.machine()}
     if machines:
         what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
         do = (
-            "use a clone of the project for each; or setup --for cpu, cuda or cuda12 makes .venv "
-            "anew for this machine"
+            "use a separate clone for each machine, or recreate .venv for this one with "
+            "setup --for cpu, cuda or cuda12"
         )
         raise PreflightError(what, "its programs cannot run here", do)
 
@@ -187,9 +184,8 @@ def _digest(path: Path, build: str) -> str:
     PreflightError if the lock lacks a required version.
     """
     required, lock = required_packages(path, build)
-    return hashlib.sha256(
-        "".join(locked_entries(required, lock, False).values()).encode()
-    ).hexdigest()
+    entries = "".join(locked_entries(required, lock, False).values())
+    return hashlib.sha256(entries.encode()).hexdigest()
 
 
 def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Path]:
@@ -197,9 +193,8 @@ def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Pa
     if build != "cuda12":
         return requirements(path), path.with_name(LOCK)
     replaced = dict(requirements(path.with_name(CUDA12)))
-    return [(name, replaced.get(name, line)) for name, line in requirements(path)], path.with_name(
-        CUDA12_LOCK
-    )
+    required = [(name, replaced.get(name, line)) for name, line in requirements(path)]
+    return required, path.with_name(CUDA12_LOCK)
 
 
 def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
@@ -213,27 +208,29 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
     for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
         name = entry.partition("==")[0]
         entries[name] = entries.get(name, "") + entry
-    if missing := [
-        line for name, line in required if line not in re.split(r"[ \n]", entries.get(name, ""))
-    ]:
+    missing = []
+    for name, line in required:
+        if line not in re.split(r"[ \n]", entries.get(name, "")):
+            missing.append(line)
+    if missing:
         raise PreflightError(
             f"{LOCK} lacks {', '.join(missing)}",
-            "packages are installed by their hashes only",
-            "python3 -m tests.tools.lock",
+            "packages are installed only by the hashes in the lock",
+            "update the lock: python3 -m tests.tools.lock",
         )
-    there = (
-        {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
-        if own_torch
-        else set()
-    )
-    found = {name for name, _ in required}
+    installed: set[str] = set()
+    if own_torch:
+        for each in importlib.metadata.distributions():
+            installed.add(each.name.lower().replace("_", "-"))
+    needed = {name for name, _ in required}
     needed_by = {
         name: set(re.findall(r"^ +#(?: via)? +(\S+)$", text, re.MULTILINE))
         for name, text in entries.items()
     }
-    while more := {name for name in needed_by.keys() - found - there if needed_by[name] & found}:
-        found |= more
-    return {name: entries[name] for name in sorted(found)}
+    candidates = needed_by.keys() - installed
+    while more := {name for name in candidates - needed if needed_by[name] & needed}:
+        needed |= more
+    return {name: entries[name] for name in sorted(needed)}
 
 
 def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: str) -> str:
@@ -250,11 +247,9 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     _make_or_repair(folder, python, lock, build)
     # Keep the container's torch: its packages stay visible, and only missing ones are added.
     if own_torch:
-        site = next((folder / "lib").glob("python*/site-packages"))
-        (site / "container.pth").write_text(
-            "\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))))
-            + "\n"
-        )
+        paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+        content = "".join(f"{path}\n" for path in paths)
+        (_site_packages(folder) / "container.pth").write_text(content)
     cpu_source = _cpu_source(entries.get("torch", "")) if build == "cpu" else []
     if cpu_source:  # the exact version of the CPU build, without CUDA packages
         entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
@@ -275,7 +270,7 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
         raise PreflightError(
             "pip could not install the packages",
             "the end of its log is above",
-            f"read {log_path}, correct the cause and start again",
+            f"read {log_path}, fix the cause and start again",
         )
     inform(f"installed in {duration(time.monotonic() - began)}")
     return "cuda" if build == "cpu" and not cpu_source else build
@@ -334,11 +329,9 @@ def _pip_version(folder: Path) -> tuple[int, ...]:
 
 
 def _download(log: str, count: int) -> tuple[str, int, int]:
-    """Return what pip does by its log, and the bytes of the current file: read, and in total.
+    """Return pip's step, and the bytes of its current download: received, and in total.
 
-    The total is 0 if it is unknown.
-
-    `count`: the number of packages to install.
+    The total is 0 if it is unknown. `log`: pip's output. `count`: packages to install.
     """
     packages = re.findall(r"^Collecting ([\w.-]+)", log, re.MULTILINE)
     if not packages or "Installing collected packages" in log:
@@ -353,8 +346,8 @@ def _download(log: str, count: int) -> tuple[str, int, int]:
 def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     """Install FlashAttention-4 in the project's .venv, once, if this machine has Hopper GPUs.
 
-    It never fails: a run works without it, and the first screen then says what installs it. Nothing
-    is done without CUDA 13, without the package index, or for a Python that is not the .venv's.
+    It never fails, because a run works without it, and the first screen prints how to install it.
+    Nothing is done without CUDA 13, without the package index, or for a Python that is not the .venv's.
     """
     if python != folder / "bin" / "python" or not has_hopper(os.environ):
         return
@@ -447,15 +440,13 @@ def _add_pip(folder: Path, lock: Path) -> None:
     except OSError:
         wheel = b""
     if hashlib.sha256(wheel).hexdigest() != digest:
-        why = f"{sys.executable} has no ensurepip, which brings pip, and {url} cannot be had"
+        why = f"{sys.executable} has no ensurepip to install pip, and {url} cannot be downloaded"
         raise PreflightError(
-            f"{folder} cannot be made",
+            f"cannot create {folder}",
             why,
             "apt-get install python3-venv, or install uv, and start again",
         )
-    zipfile.ZipFile(io.BytesIO(wheel)).extractall(
-        next((folder / "lib").glob("python*/site-packages"))
-    )
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(_site_packages(folder))
 
 
 def main(name: str) -> None:

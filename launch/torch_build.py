@@ -1,6 +1,6 @@
 """Builds of torch: which one this machine's GPUs need, and whether the installed one fits.
 
-A build is named after what it computes on: cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. The
+The builds are cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. The
 module also checks that Triton can compile. It uses only the standard library, because it runs
 before any package is installed.
 """
@@ -45,9 +45,7 @@ def suitable_builds(
     """
     if (sysfs / "class/kfd").exists() and (dev / "kfd").exists():
         return ("rocm",)
-    if not (dev / "nvidiactl").exists() and not shutil.which(
-        "nvidia-smi", path=environment.get("PATH")
-    ):
+    if not _has_nvidia_driver(environment, dev):
         return ON_A_CPU
     try:
         rows = ask_nvidia_smi("driver_version,compute_cap", environment)
@@ -58,11 +56,15 @@ def suitable_builds(
     return nvidia_builds(rows[0][0], capabilities, environment)
 
 
+def _has_nvidia_driver(environment: Mapping[str, str], dev: Path) -> bool:
+    if (dev / "nvidiactl").exists():
+        return True
+    return shutil.which("nvidia-smi", path=environment.get("PATH")) is not None
+
+
 def has_hopper(environment: Mapping[str, str], dev: Path = Path("/dev")) -> bool:
     """Return whether the GPUs are of compute capability 9.0 and their driver supports CUDA 13."""
-    if not (dev / "nvidiactl").exists() and not shutil.which(
-        "nvidia-smi", path=environment.get("PATH")
-    ):
+    if not _has_nvidia_driver(environment, dev):
         return False
     try:
         rows = ask_nvidia_smi("driver_version,compute_cap", environment)
@@ -94,11 +96,11 @@ def nvidia_builds(
     if version >= oldest and is_supported:
         builds.append("cuda12")
     if not builds:
-        shown = ", ".join(sorted({".".join(map(str, capability)) for capability in capabilities}))
+        listed = ", ".join(sorted({".".join(map(str, capability)) for capability in capabilities}))
         needed = f"driver {oldest[0]}" if is_supported else "not available for this GPU and CPU"
         why = f"torch for CUDA 13 needs driver 580; torch for CUDA 12: {needed}"
         raise PreflightError(
-            f"NVIDIA driver {driver} is too old for these GPUs (compute capability {shown})",
+            f"NVIDIA driver {driver} is too old for these GPUs (compute capability {listed})",
             why,
             UPDATE,
         )
@@ -112,11 +114,10 @@ def _effective_driver(driver: str, environment: Mapping[str, str]) -> tuple[int,
     """
     version = release(driver)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
-        found = re.search(
-            r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name
-        )
-        if found:
-            return max(version, release(found[1]))
+        library = (Path(folder) / "libcuda.so.1").resolve().name
+        match = re.search(r"libcuda\.so\.(\d+\.\d+.*)", library)
+        if match:
+            return max(version, release(match[1]))
     return version
 
 
@@ -145,14 +146,13 @@ def require_fitting_torch(
     do = "use a container with ROCm and torch (see Dockerfile)"
     if found.vendor == "nvidia":
         do = (
-            "./run_and_time.sh setup --for cuda makes .venv with torch for CUDA; leave other "
-            "Python environments first"
+            "deactivate other Python environments, then run ./run_and_time.sh setup --for cuda, "
+            "which creates .venv with torch for CUDA"
         )
     if not versions.get(library):
-        why = (
-            "it is built for "
-            f"{'CPUs' if not {'cuda', 'rocm'} & {*versions} else 'the GPUs of another maker'}"
-        )
+        why = "it is built for CPUs"
+        if "cuda" in versions or "rocm" in versions:
+            why = "it is built for the GPUs of another vendor"
         raise PreflightError(
             f"{torch} cannot use the {vendor} GPUs of this machine: it is not built for {name}",
             why,

@@ -108,8 +108,8 @@ def examine(benchmark: str, rest: list[str]) -> None:
     if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
         raise PreflightError(
             f"this machine is not ready for the run: {refused}",
-            "these rows of the table refuse",
-            "follow the last column of each row",
+            "these checks have the verdict refuse",
+            "follow the advice below the table",
         )
 
 
@@ -128,13 +128,13 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="default: the GPUs if there are any (cuda means ROCm's too)",
+        help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}",
+        help=f"measure each speed for {QUICK_SECONDS:g} s instead of {SECONDS:g} s",
     )
     _add_node_options(parser)
     return parser
@@ -175,7 +175,7 @@ def check(
     if options.benchmark and options.benchmark not in known:
         raise ConfigError(
             f"unknown benchmark {options.benchmark}",
-            f"there are: {', '.join(known)}",
+            f"benchmarks: {', '.join(known)}",
             meant(options.benchmark, known),
         )
     try:
@@ -183,7 +183,9 @@ def check(
         require_gpus(options, environment, found)
         kind = identify(found, environment.get("GPU_KIND", ""))
     except PreflightError as error:
-        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one kind", error.do)], []
+        return [
+            CheckRow("GPU kind", "refuse", error.what, "unpartitioned GPUs of one kind", error.do)
+        ], []
     request = requested_run(options, environment, kind, len(found.devices))
     rows = [request.row]
     fits = True
@@ -198,14 +200,13 @@ def check(
         kind = None
     rows += host_rows(options.benchmark, request, environment)
     not_measured = skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
-    ranks, measured_rows = (
-        measured(request, found, kind, options, environment) if fits else ([], [not_measured])
-    )
-    rows += (
-        [host.judge_software(), CheckRow("driver", "ok", found.driver)]
-        if found.driver
-        else [host.judge_software()]
-    )
+    ranks: list[Measured] = []
+    measured_rows = [not_measured]
+    if fits:
+        ranks, measured_rows = measured(request, found, kind, options, environment)
+    rows.append(host.judge_software())
+    if found.driver:
+        rows.append(CheckRow("driver", "ok", found.driver))
     if found.vendor == "nvidia":
         rows.append(power_settings(found))
     if kind:
@@ -233,11 +234,11 @@ def requested_run(
     if not options.benchmark:
         if options.config:
             raise ConfigError(
-                "--config without a benchmark",
-                "a config is one of a benchmark's",
-                f"name one: {', '.join(benchmarks.names())}",
+                "--config needs a benchmark",
+                "every config belongs to a benchmark",
+                f"add one of {', '.join(benchmarks.names())}",
             )
-        row = skipped("config", "no benchmark is named: only the machine itself is checked")
+        row = skipped("config", "no benchmark given: only the machine is checked")
         return (
             PreflightRequest(kind.name, requested or visible, row)
             if kind

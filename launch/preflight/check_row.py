@@ -26,13 +26,18 @@ def graded(
     check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False
 ) -> CheckRow:
     """Return a row: `refuse` takes precedence over `warn`, and with neither the check is ok."""
-    verdict = "refuse" if refuse else "warn" if warn else "ok"
-    return CheckRow(check, verdict, value, expected, "" if verdict == "ok" else do)
+    if refuse:
+        return CheckRow(check, "refuse", value, expected, do)
+    if warn:
+        return CheckRow(check, "warn", value, expected, do)
+    return CheckRow(check, "ok", value, expected)
 
 
 def worst(amount: float, limits: Limits) -> str:
     """Return `warn` from the first limit on, `refuse` from the second, else `ok`."""
-    return "refuse" if amount >= limits[1] else "warn" if amount >= limits[0] else "ok"
+    if amount >= limits[1]:
+        return "refuse"
+    return "warn" if amount >= limits[0] else "ok"
 
 
 def at_least(check: str, amount: float, limits: Limits, value: str, unit: str, do: str) -> CheckRow:
@@ -54,8 +59,8 @@ def skipped(check: str, why: str, expected: str = "") -> CheckRow:
 
 def overall(rows: Sequence[CheckRow]) -> str:
     """Return the worst verdict of the checks that ran, "skipped" if none did."""
-    found = {row.verdict for row in rows}
-    return next((verdict for verdict in ("refuse", "warn", "ok") if verdict in found), "skipped")
+    verdicts = {row.verdict for row in rows}
+    return next((each for each in ("refuse", "warn", "ok") if each in verdicts), "skipped")
 
 
 def table(rows: Sequence[CheckRow]) -> str:

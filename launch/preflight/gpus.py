@@ -1,6 +1,6 @@
-"""Judgments of the GPUs: present, alike, whole, idle, healthy, correct and fast.
+"""Checks of the GPUs: number, kind, partitions, load, health, correctness and speed.
 
-The functions are pure: they turn facts into rows.
+The functions are pure: they turn measurements into rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def judge_presence(
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
         do = (
-            "its kind is derived, and its runs cannot be submitted; CONTRIBUTING.md says how to "
-            "add an entry to common/gpu_kinds.py"
+            "its kind is derived, and its runs cannot be submitted; to add it to "
+            "common/gpu_kinds.py, see CONTRIBUTING.md"
         )
     return [
         graded("GPU kind", name, kind_name, do, refuse=name != kind_name, warn=is_unknown),
@@ -160,12 +160,11 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
     """Return a row about clocks that heat, power or the driver lowered under load."""
     findings: list[Finding] = []
     for rank in ranks:
-        reported = [
-            reasons
-            for stats in during
-            for reasons in _of([rank], stats, "throttle")
-            if reasons is not None
-        ]
+        reported = []
+        for stats in during:
+            [reasons] = _of([rank], stats, "throttle")
+            if reasons is not None:
+                reported.append(reasons)
         faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
         findings.append(("warn" if faults else "ok", ", ".join(faults)) if reported else None)
     do = "check the cooling and power supply of this GPU"
@@ -182,9 +181,8 @@ def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str
     """
     check = "power settings"
     expected = "the same on all GPUs"
-    known = [slider for slider in vboost if slider is not None]
-    if not known and not profiles:
-        return skipped(check, "the driver names no boost slider and no power profile", expected)
+    if not profiles and all(slider is None for slider in vboost):
+        return skipped(check, "the driver reports no boost slider or power profile", expected)
     positions = dict.fromkeys(slider or (0, 0) for slider in vboost)
     texts = [f"vboost {position} of {largest}" for position, largest in positions if largest]
     texts.append(f"power profiles: {profiles or 'none'}")
@@ -197,7 +195,7 @@ def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str
 # Warn and refuse. Healthy GPUs of one host differ by less than 1 %: sd of 0.04 to 0.71 % in
 # MLPerf Training v5.1 logs.
 SIBLINGS = (0.98, 0.95)
-# Warn and refuse. Cooling and power differ between hosts: a few percent are no fault, a fifth is.
+# Warn and refuse. Cooling and power differ between hosts by a few percent, not by a fifth.
 TABLE = (0.95, 0.80)
 # Speed of one GPU while all GPUs of the host work. H200: measured by us, machines in
 # docs/results.md. H100: one machine.
@@ -215,9 +213,9 @@ def judge_self_test(
     For an op that is not, name the known issues of these versions.
     """
     check = "self-test"
-    expected = "every op right at the config's shapes"
+    expected = "every op correct at the config's shapes"
     if not all(rank.self_test for rank in ranks):
-        return skipped(check, "no benchmark is named, or not run by every process", expected)
+        return skipped(check, "no benchmark was given, or some process did not run it", expected)
     findings: list[Finding] = []
     failures: set[tuple[str, str]] = set()
     for rank in ranks:
@@ -228,7 +226,7 @@ def judge_self_test(
     have = ", ".join(f"{name} {text}" for name, text in versions.items())
     do = (
         "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
-        or f"nothing is known of it with {have}: try other versions, and report it"
+        or f"no known issue of {have}: try other versions, and report it"
     )
     slowest = max(rank.self_test_s for rank in ranks)
     good = (
@@ -250,21 +248,12 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
         siblings = f"{name}, siblings"
         table = f"{name}, table"
         if device == "cpu":
-            rows.append(
-                skipped(
-                    name,
-                    f"{_range(values, unit) if values else 'not measured'}: processes of a CPU "
-                    "share its cores",
-                )
-            )
+            value = _range(values, unit) if values else "not measured"
+            rows.append(skipped(name, f"{value}: processes of a CPU share its cores"))
             continue
         if len(values) < len(ranks):
-            rows.append(
-                skipped(
-                    name,
-                    "takes two processes" if len(ranks) == 1 else "not measured by every process",
-                )
-            )
+            why = "needs two processes" if len(ranks) == 1 else "not measured by every process"
+            rows.append(skipped(name, why))
             continue
         if len(values) == 1:
             rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))
@@ -273,20 +262,11 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
             expected = f"within {100 - 100 * SIBLINGS[0]:.0f} % of the others' median"
             rows.append(_not_slower(siblings, expected, ranks, name, medians, SIBLINGS))
         if speed is None:
-            rows.append(
-                skipped(table, f"{_range(values, unit)}: we have no number of our own for {kind}")
-            )
+            rows.append(skipped(table, f"{_range(values, unit)}: no reference speed for {kind}"))
         else:
-            rows.append(
-                _not_slower(
-                    table,
-                    f">= {TABLE[0]:.0%} of {speed:g} {unit}",
-                    ranks,
-                    name,
-                    [speed] * len(values),
-                    TABLE,
-                )
-            )
+            expected = f">= {TABLE[0]:.0%} of {speed:g} {unit}"
+            references = [speed for _ in values]
+            rows.append(_not_slower(table, expected, ranks, name, references, TABLE))
     return rows
 
 
@@ -309,17 +289,11 @@ def _not_slower(
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
         findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
     do = (
-        "find out who else uses this GPU; check its clocks, power and temperature; then reset it "
-        "or leave it out"
+        "look for other users of this GPU; check its clocks, power and temperature; then reset or "
+        "exclude it"
     )
-    return _per_gpu(
-        check,
-        expected,
-        do,
-        ranks,
-        findings,
-        _range([rank.speeds[name] for rank in ranks], UNITS[name]),
-    )
+    good = _range([rank.speeds[name] for rank in ranks], UNITS[name])
+    return _per_gpu(check, expected, do, ranks, findings, good)
 
 
 def _range(values: Sequence[float], unit: str) -> str:

@@ -77,7 +77,11 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
         # A CPU may need 12 s for one FP8 product.
-        left_out = ("FP8 GEMM",) * (device == "cpu") + COLLECTIVES * (not dist.is_initialized())
+        left_out: tuple[str, ...] = ()
+        if device == "cpu":
+            left_out += ("FP8 GEMM",)
+        if not dist.is_initialized():
+            left_out += COLLECTIVES
         for name, prepare in works(place, fp8).items():
             if name not in left_out:
                 found.write(folder, name)
@@ -143,20 +147,20 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
         return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
     def all_reduce() -> Work:  # MAX, since repeated sums would overflow after a hundred repetitions
-        whole = random(collective_bytes // 2)
+        tensor = random(collective_bytes // 2)
         ranks = dist.get_world_size()
-        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (
-            ranks - 1
-        ) / ranks * whole.nbytes / 1e9
+        gigabytes = 2 * (ranks - 1) / ranks * tensor.nbytes / 1e9
+        return lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX), gigabytes
 
     def all_gather() -> Work:
         ranks = dist.get_world_size()
         part = random(collective_bytes // 2 // ranks)
-        whole = part.new_empty(part.numel() * ranks)
-        return lambda: dist.all_gather_into_tensor(whole, part), (ranks - 1) * part.nbytes / 1e9
+        gathered = part.new_empty(part.numel() * ranks)
+        gigabytes = (ranks - 1) * part.nbytes / 1e9
+        return lambda: dist.all_gather_into_tensor(gathered, part), gigabytes
 
-    found = (bf16_gemm, fp8_gemm, copy, all_reduce, all_gather)
-    return dict(zip(UNITS, found, strict=True))
+    functions = (bf16_gemm, fp8_gemm, copy, all_reduce, all_gather)
+    return dict(zip(UNITS, functions, strict=True))
 
 
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:

@@ -116,7 +116,7 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     wanted.write_text("no-such-package==2.0\n")
     with pytest.raises(PreflightError, match=r"lacks no-such-package==2\.0") as caught:
         environment.python_for(wanted, folder)
-    assert caught.value.do == "python3 -m tests.tools.lock" and len(pip.commands) == count, (
+    assert caught.value.do.endswith("python3 -m tests.tools.lock") and len(pip.commands) == count, (
         "no package without its hash"
     )
     (tmp_path / environment.LOCK).write_text(
@@ -370,7 +370,7 @@ def test_another_pip_than_the_locked_one_is_not_unpacked(tmp_path, pip, monkeypa
     site = without_ensurepip(tmp_path, monkeypatch, SHA)
     if not there:
         (tmp_path / "pip-26.3-py3-none-any.whl").unlink()
-    with pytest.raises(PreflightError, match="cannot be made") as caught:
+    with pytest.raises(PreflightError, match="cannot create") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert "python3-venv" in caught.value.do and not pip.commands and not (site / "pip").exists()
 
@@ -519,7 +519,7 @@ def test_of_two_first_starts_one_waits(tmp_path, pip, monkeypatch):
 def test_a_checkout_that_cannot_be_written(tmp_path, pip):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     (tmp_path / ".venv.lock").mkdir()  # refuses to be opened for writing, to root as well
-    with pytest.raises(PreflightError, match="cannot be made") as caught:
+    with pytest.raises(PreflightError, match="cannot create") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert (
         "no-such-package" in caught.value.why and "writable" in caught.value.do and not pip.commands

@@ -556,7 +556,7 @@ def test_what_only_concerns_speed_may_change(copied):
 def test_no_checkpoint_is_said(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path / "nowhere")
-    assert "there is no" in missing.value.why
+    assert "does not exist" in missing.value.why
     (tmp_path / FOLDER / f"step_00000003{PARTIAL}").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path)

@@ -309,7 +309,7 @@ def test_remarks_on_implausible_utilization():
     [
         ("--gpus 8 --gpu MI300X", "--model is required"),
         ("--model llama3.1-8b", "--gpu is required"),
-        ("--model llama3.1-8b --gpu TPU", "--gpu TPU is unknown"),
+        ("--model llama3.1-8b --gpu TPU", "TPU"),
         ("--model llama3.1-8b --gpu H200 --gpus 12", "--gpus 12"),
         ("--model lama3.1-8b --gpu H200", "unknown model"),
         ("--mfu --seconds 1 --peak 1e15", "number of weights"),

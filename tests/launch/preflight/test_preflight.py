@@ -423,7 +423,7 @@ def test_self_test_verdict():
         KINDS["MI300X"],
         {"torch": "3.0"},
     )
-    assert row.do.startswith("nothing is known of it with torch 3.0")
+    assert "torch 3.0" in row.do
 
 
 def speed_rows(found, kind="H200"):
@@ -472,7 +472,7 @@ def test_one_gpu_measures_no_collectives():
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.vendor == "amd"])
 def test_amd_gpus_are_compared_with_each_other_only(kind):
     rows = speed_rows(ranks(8), kind)
-    assert all(f"no number of our own for {kind}" in rows[f"{name}, table"].value for name in UNITS)
+    assert all(f"no reference speed for {kind}" in rows[f"{name}, table"].value for name in UNITS)
     assert {rows[f"{name}, table"].verdict for name in UNITS} == {"skipped"}
     assert {rows[f"{name}, siblings"].verdict for name in UNITS} == {"ok"}
 
@@ -778,7 +778,7 @@ def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
     assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
     assert (
         verb.main(["--config", "x.toml"]) == 2
-        and "--config without a benchmark" in capsys.readouterr().err
+        and "--config needs a benchmark" in capsys.readouterr().err
     )
 
 
