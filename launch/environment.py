@@ -347,7 +347,7 @@ def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     """Install FlashAttention-4 in the project's .venv, once, if this machine has Hopper GPUs.
 
     It never fails, because a run works without it, and the first screen prints how to install it.
-    Nothing is done without CUDA 13, without the package index, or for a Python that is not the .venv's.
+    Nothing is done without CUDA 13, without the package index, or for a Python outside .venv.
     """
     if python != folder / "bin" / "python" or not has_hopper(os.environ):
         return

@@ -34,7 +34,7 @@ from common.kernels.fp8 import (
 )
 from common.kernels.swiglu import swiglu_engine
 from common.linear_formats import LinearFormat
-from common.model.block_ops import Engine
+from common.model.block_ops import KernelEngine
 
 Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of kernels/quantize.py
 
@@ -142,7 +142,11 @@ class LinearLayers:
     # Products with SwiGLU, as in kernels/swiglu.py.
 
     def gate_up_swiglu(
-        self, ops: Engine, x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer | None
+        self,
+        ops: KernelEngine,
+        x: QuantizedTensor,
+        weight: QuantizedTensor,
+        quantizer: Quantizer | None,
     ) -> tuple[Tensor, QuantizedTensor]:
         """Return (gate_up = x W^T [M, 2 * ffn], h [M, ffn] as stored by `quantizer`)."""
         gate_up = self.fprop(x, weight)
@@ -151,7 +155,7 @@ class LinearLayers:
 
     def down_swiglu_backward(
         self,
-        ops: Engine,
+        ops: KernelEngine,
         g: QuantizedTensor,
         weight: QuantizedTensor,
         gate_up: Tensor,
@@ -221,7 +225,11 @@ class DelayedScaling(LinearLayers):
         return self.quantizers[-1]
 
     def gate_up_swiglu(
-        self, ops: Engine, x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer | None
+        self,
+        ops: KernelEngine,
+        x: QuantizedTensor,
+        weight: QuantizedTensor,
+        quantizer: Quantizer | None,
     ) -> tuple[Tensor, QuantizedTensor]:
         if fused := epilogues(ops, x, quantizer):
             return fused.gate_up_fprop(x, weight, quantizer)
@@ -229,7 +237,7 @@ class DelayedScaling(LinearLayers):
 
     def down_swiglu_backward(
         self,
-        ops: Engine,
+        ops: KernelEngine,
         g: QuantizedTensor,
         weight: QuantizedTensor,
         gate_up: Tensor,
@@ -333,7 +341,7 @@ class DelayedScaling(LinearLayers):
         return clipped
 
 
-def epilogues(ops: Engine, operand: QuantizedTensor, quantizer: Quantizer | None) -> Any:
+def epilogues(ops: KernelEngine, operand: QuantizedTensor, quantizer: Quantizer | None) -> Any:
     """Return the module whose FP8 products compute SwiGLU in their epilogues, or None.
 
     None also in a first step, in which the quantizer needs its amax before it stores.
