@@ -1,11 +1,15 @@
-"""Write both locks from the requirements files: `python3 -m tests.tools.lock [--upgrade]`. Needs uv (`pip install uv`) and a network.
+"""Write both locks from the requirements files: `python3 -m tests.tools.lock [--upgrade]`.
 
-Each lock has what requirements-test.txt lists with what it includes, and all that these packages need, for every Python from 3.11 on;
-requirements-cuda12.lock with the torch of requirements-cuda12.txt. A dry run of uv then installs the packages of a run for each Python
-and machine, from wheels alone, and the head of the lock says for which content it succeeded.
-launch/environment.py takes from the locks what a verb needs. torch has the hashes of both of its Linux wheels: of the package index, for CUDA, and
-of pytorch.org's index, for CPUs. Where the latter does not answer, the hashes that the lock already has for this version are kept.
-The head also names the pip that a Python without ensurepip gets.
+A lock has the packages of requirements-test.txt and their dependencies for every Python from 3.11
+on. requirements-cuda12.lock has the torch of requirements-cuda12.txt. launch/environment.py
+installs from the locks what a command needs.
+
+torch has the hashes of both Linux wheels: that of the package index, for CUDA, and that of
+pytorch.org's index, for CPUs. If the latter does not answer, the lock's hashes of this version are
+kept. The head names the pip for a Python without ensurepip. It also has the digest of the content
+for which a dry run of uv found wheels for every Python and machine.
+
+Needs uv (`pip install uv`) and a network.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ CHECKED = "# Each package of a run has a wheel for Python 3.11 to 3.14:"
 
 
 def pip_line(page: str) -> str:
-    """`# pip: URL#sha256=...` of the last wheel without a pre-release mark on an index page (PEP 503), which is in order of versions."""
+    """Return `# pip: URL#sha256=...` of the newest release on an index page (PEP 503)."""
     wheels = re.findall(
         r'href="([^"#]+/pip-(\d+(?:\.\d+)+)-py3-none-any\.whl#sha256=[0-9a-f]{64})"', page
     )
@@ -37,7 +41,7 @@ def pip_line(page: str) -> str:
 
 
 def cpu_lines(page: str, version: str) -> list[str]:
-    """`# torch 2.13.0+cpu, 3.12 x86_64: sha256:...` of each Linux wheel from Python 3.11 on that an index page lists."""
+    """Return `# torch VERSION+cpu, 3.12 x86_64: sha256:...` of each Linux wheel on an index page."""
     pattern = rf"torch-{re.escape(version)}(?:%2B|\+)cpu-cp3(\d+)-cp3\1-manylinux\w*_(x86_64|aarch64)\.whl#sha256=([0-9a-f]{{64}})"
     found = {
         (int(minor), machine, sha)
@@ -51,7 +55,7 @@ def cpu_lines(page: str, version: str) -> list[str]:
 
 
 def with_cpu_hashes(lock: str, lines: list[str]) -> str:
-    """The lock with the hashes of these lines added to torch's, where uv has not kept them from the lock before."""
+    """Return the lock with the hashes of `lines` added to those of torch, if they are missing."""
     hashes = "".join(
         f"    --hash={line.split()[-1]} \\\n" for line in lines if line.split()[-1] not in lock
     )
@@ -61,19 +65,19 @@ def with_cpu_hashes(lock: str, lines: list[str]) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """The digest of what the lock `path` has for the packages of a run."""
+    """Return the digest of the entries of the lock `path` for the packages of a run."""
     return hashlib.sha256(run_entries(path).encode()).hexdigest()
 
 
 def run_entries(path: Path) -> str:
-    """The entries of the lock `path` for the packages of a run."""
+    """Return the entries of the lock `path` for the packages of a run."""
     build = "cuda12" if path.name == environment.CUDA12_LOCK else "cuda"
     required, _ = environment.required_packages(ROOT / environment.ALL, build)
     return "".join(environment.locked_entries(required, path, own_torch=False).values())
 
 
 def check_wheels(path: Path) -> list[str]:
-    """Install the packages of a run in a dry run of uv, for each Python and machine. Return uv's message for each one that fails."""
+    """Resolve the packages of a run by uv for each Python and machine. Return uv's errors."""
     machines = MACHINES[:1] if path.name == environment.CUDA12_LOCK else MACHINES
     failures = []
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +117,7 @@ def check_wheels(path: Path) -> list[str]:
 
 
 def write_checked(path: Path, head: list[str], text: str) -> None:
-    """Write the lock `path`, with the digest of the content whose wheels were checked. Raises SystemExit if a wheel is missing."""
+    """Write the lock `path` and its digest. Raises SystemExit if a wheel is missing."""
     path.write_text("\n".join(head) + "\n" + text)
     if failures := check_wheels(path):
         raise SystemExit("\n".join(failures))
@@ -123,7 +127,7 @@ def write_checked(path: Path, head: list[str], text: str) -> None:
 def compile_lock(
     path: Path, options: list[str], requirements: str = "requirements-test.txt"
 ) -> str:
-    """Let uv resolve the packages into `path`, whose versions it keeps where it can, and return the text."""
+    """Let uv resolve the packages into `path`, keeping its versions if possible. Return the text."""
     command = [
         "uv",
         "pip",

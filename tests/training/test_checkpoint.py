@@ -560,7 +560,7 @@ def test_no_checkpoint_is_said(tmp_path):
     (tmp_path / FOLDER / f"step_00000003{PARTIAL}").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path)
-    assert "whole" in missing.value.why
+    assert "complete" in missing.value.why
 
 
 def test_of_two_the_newer_one_is_taken(copied):
