@@ -8,9 +8,10 @@ from common import config as configs
 from common.benchmarks import config_class
 from common.paths import ROOT
 from launch import commands
+from launch.job import job_from
 from launch.tune import command
 from launch.tune.candidates import changed
-from launch.tune.search import Measurement
+from launch.tune.search import Journal, Measurement
 
 BAD = """
 gpu = "CPU"
@@ -139,3 +140,22 @@ def test_several_nodes_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     words = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "nodes=2"]
     assert commands.main(["tune", "llama31_8b", "--device", "cpu", *words]) == 2
+
+
+def test_a_measurement_is_a_bench_in_processes_of_its_own(tmp_path):
+    """Steps, a failure of the ranks, and the end that the search asks for."""
+    (tmp_path / "bad.toml").write_text(BAD + OWN["llama31_8b"])
+    words = ["--config", str(tmp_path / "bad.toml"), "--device", "cpu"]
+    job = job_from(
+        "llama31_8b", commands.parser("tune", "llama31_8b").parse_args(words), measurement=True
+    )
+    journal = Journal(tmp_path)
+    measure = command._measure(job, tmp_path, journal)
+    changes = {"micro_batch_size": 8, "recompute_layers": 0, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = measure(changes, "short", 2, lambda seconds: False)
+    assert (done.outcome, len(done.times_ms)) == ("done", 2) and done.seconds > done.step_ms / 1e3
+    file = configs.load(tmp_path / "measurement_001/bad.toml", config_class("llama31_8b"))
+    assert file == changed(job.config, changes)
+    failed = measure({"ATTENTION_ENGINE": "none"}, "short", 2, lambda seconds: False)
+    assert failed.outcome == "config" and failed.error["exit_code"] == 2
+    assert measure({}, "short", 2, lambda seconds: True).outcome == "stopped"
