@@ -132,7 +132,7 @@ def test_real_data_missing_is_said_before_anything_starts(tmp_path):
     code, out, err = run.end()
     assert (
         code == 15
-        and "there is no" in err
+        and "missing" in err
         and "prepare" in err
         and out == ""
         and not run.log_dir.exists()
@@ -181,18 +181,14 @@ def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, 
     )
 
 
-R100 = "GPU-1, NVIDIA R100 SXM7, 275040, 10.3, Disabled, 580.0"
-
-
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (f"echo '{R100}'", ("R100", "H200")),
         ("kill -9 $$", ("no output", "driver")),
         ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, [N/A], 580.0'", ("[N/A]",)),
     ],
 )
-def test_unknown_gpu_is_never_guessed(tmp_path, data, script, words):
+def test_unreadable_gpu_is_never_guessed(tmp_path, data, script, words):
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")

@@ -242,12 +242,12 @@ def test_other_code_on_a_node_is_refused(project, tmp_path):
     [
         ({"MASTER_ADDR": "a"}, 2, "NODE_RANK is not set"),
         ({"NODE_RANK": "0"}, 2, "MASTER_ADDR is not set"),
-        ({"NODE_RANK": "2", "MASTER_ADDR": "a"}, 2, "no node of 2"),
-        ({"NODE_RANK": "-1", "MASTER_ADDR": "a"}, 2, "no node of 2"),
-        ({"NODE_RANK": "1"}, 1, "no node of 1"),
-        ({"SLURM_NODEID": "1"}, 1, "no node of 1"),
-        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}, 2, "no port"),
-        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, 2, "no port"),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "a"}, 2, "NODE_RANK=2.* 2 nodes"),
+        ({"NODE_RANK": "-1", "MASTER_ADDR": "a"}, 2, "NODE_RANK=-1.* 2 nodes"),
+        ({"NODE_RANK": "1"}, 1, "NODE_RANK=1.* 1 node"),
+        ({"SLURM_NODEID": "1"}, 1, "=1.* 1 node"),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}, 2, "MASTER_PORT=65535"),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, 2, "MASTER_PORT=http"),
     ],
 )
 def test_impossible_nodes(environment, count, words):
