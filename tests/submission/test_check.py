@@ -363,7 +363,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path):
         said = process.stderr.read()
     assert (
         "Traceback" not in said
-        and "output was closed" in said
+        and "closed the output" in said
         and process.returncode == PIPE_CLOSED
     )
 

@@ -136,7 +136,7 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     no_log = state == LOST and not (series.runs[FIFTH].path).exists()
     assert ("left no log" in refused.value.what) == no_log
     taken = tuple(run.number for run in chosen.runs)
-    assert f"attempts {taken[0]} to {taken[-1]}: {chosen.rank:.4f} min" in printed
+    assert f"attempts {taken[0]} to {taken[-1]}, {chosen.rank:.4f} min" in printed
     marked = [
         int(line.split()[2]) for line in printed.splitlines() if line.startswith("  * attempt")
     ]
