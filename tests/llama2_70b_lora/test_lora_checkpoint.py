@@ -7,7 +7,7 @@ from tiny import facts
 
 from common.training.continuation import FOLDER
 
-RULES = replace(TINY, target_loss=0.0)
+RULES = replace(TINY, target_loss=0.1)
 
 
 def sittings(processes, folder):

@@ -19,6 +19,7 @@ from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.paths import ROOT
+from common.training import lora_training
 from common.training.log_keys import hyperparameters
 from common.training.reports import Reports
 from common.training.run import Run
@@ -200,7 +201,7 @@ def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
 
 def test_a_run_whose_adapter_cannot_be_saved_stands(tmp_path, processes):
     with mock.patch.object(
-        train, "save_peft_adapter", side_effect=StorageError("the disk is full")
+        lora_training, "save_peft_adapter", side_effect=StorageError("the disk is full")
     ):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and error.exit_code == 17

@@ -228,7 +228,9 @@ def test_a_full_disk_is_said_and_leaves_its_space(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (
-        failure.value.exit_code == 17 and "GB" in failure.value.why and not list(tmp_path.iterdir())
+        failure.value.exit_code == 17
+        and "full" in failure.value.why
+        and not list(tmp_path.iterdir())
     )
 
 
