@@ -2,7 +2,7 @@
 
 A stream is read in Megatron's order (common/data/gpt_dataset.py). One document per sequence: epoch
 e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A document
-longer than a sequence is cut off, and a shorter one is padded. Padding has labels that do not count.
+longer than a sequence is cut off, and a shorter one is padded. Labels of padding do not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from open_llama.rules import Config, Rules
 def training_batches(
     config: Config, rules: Rules, data_dir: Path, seed: int, rank: int, step: int
 ) -> Iterator[np.ndarray]:
-    """Return this rank's micro-batches from `step` on: int32 [micro_batch_size, 2, sequence_length].
+    """Return this rank's micro-batches from `step` on, int32 [micro_batch_size, 2,
+    sequence_length].
 
     Call it after run_start. Raises DataError if the files are damaged or too short.
     """
@@ -55,7 +56,8 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
     documents = Documents(prefix, rules)
     if len(documents) < rules.eval_samples:
         raise DataError(
-            f"{index_path(prefix)}: expected at least {rules.eval_samples} documents, got {len(documents)}",
+            f"{index_path(prefix)}: expected at least {rules.eval_samples} documents,"
+            f" got {len(documents)}",
             "every evaluation sees one sequence for each",
             "lower eval_samples, or raise --validation-fraction of prepare text",
         )

@@ -86,5 +86,6 @@ def measure(options: argparse.Namespace) -> None:
         loss = evaluate(model, pad_for_ranks(pairs, processes, size), processes)
     torch.distributed.destroy_process_group()
     print(
-        f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}: {sequences:,} sequences of {length} tokens"
+        f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}:"
+        f" {sequences:,} sequences of {length} tokens"
     )

@@ -1,4 +1,4 @@
-"""Write the newest checkpoint of a run for other programs: `./run_and_time.sh open_llama export RUN`.
+"""Write the newest checkpoint of a run for other programs.
 
 RUN is the directory of a run with --checkpoint, which may still be running. The result is a
 checkpoint of Hugging Face, or with LoRA an adapter in peft's format, as at the end of a run.

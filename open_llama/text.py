@@ -1,9 +1,9 @@
 """`prepare text`: text of any kind to Megatron's token files, in parallel and resumable.
 
 The inputs are cut into parts of PART_BYTES. Worker processes tokenize parts and write each as a
-file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so the
-result does not depend on the number of processes. A preparation that was stopped goes on with the
-parts that are missing.
+file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so
+the result does not depend on the number of processes. An interrupted preparation continues
+with the missing parts.
 
 A document is for validation if the SHA-256 of its text, as a fraction of its range, is below the
 validation fraction. So equal documents are always in the same split.
@@ -332,7 +332,7 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
 
 
 def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
-    """Return what identifies a preparation: inputs by name, size and time, tokenizer and options."""
+    """Return what identifies a preparation: its inputs by name, size and time, and its options."""
     states = [(str(path), path.stat()) for path in files]
     inputs = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
     tokenizer = sha256_of(Path(settings.tokenizer))

@@ -25,8 +25,10 @@ COMPANIONS = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`encode`: texts to lists of ids, with beginning-of-text and without end-of-text. `decode`: ids
-    to text.
+    """Functions and facts of a tokenizer.
+
+    `encode`: texts to lists of ids, with beginning-of-text and without end-of-text. `decode`: ids
+    to text. `eos`: the id of end-of-text.
     """
 
     encode: Callable[[list[str]], list[list[int]]]
