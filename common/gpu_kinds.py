@@ -105,6 +105,13 @@ KINDS = {
 }
 
 
+# Known by name, without configs: the dense peaks and the efficiency that a kind derived from the
+# driver's facts gets. GH200: the chip of the H100 SXM, with 96 or 144 GB (NVIDIA's data sheet).
+DERIVED_SPEEDS = {
+    "GH200": (989.4, 1978.9, 0.524),
+}
+
+
 def fp8_family(arch: str) -> str:
     """Return the FP8 family: `fnuz` on gfx942 (MI300X, MI308X, MI325X), `ocp` elsewhere.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-from common.gpu_kinds import GIB, KINDS, GpuKind
+from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, GpuKind
 from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
 # PCI device number -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002). VF: as seen by a
@@ -78,7 +78,7 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
     The kind of a GPU that is not in KINDS is derived: memory, compute units and architecture are
-    those that the driver reports, and the peaks are 0.
+    those that the driver reports, and the peaks are 0 unless DERIVED_SPEEDS has them.
 
     `override`: the environment variable GPU_KIND.
 
@@ -112,8 +112,14 @@ def _kind_of(device: Device, found: Probe, override: str) -> GpuKind:
         raise _wrong_override(found, override)
     # in a form that a config name may contain
     own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
+    known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     return GpuKind(
-        own, found.vendor, device.arch, device.compute_units, device.memory_bytes, 0.0, 0.0
+        known or own,
+        found.vendor,
+        device.arch,
+        device.compute_units,
+        device.memory_bytes,
+        *DERIVED_SPEEDS.get(known, (0.0, 0.0, 0.0)),
     )
 
 

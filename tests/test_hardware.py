@@ -9,7 +9,7 @@ from instinct import CARDS, kfd_tree
 
 from common import hardware
 from common.errors import ConfigError, PreflightError
-from common.gpu_kinds import GIB, KINDS, fp8_family
+from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, fp8_family
 from common.hardware import Device, Probe, identify
 from common.paths import ROOT
 
@@ -90,8 +90,16 @@ def test_any_other_kind_is_derived_from_its_driver(found):
         found.vendor,
         device.compute_units,
     )
-    assert kind.peak_bf16_tflops == kind.peak_fp8_tflops == 0
+    known = kind.name in DERIVED_SPEEDS
+    assert (kind.peak_bf16_tflops > 0) == (kind.peak_fp8_tflops > 0) == known
     assert re.fullmatch(r"\w+", kind.name) and kind.name not in KINDS
+
+
+def test_a_gh200_is_known_by_name_with_the_speed_of_its_chip():
+    kind = identify(nvidia(1, "NVIDIA GH200 480GB", 97871))
+    assert kind.name == "GH200"
+    assert kind.peak_fp8_tflops == KINDS["H100"].peak_fp8_tflops
+    assert kind.memory_bytes == 97871 * 2**20
 
 
 @pytest.mark.parametrize("found", CUT)
