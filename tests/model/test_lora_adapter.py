@@ -361,7 +361,7 @@ FAULTS = [
         lambda base, saved: (base / "config.json").unlink(),
         "config.json: no such file",
     ),
-    ("integer weights", lambda base, saved: _integers(base), "the base has it as I8"),
+    ("integer weights", lambda base, saved: _integers(base), "the base is I8"),
 ]
 
 
