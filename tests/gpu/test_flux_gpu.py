@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.kernels.attention import attention_backends
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
-from throughput.flux_rank import Request, measure_batches, try_batch
+from throughput.flux_rank import FluxRequest, measure_batches, try_batch
 from throughput.memory import free_memory
 
 SMALL = FluxShape(1, 2, 256, 2, 64, 128, 64)
@@ -65,7 +65,7 @@ def search(processes, folder):
     """From 4 images on the peak grows by about 1 GiB an image, so FITS has 2 GiB to spare, for what torch's cache cannot use, and TOO_MUCH lacks 2:
     counted on fake tensors, 11.9 GiB of one rank for 4 and 15.7 for 8. Below, the optimizer's gradients set it: 10.0 and 10.1 for 1 and 2.
     """
-    request = Request(
+    request = FluxRequest(
         "cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2
     )
     with attention_backends("cuda"):

@@ -1,7 +1,7 @@
 """Runs of open_llama on a GPU: weights to start from, and a summary of runs.
 
-    python3 -m tests.gpu.studies.open_llama weights --model llama3.1-8b --out DIR
-    python3 -m tests.gpu.studies.open_llama summary RUN...
+    python3 -m tests.gpu.studies.train_open_llama weights --model llama3.1-8b --out DIR
+    python3 -m tests.gpu.studies.train_open_llama summary RUN...
 
 `weights` writes a checkpoint of Hugging Face with random weights of the model's shape. `summary`
 prints for each run its settings, tokens/s of the median logged step, peak memory and losses.
