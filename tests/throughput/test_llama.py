@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_with_what_it_would_need():
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match="--layers 33"):
         case(model="llama3.1-8b", layers=33)
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match="unknown model"):
         case(model="gpt-2")
     with pytest.raises(ConfigError, match="--model miniature"):
         case(model="miniature")
