@@ -81,15 +81,19 @@ def _finish_swiglu_kernel(
                 mask = beyond[:, None] & (column < TILE_COLUMNS)[None, :]
                 column += number * TILE_COLUMNS
                 mask = mask & (column < FFN)[None, :]
-                stored = stored_ptr + row[:, None] * (HALVES * FFN) + column[None, :]
+                element = row[:, None] * (HALVES * FFN) + column[None, :]
                 if RECORDING:
                     count = tl.zeros([], dtype=tl.float32)
                     for half in tl.static_range(HALVES):
-                        bits = tl.load(stored + half * FFN, mask=mask, other=0)
+                        bits = tl.load(stored_ptr + element + half * FFN, mask=mask, other=0)
                         count += tl.sum(((bits & 127) == LARGEST_BITS).to(tl.float32))
                     tl.atomic_add(state_ptr + 3, count, sem="relaxed")
-                first = stored_ptr + row * (HALVES * FFN) + number * TILE_COLUMNS
-                tl.store(first, tl.full([BLOCK_ROWS], NAN_BYTE, tl.uint8), mask=own == float("inf"))
+                first = row * (HALVES * FFN) + number * TILE_COLUMNS
+                tl.store(
+                    stored_ptr + first,
+                    tl.full([BLOCK_ROWS], NAN_BYTE, tl.uint8),
+                    mask=own == float("inf"),
+                )
 
 
 @cache

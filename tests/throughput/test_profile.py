@@ -568,7 +568,7 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
     text = read_page(tmp_path / "page.html")
     assert [text.count(f"<h2>By {title}</h2>") for title in profiling.PARTS.values()] == [1, 1, 1]
     assert "&lt;new&gt;" in text and '<td class="n">60.0%</td>' in text and "NOTE: trace" in text
-    assert "2023-11-14" in text and "./run_and_time.sh x profile" in text
+    assert "NVIDIA H200 · 2023-11-14</h1>" in text and "./run_and_time.sh x profile" in text
     assert 'class="tiles"' in text and "us_per_token" not in text
     assert Page(text).tags.count("svg") == 1 and "behind other kernels" in text
 
