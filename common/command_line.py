@@ -151,6 +151,18 @@ def complete(action: argparse.Action, words: Iterable[str]) -> None:
     action.words = list(words)  # type: ignore[attr-defined]
 
 
+def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
+    """Add --set KEY=VALUE, which completes `keys`. `note`: continues the help."""
+    changed = parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"change one key of the config (can be repeated){note}",
+    )
+    complete(changed, keys)
+
+
 def complete_below(action: argparse.Action, parsers: Callable[[], dict[str, Parser]]) -> None:
     """Let shells complete what follows each choice of `action`: the options of its parser."""
     action.parsers = parsers  # type: ignore[attr-defined]

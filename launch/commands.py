@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, complete, count, exit_code_of
+from common.command_line import PROGRAM, Parser, add_set_option, complete, count, exit_code_of
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -74,14 +74,7 @@ def parser(name: str, benchmark: str) -> Parser:
         action="store_true",
         help="train the toy model, on one GPU of any kind or on the CPU",
     )
-    changed = parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one key of the config (can be repeated); such a run cannot be submitted",
-    )
-    complete(changed, config_keys(benchmark))
+    add_set_option(parser, config_keys(benchmark), "; such a run cannot be submitted")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -41,7 +41,7 @@ from submission.examined import Examined
 from submission.log_rules import REHEARSAL, Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
-from submission.terminal import plural
+from submission.terminal import add_series_option, plural
 
 # Pattern of an organization, system or implementation, each of which becomes a directory.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
@@ -149,13 +149,7 @@ def parser(benchmark: str = "") -> Parser:
         metavar="NAME",
         help=f"name of the implementation directory (default: {PackageRequest.implementation})",
     )
-    parser.add_argument(
-        "--series",
-        default="",
-        metavar="ID",
-        help="series ID from the run ledger, or its beginning"
-        " (default: the newest series with more than one run)",
-    )
+    add_series_option(parser)
     parser.add_argument(
         "--rehearse",
         action="store_true",

@@ -58,13 +58,7 @@ def parser(benchmark: str = "") -> Parser:
         metavar="DIR",
         help="run directory, LOGDIR/<benchmark>, or LOGDIR; several run directories are compared",
     )
-    parser.add_argument(
-        "--series",
-        default="",
-        metavar="ID",
-        help="series ID from the run ledger, or its beginning"
-        " (default: the newest series with more than one run)",
-    )
+    terminal.add_series_option(parser)
     parser.add_argument(
         "--watch",
         action="store_true",

@@ -48,7 +48,7 @@ from submission.series import (
     ten_runs,
     windows,
 )
-from submission.terminal import number, plural, table
+from submission.terminal import add_series_option, number, plural, table
 
 SERIES_KEYS = ("benchmark", "division", "org", "ruleset", "gpu", "gpus")  # in the JSON
 RUN_KEYS = (  # of each run in the JSON
@@ -124,13 +124,7 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument(
         "--gpus", type=count, metavar="N", help="number of GPUs, if the logs do not contain it"
     )
-    parser.add_argument(
-        "--series",
-        default="",
-        metavar="ID",
-        help="series ID from the run ledger, or its beginning"
-        " (default: the newest series with more than one run)",
-    )
+    add_series_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

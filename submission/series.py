@@ -227,7 +227,7 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     logs = _logs(path)
     if logs:
         return name, [read_run(log, ruleset) for log in logs]
-    record = _record(path / ledger.NAME, wanted)
+    record = ledger.choose(path / ledger.NAME, wanted)
     if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")
         alive = ledger.launcher_is_alive(path, record.id)
@@ -256,25 +256,6 @@ def _logs(path: Path) -> list[Path]:
         return [path]
     numbered = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
     return numbered or sorted(path.glob("result.txt"))
-
-
-def _record(path: Path, wanted: str) -> ledger.Record | None:
-    """Return the series of the ledger at `path` that `wanted` names, or None without a ledger.
-
-    Raises ConfigError if `wanted` does not name exactly one series.
-    """
-    records = ledger.read(path)
-    matches = [record for record in records if record.id.startswith(wanted)]
-    if wanted and len(matches) != 1:
-        known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
-        raise ConfigError(
-            f"{path}: no series {wanted}",
-            f"{len(matches)} series begin with this; the ledger has: {known}",
-            "name one of these",
-        )
-    several = [record for record in matches if record.goal > 1 or wanted]
-    candidates = several or matches
-    return candidates[-1] if candidates else None
 
 
 def check_same(series: Series) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ from common.paths import ROOT
 from common.records import json_lines, ledger
 from common.records.json_lines import is_number
 from common.terminal import duration
-from submission.terminal import number, table
+from submission.terminal import add_series_option, number, table
 
 GOOD = "good"
 RUNNING = "running"
@@ -79,13 +78,7 @@ def parser(benchmark: str = "") -> Parser:
         metavar="DIR",
         help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or else results)",
     )
-    parser.add_argument(
-        "--series",
-        default="",
-        metavar="ID",
-        help="series ID from the run ledger, or its beginning"
-        " (default: the newest series with more than one run)",
-    )
+    add_series_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -118,29 +111,18 @@ def ledgers(folder: Path) -> list[Path]:
 
 
 def choose(path: Path, wanted: str) -> ledger.Record:
-    """Return the series of the ledger at `path` whose ID begins with `wanted`.
-
-    For "", the newest series with more than one run, else the newest one. Raises ConfigError unless
-    one series fits.
-    """
-    records = ledger.read(path)
-    fitting = [record for record in records if record.id.startswith(wanted)]
-    if wanted and len(fitting) > 1:
-        fitting = [record for record in fitting if record.id == wanted]
-    if not fitting:
-        known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
+    """Return the series that `ledger.choose` finds. Raises ConfigError if there is none."""
+    record = ledger.choose(path, wanted)
+    if record is None:
         raise ConfigError(
-            f"{path}: no series {wanted}".rstrip(),
-            f"series in this ledger: {known}",
-            "use the ID of one series, or its beginning",
+            f"{path}: no series", "the ledger holds none", "name the LOGDIR of another series"
         )
-    several = [record for record in fitting if record.goal > 1]
-    return (several or fitting)[-1]
+    return record
 
 
 def read_status(folder: Path, record: ledger.Record, now: datetime) -> Status:
     """Return the state of the series `record` of LOGDIR/<benchmark> `folder` at time `now`."""
-    running = is_locked(folder / f"series_{record.id}.lock")
+    running = ledger.launcher_is_alive(folder, record.id)
     attempts = [
         _attempt(folder, start, record.ends.get(index), running)
         for index, start in sorted(record.starts.items())
@@ -156,24 +138,6 @@ def read_status(folder: Path, record: ledger.Record, now: datetime) -> Status:
         attempts=attempts,
         seconds_left=_seconds_left(record, attempts, now) if running else None,
     )
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a launcher holds the lock file at `path`."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # A shared lock: two status commands do not see each other.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return True  # a file system without locks: the file exists only while a launcher lives
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Attempt:

@@ -1,4 +1,6 @@
-"""Shared parts of the commands: writing files, parsing NAME=VALUE, printing tables and numbers."""
+"""Shared parts of the commands: --series, NAME=VALUE, writing files, printing tables and
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,19 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common import terminal
-from common.command_line import meant
+from common.command_line import Parser, meant
 from common.errors import ConfigError, StorageError, write_whole
+
+
+def add_series_option(parser: Parser) -> None:
+    """Add --series ID, which names a series of the ledger."""
+    parser.add_argument(
+        "--series",
+        default="",
+        metavar="ID",
+        help="series ID from the run ledger, or its beginning"
+        " (default: the newest series with more than one run)",
+    )
 
 
 def write(path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import StorageError
+from common.errors import ConfigError, StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
@@ -165,6 +165,26 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def choose(path: Path, wanted: str) -> Record | None:
+    """Return the series of the ledger at `path` whose ID begins with `wanted`.
+
+    For "", the newest series with more than one run, else the newest one; None without any. Raises
+    ConfigError if `wanted` does not name exactly one series.
+    """
+    records = read(path)
+    matches = [record for record in records if record.id.startswith(wanted)]
+    if wanted and len(matches) != 1:
+        known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
+        raise ConfigError(
+            f"{path}: no series {wanted}",
+            f"{len(matches)} series begin with this; the ledger has: {known}",
+            "name one of these",
+        )
+    several = [record for record in matches if record.goal > 1]
+    candidates = several or matches
+    return candidates[-1] if candidates else None
 
 
 def read(path: Path) -> list[Record]:

@@ -137,7 +137,8 @@ def sample(
     append_line(file, {"event": "stop", "time_s": round(clock() - began, 3), "samples": samples})
 
 
-def _input_closed(seconds: float) -> bool:
+def input_closed(seconds: float) -> bool:
+    """Wait at most `seconds`. Return whether the launcher closed this process's input."""
     readable, _, _ = select.select([sys.stdin], [], [], max(seconds, 0.0))
     return bool(readable)  # nothing is ever written, so readable means closed
 
@@ -149,7 +150,7 @@ def main(path: Path, vendor: str, gpus: list[dict]) -> int:
             os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644),
             vendor,
             gpus,
-            _input_closed,
+            input_closed,
         )
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)

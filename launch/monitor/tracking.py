@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -35,7 +34,6 @@ OUTPUT = "tracking.txt"
 PERIOD_S = 2.0
 # Seconds that a tracker has after the run. A server that does not answer costs a run no more.
 END_S = 60.0
-NICE = 10  # below the ranks in priority
 # Keys that are positions, not values.
 POSITIONS = ("step", "time_s")
 
@@ -211,7 +209,7 @@ def follow(run_dir: Path, names: Sequence[str]) -> int:
     follower = Follower(run_dir)
     closed = False
     while not closed:
-        closed = _input_closed(PERIOD_S)
+        closed = gpu_sampler.input_closed(PERIOD_S)
         for point in follower.points():
             for name, tracker in list(trackers.items()):
                 try:
@@ -233,11 +231,6 @@ def _report(name: str) -> int:
     return 1
 
 
-def _input_closed(seconds: float) -> bool:
-    readable, _, _ = select.select([sys.stdin], [], [], seconds)
-    return bool(readable)  # nothing is ever written, so readable means closed
-
-
 if __name__ == "__main__":
-    os.nice(NICE)
+    os.nice(gpu_sampler.NICE)
     sys.exit(follow(Path(sys.argv[1]), sys.argv[2:]))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.benchmarks import config_keys, load_all, rules_of
-from common.command_line import Parser, complete, exit_code_of, split_benchmark
+from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -112,14 +112,7 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
     )
-    changed = parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one key of the config (can be repeated)",
-    )
-    complete(changed, config_keys(benchmark))
+    add_set_option(parser, config_keys(benchmark))
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object with the numbers by config name"
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.benchmarks import Rules, closed, divisions, rules_of
 from common.config import RunConfig
-from common.errors import ConfigError, OutOfMemory
+from common.errors import ConfigError, OutOfMemory, write_whole
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
@@ -254,7 +254,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
         print(table(HEAD, rows))
         print("", *remarks(best), sep="\n")
     if options.page:
-        options.page.write_text(page(benchmark, kind, best))
+        write_whole(options.page, page(benchmark, kind, best).encode())
     return 0
 
 

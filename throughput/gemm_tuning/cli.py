@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, complete, exit_code_of
+from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
@@ -57,14 +57,7 @@ def parser(benchmark: str) -> Parser:
     parser.add_argument(
         "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
     )
-    changed = parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one key of the config (can be repeated)",
-    )
-    complete(changed, config_keys(benchmark))
+    add_set_option(parser, config_keys(benchmark))
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     return parser
 

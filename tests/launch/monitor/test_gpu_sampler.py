@@ -265,7 +265,7 @@ from launch.monitor import gpu_sampler as sampler
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 sampler.PERIOD_S = 0
-sampler._input_closed = lambda seconds: False
+sampler.input_closed = lambda seconds: False
 sys.exit(sampler.main(sampler.Path(sys.argv[1]), "nvidia", [{"id": "GPU-00", "name": "H100"}]))
 """
 
