@@ -40,9 +40,9 @@ def parser(benchmark: str = "open_llama") -> Parser:
     """Return the parser. `work(args)` of the parsed arguments executes the command."""
     example = "open_llama prepare text --input docs/ --train-tokenizer 4096 --data-dir data/docs"
     parser = Parser(f"{benchmark} prepare", __doc__, [example])
-    verbs = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     about = "tokenize text"
-    texts = verbs.add_parser("text", help=about, description=about)
+    texts = commands.add_parser("text", help=about, description=about)
     texts.set_defaults(work=text)
     texts.add_argument(
         "--input",
