@@ -1,10 +1,10 @@
-"""Text of the miniature: the documentation in Python's standard library, which is on every machine.
+"""Training text of the miniature model: the documentation inside Python's standard library.
 
-There are three kinds of documents: a module, class or function with its signature and docstring, a
-block of comment lines, and a topic of `pydoc_data`. These topics are the language reference that
-`help()` shows. Some distributions leave them out. Together the documents are 3 MB of English and
-Python, equal on every run of one Python version. Another version has slightly different texts, and
-so slightly different losses.
+It needs no download. There are three kinds of documents: the signature and docstring of a module,
+class or function; a block of comment lines; and a topic of `pydoc_data`, the language reference
+that `help()` shows. Some distributions omit these topics. Together the documents are 3 MB of
+English and Python. They are the same in every run with one Python version. Another version has
+slightly different texts, and so slightly different losses.
 
 Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
 """
@@ -26,11 +26,11 @@ from typing import Any
 
 from common.errors import DataError, write_whole
 
-# Not on every machine (separate packages in Debian), not prose (tests), or not Python's
-# (site-packages).
+# Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
+# Python (site-packages).
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 LEFT_OUT |= {"idlelib", "lib2to3", "distutils", "tkinter", "turtledemo", "pydoc_data"}
-MIN_CHARACTERS = 60  # shorter docstrings and comments are left out
+MIN_CHARACTERS = 60  # per document; shorter docstrings and comments are skipped
 MIN_CORPUS_CHARACTERS = 1_000_000
 VALIDATION_CHARACTERS = 150_000  # about 45,000 tokens; the miniature evaluates on the first 8,193
 COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#.*\n)+", re.MULTILINE)
@@ -39,12 +39,12 @@ COMMENT_MARK = re.compile(r"^[ \t]*#+!?:? ?", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
-    source: str  # source module or topic; training and validation share none
+    source: str  # module or topic; each is in either training or validation, never in both
     text: str
 
 
 def documents(stdlib: Path | None = None) -> list[Document]:
-    """Return every text of the standard library once, ordered by SHA-256.
+    """Return the documents of the standard library without duplicates, ordered by SHA-256.
 
     Raises DataError if fewer than a million characters are found, as on a Python without its
     library sources.
@@ -80,11 +80,11 @@ def split(
 def held_out_sources(
     corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS
 ) -> set[str]:
-    """Return the modules and topics whose texts are for validation.
+    """Return the names of the modules and topics that are held out for validation.
 
     Whole modules are held out, in the order of their names' SHA-256, until there are enough
-    characters. Texts of one file repeat each other, so a random cut through a module would put
-    nearly the same text into both sets.
+    characters. Texts of one file resemble each other, so splitting a module would put nearly the
+    same text into both sets.
     """
     sizes: dict[str, int] = {}
     for document in corpus:
@@ -94,7 +94,7 @@ def held_out_sources(
     for source in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if characters >= validation_characters:
             break
-        # One big module would be most of the validation set.
+        # Otherwise one large module could be most of the validation set.
         if sizes[source] <= validation_characters // 10:
             held_out.add(source)
             characters += sizes[source]
@@ -102,19 +102,17 @@ def held_out_sources(
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`. The
-    bytes are always the same.
+    """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`.
 
-    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2. 256 byte pieces follow, so no text is unknown and
-    decoding restores it exactly (no normalization, no dummy prefix). Line ends become the byte
-    piece <0x0A>.
+    The same texts always give the same file, byte for byte. Ids 0, 1, 2 are unk, bos, eos, as in
+    Llama 2. 256 byte pieces follow, so every text can be encoded and decoding restores it exactly
+    (no normalization, no dummy prefix). Line ends become the byte piece <0x0A>.
     """
     import sentencepiece
 
     model = io.BytesIO()
-    lines = (line for text in texts for line in text.splitlines() if line)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
+        sentence_iterator=_non_empty_lines(texts),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab_size,
@@ -130,10 +128,15 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     write_whole(path, model.getvalue())
 
 
+def _non_empty_lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from filter(None, text.splitlines())
+
+
 def load_sentencepiece(path: Path) -> Any:
     """Return the tokenizer at `path`, a `sentencepiece.SentencePieceProcessor`.
 
-    Raises DataError if it is missing or of another kind.
+    Raises DataError if the file is missing or is not a SentencePiece model.
     """
     import sentencepiece
 
@@ -142,13 +145,14 @@ def load_sentencepiece(path: Path) -> Any:
     except RuntimeError as error:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
-            "it is missing, or of another kind: Llama 3's tokenizer.model is a tiktoken list of "
-            "base64 lines, which this package does not read",
+            "the file is missing or has another format; Llama 3's tokenizer.model, for example, is "
+            "a tiktoken list of base64 lines, which this package does not read",
             "use a SentencePiece model, or the tokenizer.json next to Llama 3's tokenizer.model",
         ) from error
 
 
 def module_documents(root: Path) -> Iterator[Document]:
+    """Yield the docstrings and comment blocks of all modules below `root`."""
     for name, source, tree in modules(root):
         for text in (*_docstrings(tree, name), *_comments(source)):
             if len(text) >= MIN_CHARACTERS:
@@ -156,45 +160,43 @@ def module_documents(root: Path) -> Iterator[Document]:
 
 
 def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
-    """Yield (dotted name, source text, syntax tree) of the standard library's modules, by path."""
+    """Yield (dotted name, source text, syntax tree) of each module below `root`, sorted by path.
+
+    `root`: default: the standard library.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if LEFT_OUT.intersection(parts):
             continue
         try:
-            with tokenize.open(path) as file:  # decoded as the file's coding line says
+            with tokenize.open(path) as file:  # honors the encoding declaration (PEP 263)
                 source = file.read()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes in old modules
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
-            # a template or a sample of bad code
-            continue
+            continue  # a template, or an intentionally invalid sample
         yield ".".join(parts), source, tree
 
 
 def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
-    """Yield docstrings like `help()`: `module.Class.method(arguments)`, an empty line, the text."""
+    """Yield `module.Class.method(arguments)`, an empty line and the docstring, as `help()` does."""
     stack: list[tuple[ast.AST, str]] = [(tree, module)]
     while stack:
         node, name = stack.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and len(text) >= MIN_CHARACTERS:
-                arguments = (
-                    f"({ast.unparse(node.args)})"
-                    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                    else ""
-                )
+                arguments = ""
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    arguments = f"({ast.unparse(node.args)})"
                 yield f"{name}{arguments}\n\n{text}\n"
         for child in ast.iter_child_nodes(node):
-            inner = (
-                f"{name}.{child.name}"
-                if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                else name
-            )
-            stack.append((child, inner))
+            child_name = name
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                child_name = f"{name}.{child.name}"
+            stack.append((child, child_name))
 
 
 def _comments(source: str) -> Iterator[str]:
@@ -206,7 +208,6 @@ def _topic_documents() -> Iterator[Document]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        # missing in Debian's minimal Python; the docstrings suffice
-        return
+        return  # Debian's minimal Python omits the topics. The other documents suffice.
     for name, text in sorted(topics.items()):
         yield Document(f"pydoc_data.{name}", text)

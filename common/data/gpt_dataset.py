@@ -1,16 +1,15 @@
-"""Read token files as micro-batches in Megatron's sample order, rebuilt exactly, in seconds for 45
-million documents.
+"""Read token files as micro-batches, in exactly the sample order of Megatron.
 
 The order is that of `GPTDataset` in megatron-core 0.16.1 (`datasets/gpt_dataset.py`,
-`datasets/helpers.cpp`), which the reference trains with. D documents hold T tokens in total. A run
-requests N samples of S tokens:
+`datasets/helpers.cpp`), which the reference trains with. Building it takes seconds for 45 million
+documents. D documents hold T tokens in total. A run requests N samples of S tokens:
 
 1. Epochs. E is the smallest number of passes with E*T >= N*S + 1 (the last sample needs one more
    token, its last label).
-2. Separate final epoch. If E > 1 the first E-1 passes hold a = ((E-1)*T - 1)//S whole samples, and
+2. Separate final epoch. If E > 1, the first E-1 passes hold a = ((E-1)*T - 1)//S whole samples, and
    one pass holds p = (T-1)//S. If less than 80 % of the last pass's samples are requested
-   (N - a < int(0.8*p)), its documents and samples are shuffled separately. Otherwise samples that
-   are never reached would displace whole documents of the earlier passes.
+   (N - a < int(0.8*p)), the documents and samples of that pass are shuffled separately. Without
+   this rule, samples that are never read would displace documents of the earlier passes.
 3. Document order. The numbers 0..D-1 are repeated E times and shuffled together. With a separate
    final epoch, E-1 repetitions are shuffled, and then the last pass by itself. This yields one
    stream of E*T tokens.
@@ -25,12 +24,13 @@ requests N samples of S tokens:
 All shuffles draw from one `numpy.random.RandomState(seed)`, in the order written here. Megatron
 uses this legacy generator, and its stream is frozen.
 
-The caller chooses N. A run here passes its `max_samples`. The reference requests 1.2 million steps
-x global batch, which is 16 passes over the file, of which a run reads a fiftieth. With N inside one
-pass, every document is read at most once, as the rules require ("every datum exactly once"), and
-building the order takes seconds. The rules require a random order, not the reference's exact one.
+The caller chooses N. A run here passes its `max_samples`. The reference passes 1.2 million steps x
+global batch, which is 16 passes over the file, and reads a fiftieth of them. If N fits into one
+pass, every document is read at most once, as the rules require ("every datum exactly once"). The
+rules require a random order, not the reference's exact one.
 
-All functions here belong after run_start, except `sequences_in`, which reads only metadata.
+A timed run calls these functions only after run_start, except `sequences_in`, which does not open
+the token file.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.errors import DataError
 
 FINAL_EPOCH_THRESHOLD = 0.80  # megatron-core, GPTDataset._build_document_sample_shuffle_indices
-CHUNK = 1 << 18  # documents per step of the running sum
+CHUNK = 1 << 18  # documents per chunk of the running sum
 
 
 class TrainData:
     """The training samples in Megatron's order: `data[i]` is int32 [sequence_length + 1], the i-th
     sample of the run.
 
-    `len(data)` counts the whole samples of all epochs, at least `num_samples`. The constructor
-    opens the token file, so a timed run builds it after run_start. Raises DataError if the files
-    are damaged or hold less than one sequence.
+    `len(data)` is the number of whole samples in all epochs, at least `num_samples`. The
+    constructor opens the token file, so a timed run calls it after run_start. Raises DataError if
+    the files are damaged or hold less than one sequence.
     """
 
     def __init__(
@@ -79,15 +79,18 @@ class TrainData:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         j = int(self.sample_order[i])
-        first, skip = self.sample_starts[j].tolist()
-        last, end = self.sample_starts[j + 1].tolist()
+        # Positions in the document order, and tokens within those documents.
+        first_position, first_token = self.sample_starts[j].tolist()
+        last_position, last_token = self.sample_starts[j + 1].tolist()
         sample = np.empty(self.sequence_length + 1, np.int32)
         filled = 0
-        for position in range(first, last + 1):
+        for position in range(first_position, last_position + 1):
             document = int(self.document_order[position])
-            begin = skip if position == first else 0
-            stop = end + 1 if position == last else int(self._lengths[document])
-            part = self._tokens.read_sequence(document, begin, stop - begin)
+            begin = first_token if position == first_position else 0
+            end = int(self._lengths[document])
+            if position == last_position:
+                end = last_token + 1  # included: it is the last label
+            part = self._tokens.read_sequence(document, begin, end - begin)
             sample[filled : filled + len(part)] = part
             filled += len(part)
         check_ids(sample, self.vocab_size, self._tokens.path, f"sample {i}")
@@ -102,33 +105,30 @@ def train_batches(
     world_size: int,
     step: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Return this rank's micro-batches from `step` on, int32 [micro_batch_size, sequence_length +
-    1].
+    """Yield this rank's micro-batches from `step` on.
 
-    A step has `global/(micro*world)` of them. Step s holds the samples s*GBS .. + GBS - 1, for any
-    number of processes. Each rank takes a contiguous share of them and cuts it into micro-batches.
-    So 2 ranks train on the same samples as 1 process, and 4 micro-batches of 1 are the same as 1 of
-    4. The iterator ends when less than a global batch is left.
+    Each is int32 [micro_batch_size, sequence_length + 1]. A step has global_batch_size /
+    (micro_batch_size * world_size) of them on each rank. Step s trains on the global_batch_size
+    samples from s * global_batch_size on, for any number of ranks. Each rank takes a contiguous
+    share of them and cuts it into micro-batches. The iterator ends when less than a global batch is
+    left.
     """
-    share = global_batch_size // world_size
+    share = global_batch_size // world_size  # samples per rank and step
     begin = step * global_batch_size
-    firsts = (
-        batch + rank * share
-        for batch in range(begin, len(data) - global_batch_size + 1, global_batch_size)
-    )
-    starts = (start for first in firsts for start in range(first, first + share, micro_batch_size))
-    return (np.stack([data[i] for i in range(start, start + micro_batch_size)]) for start in starts)
+    for batch in range(begin, len(data) - global_batch_size + 1, global_batch_size):
+        first = batch + rank * share
+        for start in range(first, first + share, micro_batch_size):
+            yield np.stack([data[i] for i in range(start, start + micro_batch_size)])
 
 
 def validation_tokens(
     prefix: Path, sequence_length: int, eval_samples: int, vocab_size: int
 ) -> np.ndarray:
-    """Return the first `eval_samples` sequences, unshuffled, int32 [eval_samples, sequence_length +
-    1].
+    """Return the first `eval_samples` sequences in file order.
 
-    Documents are in file order. Row j holds tokens j*S .. (j+1)*S, both included (reference README:
-    "the first 1024 sequences", not shuffled, the same every time). Raises DataError if the file is
-    too short or holds an id outside the vocabulary.
+    The result is int32 [eval_samples, sequence_length + 1]. Row j holds tokens j*S .. (j+1)*S, both
+    included (reference README: "the first 1024 sequences", not shuffled, the same every time).
+    Raises DataError if the file is too short or holds an id outside the vocabulary.
     """
     index = Index.read(prefix)
     available = whole_sequences(index.num_tokens, sequence_length)
@@ -147,7 +147,7 @@ def validation_tokens(
 
 
 def sequences_in(prefix: Path, sequence_length: int) -> int:
-    """Return the number of full sequences in one pass, (T - 1)//S. Opens only the `.idx`."""
+    """Return the number of whole sequences in one pass, (T - 1)//S. Opens only the `.idx`."""
     return whole_sequences(Index.read(prefix).num_tokens, sequence_length)
 
 
@@ -168,7 +168,7 @@ def build_order(
             "one pass must contain at least one full sequence and its last label",
             "check the data and max_samples",
         )
-    epochs = -(-(num_samples * sequence_length + 1) // tokens)
+    epochs = -(-(num_samples * sequence_length + 1) // tokens)  # rounded up
     before_final = whole_sequences((epochs - 1) * tokens, sequence_length)  # samples
     threshold = int(FINAL_EPOCH_THRESHOLD * whole_sequences(tokens, sequence_length))
     separate = epochs > 1 and num_samples - before_final < threshold
@@ -192,31 +192,31 @@ def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState) -> No
 def _sample_starts(
     lengths: np.ndarray, document_order: np.ndarray, sequence_length: int
 ) -> np.ndarray:
-    """Return step 4, int64 [n + 1, 2]. Token x of the stream is in the first document that ends
-    after x.
+    """Return where each sample starts (step 4), int64 [n + 1, 2].
 
-    Works in chunks that stay in cache: 0.9 s instead of 3.4 s for 45 million documents on one slow
-    core, and 8 bytes less per document.
+    A row holds the position in `document_order` and the token within that document. Works in chunks
+    that stay in cache: 0.9 s instead of 3.4 s for 45 million documents on one slow core, and 8
+    bytes less per document.
     """
     parts: list[np.ndarray] = []
     # Token numbers in the stream need 64 bits: an epoch of C4 group 6 has 2e10 tokens.
-    stream = 0
+    stream_end = 0  # tokens in the chunks so far
     next_start = 0
     for first in range(0, len(document_order), CHUNK):
         chunk = lengths[document_order[first : first + CHUNK]]
-        ends = np.cumsum(chunk, dtype=np.int64) + stream
-        stream = int(ends[-1])
-        starts = np.arange(next_start, stream, sequence_length, dtype=np.int64)
+        ends = np.cumsum(chunk, dtype=np.int64) + stream_end
+        stream_end = int(ends[-1])
+        starts = np.arange(next_start, stream_end, sequence_length, dtype=np.int64)
+        # A token belongs to the first document that ends after it.
         position = np.searchsorted(ends, starts, side="right")
-        parts.append(
-            np.stack([first + position, starts - (ends[position] - chunk[position])], axis=1)
-        )
+        document_starts = ends[position] - chunk[position]
+        parts.append(np.stack([first + position, starts - document_starts], axis=1))
         next_start += sequence_length * len(starts)
     return np.concatenate(parts)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
-    """Raise DataError if an id lies outside [0, vocab_size): on a GPU it would crash a kernel."""
+    """Raise DataError if an id is outside [0, vocab_size), which would crash a kernel on a GPU."""
     low = int(ids.min())
     high = int(ids.max())
     if low < 0 or high >= vocab_size:
@@ -229,5 +229,5 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
 
 
 def whole_sequences(tokens: int, sequence_length: int) -> int:
-    """Return the number of sequences in a stream. The last label needs one more token."""
+    """Return the number of whole sequences in a stream. Its last label needs one more token."""
     return max(tokens - 1, 0) // sequence_length

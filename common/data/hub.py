@@ -1,9 +1,9 @@
-"""`prepare fetch --download`: download files of a Hugging Face repository, with resume and
-    checksums.
+"""Download files of a Hugging Face repository, with resume and checksums: `prepare fetch
+--download`.
 
-A file is downloaded to STAGE in its folder, under a name that is its checksum. It is renamed when
-its size and checksum are those in the hub's list: SHA-256, or git's SHA-1 for a small file that is
-stored in git. So an interrupted download never leaves part of a file under the file's name.
+A file is downloaded to the folder STAGE, under a name that is its checksum. It is moved to its own
+name when its size and checksum match the hub's list: SHA-256, or git's SHA-1 for a small file that
+is stored in git. So an interrupted download never leaves part of a file under the file's name.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from common.packages import pip_install
 
 STAGE = ".download"
 CHUNK = 2**20  # bytes written at a time
-# seconds without a chunk or an answer that end a download: it needs at least 17 kB/s
+# A download fails after this many seconds without a chunk or an answer: 17 kB/s are the minimum.
 SILENCE_S = 60.0
 
 
 def download(repository: str, revision: str, names: Sequence[str], folder: Path, kind: str) -> None:
-    """Download the files called `names`, from any folder of the repository, to `folder`. `kind`:
-    "model" or "dataset".
+    """Download the files called `names`, from any folder of the repository, to `folder`.
 
-    Raises PreflightError without huggingface_hub or without space on the disk. Raises DataError if
-    the hub does not provide the files, or provides different ones. Raises StorageError if a file
-    cannot be written, or if a different file has its name.
+    `kind`: "model" or "dataset".
+
+    Raises PreflightError if huggingface_hub is not installed or the disk is too full, DataError if
+    the hub does not have a file or sends a different one, and StorageError if a file cannot be
+    written or a different file has its name.
     """
     try:
         import huggingface_hub
@@ -42,52 +43,24 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
         raise PreflightError(
             "huggingface_hub is not installed", str(error), pip_install("huggingface_hub")
         ) from None
-    where: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
+    source: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
     try:
         with locked(folder / f"{STAGE}.lock"):
-            entries = _watched(
-                lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **where)),
+            listed = _watched(
+                lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **source)),
                 lambda: 0,
             )
-            listed = [entry for entry in entries if hasattr(entry, "size")]
             for name in names:
-                entry = next((entry for entry in listed if Path(entry.path).name == name), None)
-                if entry is None:
-                    raise DataError(
-                        f"{repository} has no {name}",
-                        f"it is not in revision {revision}",
-                        "fetch it by hand, as below",
-                    )
-                _require_names(entry, repository)
-                if not (folder / name).exists():
-                    require_free_space(folder, entry.size, name)
-                    staged = _staged(
-                        huggingface_hub.hf_hub_url(filename=entry.path, **where),
-                        entry,
-                        folder / STAGE,
-                    )
-                    if wrong := _difference(staged, entry):
-                        staged.unlink()
-                        raise DataError(
-                            f"{name} came damaged: {wrong}",
-                            f"from {repository}",
-                            "start again: it is fetched again",
-                        )
-                    staged.replace(folder / name)
-                elif wrong := _difference(folder / name, entry):
-                    do = "move it away, and start again"
-                    raise StorageError(
-                        f"{folder / name} is not the file of {repository}",
-                        f"{wrong}; nothing is overwritten",
-                        do,
-                    )
+                entry = _entry(listed, name, repository, revision)
+                url = huggingface_hub.hf_hub_url(filename=entry.path, **source)
+                _fetch(url, entry, folder / name, repository)
                 say(f"{folder / name}: {entry.size:,} bytes, as {repository} has it at {revision}")
             shutil.rmtree(folder / STAGE, ignore_errors=True)
     except RunError:
         raise
     except Exception as error:
-        # Errors of httpx, of the hub's package or of the system, depending on the version of the
-        # package.
+        # Which class is raised (httpx, huggingface_hub or the system) depends on the version of
+        # huggingface_hub.
         text = str(error).strip().partition("\n")[0]
         raise failure_of(error) or DataError(
             f"{repository} could not be downloaded",
@@ -97,10 +70,48 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
         ) from error
 
 
-def _staged(url: str, entry, folder: Path) -> Path:
-    """Return the staged file, complete. A download resumes where the last attempt ended.
+def _entry(listed: list[Any], name: str, repository: str, revision: str) -> Any:
+    """Return the hub's entry of the file called `name`. Raises DataError if there is none."""
+    for entry in listed:
+        # Entries without a size are folders.
+        if hasattr(entry, "size") and Path(entry.path).name == name:
+            _check_entry(entry, repository)
+            return entry
+    raise DataError(
+        f"{repository} has no {name}",
+        f"it is not in revision {revision}",
+        "download it with the commands below",
+    )
 
-    `hf_hub_download` would start again in each process (huggingface_hub 2).
+
+def _fetch(url: str, entry: Any, path: Path, repository: str) -> None:
+    """Download a file to `path`, or check it if it exists. Raises DataError and StorageError."""
+    if path.exists():
+        difference = _difference(path, entry)
+        if difference:
+            raise StorageError(
+                f"{path} is not the file of {repository}",
+                f"{difference}; nothing is overwritten",
+                "move it away and run the command again",
+            )
+        return
+    require_free_space(path.parent, entry.size, path.name)
+    staged = _staged(url, entry, path.parent / STAGE)
+    difference = _difference(staged, entry)
+    if difference:
+        staged.unlink()
+        raise DataError(
+            f"{path.name}: the downloaded file is damaged: {difference}",
+            f"{repository} or the network sent other bytes",
+            "run the command again to download the file again",
+        )
+    staged.replace(path)
+
+
+def _staged(url: str, entry: Any, folder: Path) -> Path:
+    """Return the complete download in `folder`. An interrupted one is resumed.
+
+    `hf_hub_download` would start from the beginning in each process (huggingface_hub 2).
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
@@ -126,26 +137,31 @@ def _staged(url: str, entry, folder: Path) -> Path:
                 )
             except TooLarge:
                 path.unlink()
-                why = f"the hub's list says {entry.size:,} bytes"
                 raise DataError(
-                    f"{url} sends more than its size", why, "do not trust this server"
+                    f"{url} sends more than its size",
+                    f"the hub's list says {entry.size:,} bytes",
+                    "do not trust this server",
                 ) from None
     return path
 
 
-def _require_names(entry: Any, repository: str) -> None:
-    """Raise DataError unless a staged file's name is a checksum: a path could leave the folder."""
-    sums = (entry.lfs.sha256, 64) if entry.lfs else (entry.blob_id, 40)
-    name, length = sums
-    if (
-        not isinstance(name, str)
-        or not re.fullmatch(f"[0-9a-f]{{{length}}}", name)
-        or type(entry.size) is not int
-    ):
+def _check_entry(entry: Any, repository: str) -> None:
+    """Raise DataError unless the entry has a size and a checksum.
+
+    The checksum becomes a file name. A path in its place could write outside of STAGE.
+    """
+    if entry.lfs:
+        checksum = entry.lfs.sha256
+        length = 64
+    else:
+        checksum = entry.blob_id
+        length = 40
+    is_checksum = isinstance(checksum, str) and re.fullmatch(f"[0-9a-f]{{{length}}}", checksum)
+    if not is_checksum or type(entry.size) is not int:
         raise DataError(
-            f"{repository} lists {entry.path} with the sum {str(name)[:80]!r} "
+            f"{repository} lists {entry.path} with the checksum {str(checksum)[:80]!r} "
             f"and the size {entry.size!r}",
-            f"a sum is {length} hexadecimal digits",
+            f"a checksum is {length} hexadecimal digits",
             "do not trust this server",
         )
 
@@ -173,48 +189,52 @@ class _Bounded:
 
 
 def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
-    """Return the result of `work`. Raises DataError if it is not done and `progress` does not
-    change for SILENCE_S.
+    """Return the result of `work`, which runs in a thread.
 
-    `work` runs in a thread, which is then abandoned: a read from a server that sends a byte a
-    second cannot be interrupted.
+    Raises DataError if `progress` returns the same number for SILENCE_S while `work` runs. The
+    thread is then abandoned, because a read from a server that sends one byte a second cannot be
+    interrupted.
     """
-    answer: list[Any] = []
-    failure: list[BaseException] = []
+    results: list[Any] = []
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            answer.append(work())
+            results.append(work())
         except BaseException as error:
-            failure.append(error)
+            failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    before = progress()
-    moved = time.monotonic()
+    last = progress()
+    last_change = time.monotonic()
     while thread.is_alive():
         thread.join(0.2)
-        now = progress()
-        if now != before:
-            before = now
-            moved = time.monotonic()
-        elif time.monotonic() - moved > SILENCE_S:
-            why = f"nothing came for {SILENCE_S:.0f} s, or less than {CHUNK:,} bytes"
-            raise DataError("the server is too slow", why, "start again: what has come is kept")
-    if failure:
-        raise failure[0]
-    return answer[0]
+        current = progress()
+        if current != last:
+            last = current
+            last_change = time.monotonic()
+        elif time.monotonic() - last_change > SILENCE_S:
+            raise DataError(
+                "the server is too slow",
+                f"it sent less than {CHUNK:,} bytes in {SILENCE_S:.0f} s",
+                "run the command again: it resumes the download",
+            )
+    if failures:
+        raise failures[0]
+    return results[0]
 
 
-def _difference(path: Path, entry) -> str:
-    """Return the difference between a file and the hub's entry for it, or "" if there is none."""
+def _difference(path: Path, entry: Any) -> str:
+    """Return how a file differs from the hub's entry for it, or "" if it does not."""
     size = path.stat().st_size
     if size != entry.size:
-        return f"{size:,} bytes, {entry.size:,} expected"
+        return f"{size:,} bytes instead of {entry.size:,}"
     if entry.lfs is not None:
-        found = sha256_of(path)
+        checksum = sha256_of(path)
         expected = entry.lfs.sha256
     else:
-        found = hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
+        # The SHA-1 of a git object includes its type and size.
+        checksum = hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
         expected = entry.blob_id
-    return f"its sum is {found}, {expected} expected" if found != expected else ""
+    return f"its checksum is {checksum} instead of {expected}" if checksum != expected else ""

@@ -16,8 +16,8 @@ Layout of `.idx`, all little endian (source: megatron-core, `datasets/indexed_da
 
 In MLPerf's C4 files a document is one sequence.
 
-`Index.read` opens only the `.idx`, `Index.open_tokens` opens the `.bin`. MLPerf's clock must start
-before any token file is opened, but document counts and lengths may be read earlier
+`Index.read` opens only the `.idx`, and `Index.open_tokens` opens the `.bin`. MLPerf's clock must
+start before any token file is opened, but document counts and lengths may be read earlier
 (training_rules.adoc, "Other Uses of Data").
 """
 
@@ -35,7 +35,7 @@ from common.errors import DataError, StorageError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
-# Dtypes of token ids: integers of at least 16 bits. Megatron has others too.
+# Dtypes that token ids can have: integers of at least 16 bits. Megatron defines more codes.
 DTYPE_CODES = {
     3: "<i2",
     4: "<i4",
@@ -46,10 +46,11 @@ CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
 class Index:
-    """Content of an `.idx` in memory: 20 bytes per document, 0.9 GB for 45 million documents.
+    """The content of an `.idx` in memory: 20 bytes per document, 0.9 GB for 45 million documents.
 
-    sequence_lengths int32 [N] in tokens, sequence_offsets int64 [N] in bytes, document_boundaries
-    int64 [D] in sequences.
+    `sequence_lengths`: int32 [N], in tokens.
+    `sequence_offsets`: int64 [N], in bytes of the `.bin`.
+    `document_boundaries`: int64 [D], in sequences.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class Index:
         self.document_boundaries = boundaries
         self.num_sequences = len(lengths)
         self.num_documents = len(boundaries) - 1
-        self.num_tokens = (
-            (int(offsets[-1]) // dtype.itemsize + int(lengths[-1])) if len(lengths) else 0
-        )
+        self.num_tokens = 0
+        if len(lengths):
+            self.num_tokens = int(offsets[-1]) // dtype.itemsize + int(lengths[-1])
 
     @classmethod
     def read(cls, prefix: Path) -> Index:
@@ -77,7 +78,7 @@ class Index:
         prefix = Path(prefix)
         path = index_path(prefix)
         try:
-            # No memory map: if a mapped file is truncated later, the process ends with SIGBUS.
+            # Not a memory map: if a mapped file is truncated later, SIGBUS kills the process.
             raw = np.fromfile(path, np.uint8)
         except OSError as error:
             raise _cannot_open(path, error) from error
@@ -90,7 +91,10 @@ class Index:
         return cls(prefix, dtype, lengths, offsets, boundaries)
 
     def check_token_file_size(self) -> None:
-        """Compare the size of the `.bin` with the header, without opening it. Raises DataError."""
+        """Raise DataError unless the `.bin` has the size that follows from the `.idx`.
+
+        Does not open the `.bin`.
+        """
         path = tokens_path(self.prefix)
         expected = self.num_tokens * self.dtype.itemsize
         try:
@@ -98,7 +102,7 @@ class Index:
         except OSError as error:
             raise _cannot_open(path, error) from error
         if got != expected:
-            raise wrong(
+            raise content_error(
                 path,
                 f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes, "
                 "from the .idx)",
@@ -106,17 +110,17 @@ class Index:
             )
 
     def open_tokens(self) -> Tokens:
-        """Open the `.bin`. In a timed run, call it only after run_start."""
+        """Open the `.bin`. A timed run calls this only after run_start."""
         self.check_token_file_size()
         return Tokens(self)
 
 
 class Tokens(AbstractContextManager):
-    """The open `.bin`.
+    """An open `.bin`.
 
-    Reads use `pread`, not a memory map. A failing disk then raises an error instead of killing the
-    process with SIGBUS. A slow read does not hold Python's global lock while the training loop
-    launches kernels.
+    Reads use `pread` instead of a memory map. So a failing disk raises an error and does not kill
+    the process with SIGBUS, and a slow read does not hold Python's global interpreter lock while
+    the training loop launches kernels.
     """
 
     def __init__(self, index: Index):
@@ -128,10 +132,10 @@ class Tokens(AbstractContextManager):
             raise _cannot_open(self.path, error) from error
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return `count` token ids starting at `first`, in file order across sequences, in the
-        stored dtype, read-only.
+        """Return `count` token ids from number `first` of the file on, across sequences.
 
-        Raises DataError if the file ends early, StorageError if it cannot be read.
+        The array is read-only and has the stored dtype. Raises DataError if the file ends early,
+        StorageError if it cannot be read.
         """
         itemsize = self.index.dtype.itemsize
         size = count * itemsize
@@ -140,21 +144,21 @@ class Tokens(AbstractContextManager):
             try:
                 part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
             except OSError as error:
-                what = f"{self.path}: {error.strerror}"
                 raise StorageError(
-                    what, f"reading token {first} failed", "check the disk or the mount"
+                    f"{self.path}: {error.strerror}",
+                    f"reading token {first} failed",
+                    "check the disk or the mount",
                 ) from error
             if not part:
                 got = f"{len(data) // itemsize} (the file became shorter while it was open)"
-                raise wrong(self.path, f"{count} tokens at token {first}", got)
+                raise content_error(self.path, f"{count} tokens at token {first}", got)
             data = data + part if data else part
         return np.frombuffer(data, self.index.dtype)
 
     def read_sequence(self, sequence: int, offset: int, count: int) -> np.ndarray:
         """Return `count` token ids of one sequence, starting at its token `offset`."""
-        return self.read(
-            int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count
-        )
+        first = int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize
+        return self.read(first + offset, count)
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
@@ -170,23 +174,25 @@ def tokens_path(prefix: Path) -> Path:
 
 
 def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """Return dtype, N and D of the `.idx` bytes `raw`. Raises DataError if they are damaged."""
+    """Return (dtype, N, D) from the bytes of an `.idx`. Raises DataError if they are damaged."""
     size = len(raw)
     if size < HEADER.size:
-        raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
+        raise content_error(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(
         raw[: HEADER.size].tobytes()
     )
     if magic != MAGIC:
-        raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: not a Megatron index")
+        raise content_error(
+            path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: not a Megatron index"
+        )
     if version != VERSION:
-        raise wrong(path, f"version {VERSION}", f"version {version}")
+        raise content_error(path, f"version {VERSION}", f"version {version}")
     if code not in DTYPE_CODES:
         known = ", ".join(f"{known} ({np.dtype(name).name})" for known, name in DTYPE_CODES.items())
-        raise wrong(path, f"a dtype code of token ids: {known}", f"code {code}")
+        raise content_error(path, f"a dtype code of token ids: {known}", f"code {code}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size != expected:
-        raise wrong(
+        raise content_error(
             path,
             f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries",
             f"{size} bytes",
@@ -197,11 +203,11 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
 def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) -> None:
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
         got = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "no boundaries"
-        raise wrong(path, f"document boundaries from 0 to {num_sequences}", got)
+        raise content_error(path, f"document boundaries from 0 to {num_sequences}", got)
     falling = boundaries[1:] < boundaries[:-1]
     if falling.any():
         at = int(falling.argmax())
-        raise wrong(
+        raise content_error(
             path,
             "document boundaries that never fall",
             f"{boundaries[at]} then {boundaries[at + 1]} at document {at}",
@@ -209,13 +215,15 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
-    """Raise DataError unless the offsets are the running sum of lengths that are not negative."""
+    """Raise DataError unless no length is negative and the offsets are their running sum."""
     expected_first = 0
     for start in range(0, len(lengths), CHUNK):
         part = lengths[start : start + CHUNK]
         if part.min() < 0:
             at = start + int((part < 0).argmax())
-            raise wrong(path, "sequence lengths of 0 or more", f"{lengths[at]} for sequence {at}")
+            raise content_error(
+                path, "sequence lengths of 0 or more", f"{lengths[at]} for sequence {at}"
+            )
         ends = np.cumsum(part, dtype=np.int64)
         ends *= itemsize
         ends += expected_first
@@ -223,7 +231,7 @@ def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsiz
         if got[0] != expected_first or not np.array_equal(got[1:], ends[:-1]):
             expected = np.concatenate(([expected_first], ends[:-1]))
             at = int((got != expected).argmax())
-            raise wrong(
+            raise content_error(
                 path,
                 f"sequence {start + at} at byte {expected[at]} (sum of the lengths before)",
                 f"byte {got[at]}",
@@ -231,14 +239,18 @@ def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsiz
         expected_first = int(ends[-1])
 
 
-def wrong(path: Path, expected: str, got: str) -> DataError:
-    what = f"{path}: expected {expected}, got {got}"
+def content_error(path: Path, expected: str, got: str) -> DataError:
+    """Return the error for a token file with unexpected content."""
     return DataError(
-        what, "the file is damaged, incomplete or of another kind", "fetch or build it again"
+        f"{path}: expected {expected}, got {got}",
+        "the file is damaged, incomplete or in another format",
+        "fetch or build it again",
     )
 
 
 def _cannot_open(path: Path, error: OSError) -> DataError:
-    what = f"{path}: cannot be opened: {error.strerror}"
-    why = "the token files are named by rules.py and DATADIR"
-    return DataError(what, why, "check DATADIR, or prepare the data")
+    return DataError(
+        f"{path}: cannot be opened: {error.strerror}",
+        "DATADIR and rules.py define the paths of the token files",
+        "check DATADIR, or prepare the data",
+    )

@@ -13,24 +13,24 @@ from common.data.indexed_dataset import (
     MAGIC,
     VERSION,
     Index,
+    content_error,
     index_path,
     tokens_path,
-    wrong,
 )
 
 UINT16_VOCAB_LIMIT = 65500  # megatron-core, DType.optimal_dtype
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 for vocabularies below 65,500, else int32, like Megatron's preprocessor."""
+    """Return uint16 for a vocabulary below 65,500 tokens, else int32, as Megatron does."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
 class IndexedDatasetWriter:
-    """Writes documents one by one, each as one sequence, to files named `.partial`, which `finish`
-    renames.
+    """Writer of a pair of token files, one sequence per document.
 
-    Needs 4 bytes of memory per document. Raises OSError if a file cannot be written.
+    The files are named `.partial` until `finish` renames them. Needs 4 bytes of memory per
+    document. Raises OSError if a file cannot be written.
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
@@ -38,9 +38,8 @@ class IndexedDatasetWriter:
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
         self.lengths = array("i")
-        self._partial_bin, self._partial_index = (
-            Path(f"{prefix}.{kind}.partial") for kind in ("bin", "idx")
-        )
+        self._partial_bin = Path(f"{prefix}.bin.partial")
+        self._partial_index = Path(f"{prefix}.idx.partial")
         self._bin = self._partial_bin.open("wb")
 
     def add(self, ids: np.ndarray | list[int]) -> None:
@@ -48,7 +47,7 @@ class IndexedDatasetWriter:
         wide = np.asarray(ids, dtype=np.int64)
         path = tokens_path(self.prefix)
         if wide.ndim != 1 or not wide.size:
-            raise wrong(
+            raise content_error(
                 path,
                 f"document {len(self.lengths)} as a non-empty list of ids",
                 f"an array of shape {wide.shape}",
@@ -56,9 +55,10 @@ class IndexedDatasetWriter:
         low = int(wide.min())
         high = int(wide.max())
         if low < 0 or high >= self.vocab_size:
-            expected = f"ids from 0 to {self.vocab_size - 1}, stored as {self.dtype.name}"
-            raise wrong(
-                path, expected, f"id {low if low < 0 else high} in document {len(self.lengths)}"
+            raise content_error(
+                path,
+                f"ids from 0 to {self.vocab_size - 1}, stored as {self.dtype.name}",
+                f"id {low if low < 0 else high} in document {len(self.lengths)}",
             )
         self._bin.write(wide.astype(self.dtype).tobytes())
         self.lengths.append(wide.size)
@@ -66,21 +66,19 @@ class IndexedDatasetWriter:
     def finish(self) -> Index:
         """Write the `.idx` and rename both files. Return the Index, read back with all checks."""
         if not self.lengths:
-            raise wrong(tokens_path(self.prefix), "at least one document", "none")
+            raise content_error(tokens_path(self.prefix), "at least one document", "none")
         self._bin.close()
         lengths = np.array(self.lengths, "<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        offsets = ends - lengths * self.dtype.itemsize
+        boundaries = np.arange(len(lengths) + 1, dtype="<i8")
         code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == self.dtype)
         with self._partial_index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-            for part in (
-                lengths,
-                ends - lengths * self.dtype.itemsize,
-                np.arange(len(lengths) + 1, dtype="<i8"),
-            ):
+            for part in (lengths, offsets, boundaries):
                 file.write(part.tobytes())
         self._partial_bin.replace(tokens_path(self.prefix))
-        # last: an existing .idx means that the pair is complete
+        # Last, because an existing .idx means that the pair is complete.
         self._partial_index.replace(index_path(self.prefix))
         index = Index.read(self.prefix)
         index.check_token_file_size()

@@ -1,4 +1,7 @@
-"""Sizes, SHA-256 and counts of the files in a folder, as JSON. Standard library only."""
+"""Manifests: JSON files with the sizes, SHA-256 and token counts of the files in a folder.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,16 @@ BLOCK = 1 << 22  # bytes read at a time
 
 @dataclass(frozen=True)
 class FileFacts:
-    size: int | None = None  # bytes; None: unknown
-    sha256: str | None = None
+    """Size and checksum of a file. None: unknown."""
+
+    size: int | None = None  # bytes
+    sha256: str | None = None  # hexadecimal
 
 
 @dataclass(frozen=True)
 class PairFacts:
+    """Content of a .bin/.idx pair. None: unknown."""
+
     dtype: str  # numpy name of the token ids
     documents: int | None = None
     tokens: int | None = None
@@ -28,16 +35,16 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Expected properties of a folder's files. An unknown property is None and is not checked."""
+    """Expected properties of a folder's files. Unknown properties are not checked."""
 
-    source: str
+    source: str  # where the files come from, or how they are built
     vocab_size: int
     files: dict[str, FileFacts] = field(default_factory=dict)  # by name
     pairs: dict[str, PairFacts] = field(default_factory=dict)  # by prefix of a .bin/.idx pair
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a manifest. Raises DataError if there is none at `path`, or if it is damaged."""
+        """Read a manifest. Raises DataError if `path` does not exist or is not a manifest."""
         if path.exists() and not path.is_file():
             raise DataError(
                 f"{path} is not a regular file",
@@ -52,21 +59,26 @@ class Manifest:
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be opened: {error.strerror}",
-                "no manifest there",
+                "there is no readable manifest at this path",
                 "name an existing manifest",
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = f"{path}: not a manifest: {error!r}"
             raise DataError(
-                what, "the file is damaged or of another kind", "restore it, or write it again"
+                f"{path}: not a manifest: {error!r}",
+                "the file is damaged or has another format",
+                "restore it, or write it again",
             ) from error
 
     def write(self, path: Path) -> None:
+        """Write the manifest atomically. Raises OSError."""
         write_whole(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
 def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Calls `on_read` with the bytes of each block."""
+    """Return the SHA-256 of a file in hexadecimal.
+
+    `on_read`: called with the size of each block that was read, in bytes.
+    """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
@@ -77,4 +89,5 @@ def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
 
 
 def facts_of(path: Path, on_read: Callable[[int], None] | None = None) -> FileFacts:
+    """Return size and SHA-256 of a file. `on_read`: see `sha256_of`."""
     return FileFacts(path.stat().st_size, sha256_of(path, on_read))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 
 class Prefetcher:
-    """Iterates over `batches` (int32 arrays) and yields them as tensors on `device`. An error in
-    the thread is raised here.
+    """An iterator over `batches` (int32 arrays) that yields them as tensors on `device`.
 
-    It uses no worker processes, because a batch has only some 100 KB. A daemon thread ends with the
-    process, even if it is waiting.
+    A thread reads ahead. An exception in it is raised by `__next__`. Worker processes would not
+    help, because a batch has only some 100 KB. The thread is a daemon, so that it cannot keep the
+    process alive.
+
+    `depth`: micro-batches that wait in pinned memory at most.
     """
 
     def __init__(self, batches: Iterator[np.ndarray], device: torch.device, depth: int = 4):
@@ -31,18 +33,19 @@ class Prefetcher:
 
     def _read(self, batches: Iterator[np.ndarray]) -> None:
         if self.stream is not None:
-            # The device is set per thread: pinning would otherwise open a context on GPU 0 for
-            # every rank.
+            # A thread has its own current device. Without this, pinning memory would open a context
+            # on GPU 0 for every rank.
             torch.cuda.set_device(self.device)
         try:
             for batch in batches:
                 tensor = torch.from_numpy(batch)
                 self.ready.put(tensor.pin_memory() if self.stream is not None else tensor)
             self.ready.put(StopIteration())
-        except BaseException as error:  # passed to the training thread, which raises it
+        except BaseException as error:  # `__next__` raises it in the training thread
             self.ready.put(error)
 
     def _fetch(self) -> Tensor | BaseException:
+        """Return the next batch, whose copy to the device has only been started, or the end."""
         item = self.ready.get()
         if self.stream is None or isinstance(item, BaseException):
             return item
@@ -59,6 +62,9 @@ class Prefetcher:
             raise batch
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
+            # The batch was allocated on the side stream. Its memory must not be reused there before
+            # the compute stream has read it.
             batch.record_stream(torch.cuda.current_stream())
+            # Start the next copy now, so that it runs during this batch's forward and backward.
             self.ahead = self._fetch()
         return batch

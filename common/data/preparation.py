@@ -1,7 +1,6 @@
-"""Functions shared by the `prepare` programs: build a folder once and lock it. Standard library
-only.
+"""Functions shared by the `prepare` commands: lock a folder and build its files once.
 
-All text goes to stderr, because stdout is for the log.
+Messages go to stderr, because stdout is for the log. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from common.terminal import data_size, outlive_readers, print_stderr, shown
 
 
 def say(text: str) -> None:
+    """Print a message on stderr."""
     print_stderr(text)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`. A second process waits. The kernel releases the lock when a
-    process dies.
+    """Hold a lock on the file `path` inside the block. A second process waits for it.
 
-    The file is removed at the end, unless the block raises: build_once takes a lock file that is
-    left as the sign of an unfinished build.
+    The kernel releases the lock when a process dies. The file is removed at the end, unless the
+    block raises: to `build_once`, a remaining lock file means an unfinished build.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _open_locked(path)
@@ -56,8 +55,8 @@ def _open_locked(path: Path) -> TextIO:
                 return file
             say(f"waiting: another process has locked {path}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        # The process that held the lock may have removed the file, and a third one may hold a new
-        # file of this name.
+        # The process that held the lock may have removed this file, and a third process may have
+        # locked a new file of the same name.
         with suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file
@@ -65,15 +64,17 @@ def _open_locked(path: Path) -> TextIO:
 
 
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
-    """Raise PreflightError unless `folder`, which need not exist yet, has that much free space."""
-    existing = next(
-        place for place in (folder.resolve(), *folder.resolve().parents) if place.exists()
-    )
+    """Raise PreflightError unless the file system of `folder` has that much free space.
+
+    `folder` need not exist yet.
+    """
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        what = f"{folder}: {for_what} needs {data_size(needed_bytes)}, {data_size(free)} are free"
         raise PreflightError(
-            what,
+            f"{folder}: {for_what} needs {data_size(needed_bytes)}, {data_size(free)} are free",
             f"the file system of {existing} is too full",
             "free space, or name a folder on another disk",
         )
@@ -81,10 +82,10 @@ def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The files that a build makes in a folder, and the properties that identify them."""
+    """The files that a build creates in a folder, and what identifies them."""
 
-    title: str  # name of the files, for messages
-    # Source of the files, including the recipe number. If it changes, they are rebuilt.
+    title: str  # what the files are, for messages
+    # Source of the files, including the recipe's version. If it changes, they are rebuilt.
     source: str
     vocab_size: int
     files: tuple[str, ...]  # names, relative to the folder
@@ -92,13 +93,14 @@ class Recipe:
 
 
 def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, PairFacts]]) -> None:
-    """Call `build` to make the recipe's files in `folder`, then write their manifest. Do nothing if
-    they are complete.
+    """Build the recipe's files in `folder` and write their manifest, unless they are complete.
 
-    `build` returns what it knows about .bin/.idx pairs. If it is killed at any point, the folder
-    has no manifest, and the next call builds it again. The build goes on if a reader of its
-    messages, such as `head`, ends. Raises StorageError if files of these names are in a folder
-    where this recipe was never built, because they were not made here.
+    `build`: creates the files in the given folder; returns the contents of .bin/.idx pairs by
+        prefix.
+
+    If a build is killed, the folder has no manifest, and the next call builds the files again. A
+    build continues if the reader of its messages, such as `head`, exits. Raises StorageError if
+    `folder` has files of these names that no build of this recipe created.
     """
     outlive_readers()
     manifest = folder / recipe.manifest
@@ -110,15 +112,16 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
     if foreign and not manifest.exists() and not lock.exists():
         raise StorageError(
             f"{foreign[0]}: exists already",
-            "it was not made here, and nothing is overwritten",
+            "it was not built here, and nothing is overwritten",
             "name another folder",
         )
     with locked(lock):
-        if not (defect := _defect(folder, recipe)):  # another process has built it meanwhile
+        defect = _defect(folder, recipe)
+        if not defect:  # another process built the files while this one waited for the lock
             return
         say(f"building the {recipe.title} in {shown(folder)}, once ({defect})")
         began = time.monotonic()
-        # A kill from here on must not leave a manifest of older files.
+        # If the build is killed, the manifest of the older files must not remain.
         manifest.unlink(missing_ok=True)
         pairs = build(folder)
         files = {name: facts_of(folder / name) for name in recipe.files}
@@ -127,23 +130,25 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
 
 
 def _defect(folder: Path, recipe: Recipe) -> str:
-    """Return why the files must be built (again), or "" if each of them matches the manifest."""
-    if not (folder / recipe.manifest).exists():
-        return "not built yet, or not to the end"
-    if damage := damage_of(folder / recipe.manifest):
+    """Return why the files must be built, or "" if each of them matches the manifest."""
+    path = folder / recipe.manifest
+    if not path.exists():
+        return "not built yet, or the build was interrupted"
+    damage = damage_of(path)
+    if damage:
         return damage
-    manifest = Manifest.read(folder / recipe.manifest)
-    if (manifest.source, manifest.vocab_size, set(manifest.files)) != (
-        recipe.source,
-        recipe.vocab_size,
-        set(recipe.files),
+    manifest = Manifest.read(path)
+    if (
+        manifest.source != recipe.source
+        or manifest.vocab_size != recipe.vocab_size
+        or set(manifest.files) != set(recipe.files)
     ):
         return f"built by another recipe: {manifest.source}"
     return ""
 
 
 def damage_of(path: Path) -> str:
-    """Return what is wrong with the manifest at `path` or its files (size, SHA-256), or ""."""
+    """Return why the manifest at `path` cannot be read or its files do not match it, or ""."""
     try:
         manifest = Manifest.read(path)
     except DataError as error:

@@ -9,27 +9,37 @@ from pathlib import Path
 
 from common.errors import DataError
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads accepts them, UTF-8 does not
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
 def json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
-    """Yield the text in `key` of each line of `file`, which is `path`. Raises DataError."""
+    """Yield the text under `key` of each line of a JSON lines file.
+
+    `file`: the open file.
+    `path`: its name, for errors.
+
+    Raises DataError if a line is not a JSON object or has no valid text.
+    """
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)[key]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why = f"each line must be a JSON object with the key {key}"
-            do = "repair the line, or name the right key with --jsonl-key"
-            raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
-        if not isinstance(text, str):
-            what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
-            raise DataError(what, "a document must be a string", "repair the line")
-        if LONE_SURROGATE.search(text):
-            what = f"{path}: line {number}: {key} contains half of a surrogate pair"
             raise DataError(
-                what,
+                f"{path}: line {number}: no document: {error!r}",
+                f"each line must be a JSON object with the key {key}",
+                "repair the line, or name the right key with --jsonl-key",
+            ) from error
+        if not isinstance(text, str):
+            raise DataError(
+                f"{path}: line {number}: {key} is {type(text).__name__}, not text",
+                "a document must be a string",
+                "repair the line",
+            )
+        if LONE_SURROGATE.search(text):
+            raise DataError(
+                f"{path}: line {number}: {key} contains half of a surrogate pair",
                 "tokenizers reject it, because it does not encode a character",
                 "repair the line, or leave it out",
             )

@@ -246,7 +246,7 @@ def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
         monkeypatch.setattr(sys.modules[__name__], "ROOT", f"{tmp_path}:{ROOT}")
     code, err = finish(start(hub, tmp_path, small_chunks=False))
     expected = {
-        "damaged on the way": (15, "came damaged"),
+        "damaged on the way": (15, "damaged"),
         "no network": (15, "could not be downloaded"),
         "no package": (18, "not installed"),
     }
@@ -314,7 +314,7 @@ def test_the_failure_of_a_download_is_what_the_command_ends_with(hub, tmp_path):
     hub.damage = True
     program = OF_LORA.replace("prepare.DATA_BYTES = 1", "prepare.DATA_BYTES = 10**18")
     code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
-    assert code == 15 and "came damaged" in err and "are free" not in err, err
+    assert code == 15 and "damaged" in err and "are free" not in err, err
 
 
 def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
