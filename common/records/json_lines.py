@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines. A crash leaves no partial line. Standard library only."""
+"""Append-only files of JSON lines. A failed write leaves no partial line. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
 
 
 def append(descriptor: int, data: bytes, sync: bool = False) -> None:
-    """Append whole lines to an open file. With `sync`, write them through to the disk.
+    """Append whole lines to an open file. With `sync`, wait until they are on the disk.
 
-    Raises OSError, and then leaves the file unchanged.
+    Raises OSError. The file is then unchanged.
     """
     end = os.fstat(descriptor).st_size
     try:
@@ -32,23 +32,24 @@ def append(descriptor: int, data: bytes, sync: bool = False) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`. Raises OSError."""
     while data:
-        # after a short write the next one raises the reason
-        data = data[os.write(descriptor, data) :]
+        # A write may be short, on a full disk for example. The next one then raises the reason.
+        written = os.write(descriptor, data)
+        data = data[written:]
 
 
 def read(path: Path) -> tuple[list[dict], list[str]]:
-    """Return the JSON objects of `path`, one per line, and notes about the lines that could not be
-    read.
+    """Return (JSON objects of `path`, one per line; notes about lines that cannot be read).
 
-    A missing file has no objects. Other JSON values are skipped. Raises OSError.
+    A missing file has no objects. JSON values that are not objects are skipped. Raises OSError.
     """
-    found = []
+    records = []
     notes = []
+    if not path.exists():
+        return [], [f"{path.name} is missing"]
     if not path.is_file():
-        return [], [
-            f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file"
-        ]
+        return [], [f"{path.name} is not a regular file"]
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -57,18 +58,23 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
                 notes.append(f"{path.name} line {number} is cut off or damaged")
                 continue
             if isinstance(record, dict):
-                found.append(record)
-    return found, notes
+                records.append(record)
+    return records, notes
 
 
 class Tail:
-    """Reader of the complete lines that were appended to a file since the last call."""
+    """A reader that returns the lines appended to a file since its last call."""
 
     def __init__(self, path: Path | int):
+        """Start at the beginning of `path`, which may be a file descriptor."""
         self.path = path
         self.offset = 0
 
     def lines(self, to_the_end: bool = False) -> list[str]:
+        """Return the new lines. `to_the_end`: include a last line without a line feed.
+
+        Returns none if the file does not exist (yet).
+        """
         with (
             contextlib.suppress(OSError),
             open(self.path, "rb", closefd=isinstance(self.path, Path)) as file,

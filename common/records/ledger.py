@@ -1,23 +1,23 @@
-"""The ledger LOGDIR/<benchmark>/attempts.jsonl: the attempts that were started and how they ended.
-Append-only, with each line synced.
+"""The run ledger LOGDIR/<benchmark>/attempts.jsonl: all attempts of all series, and how they ended.
 
-One JSON object per line, all with `event` and `series` (an id):
+The file is append-only, and each line is synced to the disk. A line is a JSON object with `event`,
+`series` (an ID) and further keys:
 
   series  a series begins: started, goal (number of good runs), facts (what must not change within
           it, see series.facts_of)
   start   an attempt begins: attempt (1, 2, ...), run (directory next to the ledger), seed, started
-          (UTC), config (file name in the log), modified (the config differs from the repository's),
-          commit
-  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json),
-          reason (for a good run: why its model was not saved), minutes (run_start to run_stop),
-          samples (training sequences), cache (fadvise, no: how the data left the page cache),
-          clock (the log has a run_start)
+          (UTC), config (file name in the log), modified (whether the config differs from the
+          repository's), commit
+  end     an attempt ended: the keys of start, and exit_code, kind (success, lost, or the kind in
+          failure.json), reason (for a good run: why its model was not saved), minutes (run_start to
+          run_stop), samples (training sequences), cache (fadvise or no: how the data was dropped
+          from the page cache), clock (whether the log has a run_start)
   goal    the series was resumed with a larger NEXP: goal
   closed  the series has its good runs; a larger NEXP may reopen it
 
-An attempt with `start` and without `end` is running, or was lost with its launcher. A run is good
-if its exit_code is 0. Several series may write at the same time: a lock per line keeps lines whole,
-the id separates the series.
+An attempt with `start` and without `end` is running, or its launcher was killed. A run is good if
+its exit_code is 0. Several series may write at the same time: a lock keeps each line whole, and the
+ID separates the series.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from common.errors import ConfigError, StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
-# Event -> the keys that a line of it must have, and their types.
+# Event -> its required keys and their types.
 LINES: dict[str, dict[str, type]] = {
     "series": {"goal": int, "facts": dict},
     "start": {"attempt": int, "run": str, "seed": int},
@@ -41,8 +41,8 @@ LINES: dict[str, dict[str, type]] = {
     "goal": {"goal": int},
     "closed": {},
 }
-# file systems without flock: some mounts of Lustre and NFS
-ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it names a lock file
+ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it is part of a file name
+# errno of flock on file systems without it, such as some mounts of Lustre and NFS
 NO_LOCKS = (
     errno.ENOSYS,
     errno.ENOTSUP,
@@ -55,10 +55,10 @@ class Record:
     """A series in the ledger."""
 
     id: str
-    goal: int
+    goal: int  # number of good runs
     facts: dict
-    starts: dict[int, dict] = field(default_factory=dict)
-    ends: dict[int, dict] = field(default_factory=dict)
+    starts: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `start`
+    ends: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `end`
     closed: bool = False
 
     def add(self, line: dict) -> None:
@@ -69,9 +69,10 @@ class Record:
             self.closed = False
         elif event == "closed":
             self.closed = True
-        elif event in ("start", "end"):
-            kept = self.starts if event == "start" else self.ends
-            kept[line["attempt"]] = line
+        elif event == "start":
+            self.starts[line["attempt"]] = line
+        elif event == "end":
+            self.ends[line["attempt"]] = line
 
     @property
     def next_attempt(self) -> int:
@@ -79,30 +80,30 @@ class Record:
 
     @property
     def good(self) -> list[dict]:
+        """Lines `end` of the good runs."""
         return [end for end in self.ends.values() if end["exit_code"] == 0]
 
     @property
     def failed(self) -> list[dict]:
-        """Ends of the failed attempts, in the order of the attempts."""
-        return [
-            self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0
-        ]
+        """Lines `end` of the failed attempts, in the order of the attempts."""
+        return [end for _, end in sorted(self.ends.items()) if end["exit_code"] != 0]
 
     @property
     def outcomes(self) -> list[bool]:
         """Outcomes of the runs in the order of the attempts: True for a good run.
 
-        An attempt that never started its clock is not a run.
+        A failed attempt that never started its clock is not a run.
         """
-        ends = [self.ends[number] for number in sorted(self.ends)]
-        return [
-            end["exit_code"] == 0
-            for end in ends
-            if end["exit_code"] == 0 or end.get("clock") is not False
-        ]
+        outcomes = []
+        for _, end in sorted(self.ends.items()):
+            good = end["exit_code"] == 0
+            if good or end.get("clock") is not False:
+                outcomes.append(good)
+        return outcomes
 
     @property
     def open_starts(self) -> list[dict]:
+        """Lines `start` of the attempts that have not ended."""
         return [start for number, start in self.starts.items() if number not in self.ends]
 
     @property
@@ -111,17 +112,23 @@ class Record:
 
 
 def append(path: Path, line: dict) -> None:
-    """Write `line` whole and to the disk, or raise StorageError and leave the ledger unchanged."""
+    """Append `line` and sync it to the disk.
+
+    Raises StorageError. The ledger is then unchanged.
+    """
     try:
-        create = 0  # A line without its series would be lost: the ledger was moved.
+        flags = os.O_RDWR | os.O_APPEND
+        # Only the first line of a series creates the file: any other line would be skipped by
+        # `read` in a new ledger, which does not know its series.
         if line["event"] == "series":
-            create = os.O_CREAT
+            flags |= os.O_CREAT
             path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | create | os.O_APPEND, 0o644)
+        descriptor = os.open(path, flags, 0o644)
         try:
             lock(descriptor, wait=True)
-            if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
-                # A line that a power failure truncated must not corrupt the next one.
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # A power failure truncated the last line. Do not append this one to it.
                 os.write(descriptor, b"\n")
             json_lines.append_line(descriptor, line, sync=True)
         finally:
@@ -136,7 +143,10 @@ def append(path: Path, line: dict) -> None:
 
 
 def lock(descriptor: int, wait: bool) -> bool:
-    """Take an exclusive flock until the process ends. Return False if another process has it."""
+    """Take an exclusive flock until the file is closed. Return False if another process has it.
+
+    `wait`: wait for the other process instead. On file systems without locks, return True.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -148,10 +158,12 @@ def lock(descriptor: int, wait: bool) -> bool:
 
 
 def launcher_is_alive(folder: Path, series: str) -> bool:
-    """Return whether the launcher of `series` holds its lock file in LOGDIR/<benchmark> `folder`.
+    """Return whether the launcher of `series` is running, that is, holds its lock file.
 
-    A killed launcher leaves the file behind, but not the lock. On a file system without locks the
-    file alone decides.
+    `folder`: LOGDIR/<benchmark>.
+
+    A killed launcher leaves the file behind, but not the lock. On a file system without locks, the
+    launcher counts as running as long as the file exists.
     """
     try:
         descriptor = os.open(folder / f"series_{series}.lock", os.O_RDONLY)
@@ -170,8 +182,8 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
 def choose(path: Path, wanted: str) -> Record | None:
     """Return the series of the ledger at `path` whose ID begins with `wanted`.
 
-    For "", the newest series with more than one run, else the newest one; None without any. Raises
-    ConfigError if `wanted` does not name exactly one series.
+    If `wanted` is "", return the newest series with more than one run, else the newest one, else
+    None. Raises ConfigError if `wanted` does not name exactly one series.
     """
     records = read(path)
     matches = [record for record in records if record.id.startswith(wanted)]
@@ -179,7 +191,7 @@ def choose(path: Path, wanted: str) -> Record | None:
         known = ", ".join(f"{record.id} ({record.goal} runs)" for record in records) or "none"
         raise ConfigError(
             f"{path}: no series {wanted}",
-            f"{len(matches)} series begin with this; the ledger has: {known}",
+            f"{len(matches)} IDs begin with it; the ledger has: {known}",
             "name one of these",
         )
     several = [record for record in matches if record.goal > 1]
@@ -188,9 +200,10 @@ def choose(path: Path, wanted: str) -> Record | None:
 
 
 def read(path: Path) -> list[Record]:
-    """Return all series, oldest first. Truncated and foreign lines are skipped."""
+    """Return all series, oldest first. Truncated and invalid lines are skipped."""
     records: dict[str, Record] = {}
-    for line in filter(_is_line, json_lines.read(path)[0]):
+    lines, _ = json_lines.read(path)
+    for line in filter(_is_valid, lines):
         name = line["series"]
         if line["event"] == "series":
             records[name] = Record(name, line["goal"], line["facts"])
@@ -199,13 +212,18 @@ def read(path: Path) -> list[Record]:
     return list(records.values())
 
 
-def _is_line(line: dict) -> bool:
-    """Return whether `line` is valid: its run must be a directory next to the ledger."""
+def _is_valid(line: dict) -> bool:
+    """Return whether `line` has the keys of its event, with the right types.
+
+    A series must be a valid file name, and a run the name of a directory next to the ledger.
+    """
     event = line.get("event")
     if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
         return False
     if not ID.fullmatch(line["series"]):
         return False
-    typed = all(type(line.get(key)) is kind for key, kind in LINES[event].items())
+    for key, kind in LINES[event].items():
+        if type(line.get(key)) is not kind:
+            return False
     run = line.get("run", "r")
-    return typed and Path(run).name == run and "\0" not in run
+    return Path(run).name == run and "\0" not in run

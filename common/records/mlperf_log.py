@@ -1,10 +1,11 @@
-"""Reader of MLPerf log files: lines with the token `:::MLLOG`, as records. All other code uses it.
+"""Reader of MLPerf log files, whose records are lines with the token `:::MLLOG`.
 
 A record is the JSON object after the last token of a line. Text before the token, such as the `0: `
 of `srun -l`, does not belong to it. The official parser strips it too (mlcommons/logging,
-compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR. `events` streams, so
-that a log of 200 MB needs no memory. `read` keeps the records that the caller needs. Standard
-library only.
+compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR.
+
+`events` yields one record at a time, so that even a log of 200 MB needs little memory. `read`
+returns the records that the caller needs. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # the byte order mark of UTF-8, read as latin-1
-STRUCTURE = re.compile(r"_start$|_stop$|^eval_")  # keys that say what a run did, and when
-MOST = 10_000  # records of any other key that are held in memory: 10 MB
+STRUCTURE = re.compile(r"_start$|_stop$|^eval_")  # keys that mark the parts of a run
+MOST = 10_000  # records of any other key that are kept in memory, about 10 MB
 HEAD_BYTES = 4096  # bytes read to detect the type of a file
 DO = "name MLPerf result logs, as text"
-MAGIC = {
+MAGIC = {  # first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
@@ -35,10 +36,10 @@ MAGIC = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record. `time_ms` counts from 1970. `line` counts from 1, as in an editor."""
+    """A record of the log."""
 
-    line: int
-    time_ms: float
+    line: int  # from 1
+    time_ms: float  # milliseconds since 1970
     key: str
     value: object
     metadata: dict
@@ -54,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that has the token but no record, or at which the official parser would stop."""
+    """A line with the token but without a valid record. The official parser may stop at it."""
 
     line: int
     reason: str
@@ -64,10 +65,10 @@ class BadLine:
 class Log:
     """The records of a log in order, and by key."""
 
-    events: list[Event] = field(default_factory=list)  # those that are held in memory
+    events: list[Event] = field(default_factory=list)  # the records kept in memory
     bad: list[BadLine] = field(default_factory=list)
-    path: Path | None = None  # of the file that has further records; None if `events` has all
-    folder: Path | None = None  # of the file; None if the records come from none
+    path: Path | None = None  # the file, if it has more records than `events`; else None
+    folder: Path | None = None  # the file's folder; None if the records are not from a file
     by_key: dict[str, list[Event]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class Log:
             self.by_key.setdefault(event.key, []).append(event)
 
     def every(self) -> Iterator[Event]:
-        """Yield each record of the log. Where not all are in memory, the file is read again."""
+        """Yield each record of the log. Reads the file again if not all are in memory."""
         if self.path is None:
             yield from self.events
             return
@@ -84,10 +85,11 @@ class Log:
                 yield record
 
     def all(self, key: str) -> list[Event]:
-        """Return the records of `key`: of other keys than STRUCTURE the first MOST at most."""
+        """Return the records of `key`. If it is not in STRUCTURE, at most the first MOST."""
         return self.by_key.get(key, [])
 
     def first(self, key: str) -> Event | None:
+        """Return the first record of `key`, or None."""
         return next(iter(self.all(key)), None)
 
     def value(self, key: str):
@@ -100,11 +102,11 @@ class Log:
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
-    """Return the records of `path` that fit into memory: all of the keys in STRUCTURE, the first
-    MOST of any other. `Log.every` yields the rest too.
+    """Return a log with all records of the keys in STRUCTURE and the first MOST of any other key.
 
-    With `repeated`: all records of these keys, and the first one of any other. Raises ConfigError
-    as `events` does.
+    `repeated`: keep all records of these keys instead, and the first one of any other key.
+
+    `Log.every` yields the remaining records too. Raises ConfigError as `events` does.
     """
     kept: list[Event] = []
     bad: list[BadLine] = []
@@ -114,7 +116,8 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
         if isinstance(record, BadLine):
             bad.append(record)
             continue
-        count = counts[record.key] = counts.get(record.key, 0) + 1
+        count = counts.get(record.key, 0) + 1
+        counts[record.key] = count
         if repeated is None:
             keep = count <= MOST or STRUCTURE.search(record.key) is not None
             complete = complete and keep
@@ -134,17 +137,19 @@ def events(path: Path) -> Iterator[Event | BadLine]:
             head = binary.read(HEAD_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}", error.strerror or str(error), DO) from None
-    if kind := next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None):
-        raise ConfigError(
-            f"{path} is compressed ({kind})",
-            "the official tools read logs as text only",
-            "decompress it first",
-        )
+    for magic, kind in MAGIC.items():
+        if head.startswith(magic):
+            raise ConfigError(
+                f"{path} is compressed ({kind})",
+                "the official tools read logs as text only",
+                "decompress it first",
+            )
     if not head:
         raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
-    line_feeds = returns = 0
-    # latin-1, as in the official parser, so that no byte can fail. newline="" splits at CR, LF and
-    # CRLF, and keeps them on the line.
+    line_feeds = 0
+    returns = 0
+    # latin-1, as in the official parser: every byte is a valid character. newline="" splits lines
+    # at CR, LF and CRLF, and keeps these characters.
     with path.open(encoding="latin-1", newline="") as file:
         for text in file:
             if TOKEN in text:
@@ -152,13 +157,13 @@ def events(path: Path) -> Iterator[Event | BadLine]:
             if text.endswith("\n"):
                 line_feeds += 1
             else:
-                # Progress bars print these within a line. They count only in a file without line
-                # feeds.
+                # Progress bars print CR within a line, so it ends a line only in a file without
+                # line feeds.
                 returns += 1
 
 
 def parse(line: int, text: str) -> Event | BadLine:
-    """Return the record of one line that holds the token. `line`: its number."""
+    """Return the record of one line with the token. `line`: its number."""
     prefix, _, rest = text.rpartition(TOKEN)
     prefix = prefix.removeprefix(BOM)
     if not rest.startswith(" "):
@@ -169,9 +174,10 @@ def parse(line: int, text: str) -> Event | BadLine:
         return BadLine(line, f"not one JSON object and nothing else: {error}")
     if not isinstance(record, dict):
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
-    if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:
+    missing = [key for key in ("time_ms", "key", "value", "metadata") if key not in record]
+    if missing:
         return BadLine(line, f"a record without {', '.join(missing)}")
-    # the official parser accepts any value
+    # The official parser accepts metadata of any type.
     metadata = record["metadata"] if isinstance(record["metadata"], dict) else {}
     if not is_number(record["time_ms"]) or type(record["key"]) is not str:
         return BadLine(line, "time_ms or key has the wrong type")

@@ -1,10 +1,9 @@
-"""Published MLPerf Training results of both benchmarks, and the causes of a difference between two
-results.
+"""Published MLPerf Training results, and why the times of two results differ.
 
-The minutes of a series are T = S/r + n*e + rest, as means over the eight runs that count: S
-sequences to the target, r sequences per second, n evaluations of e seconds. The rest is the
-remainder (a slow first block, pauses). The difference to a series 0 is split by logarithmic means
-(LMDI-I; Ang, Energy Policy 33 (2005) 867), L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
+The time of a series is T = S/r + n*e + rest, as means over the eight runs that count: S sequences
+to the target, r sequences per second, n evaluations of e seconds. The rest is what remains (a slow
+first block, pauses). The difference from a series 0 is split by logarithmic means (LMDI-I; Ang,
+Energy Policy 33 (2005) 867), L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
 
   throughput   L(S/r, S0/r0) * ln(r0/r)
   samples      L(S/r, S0/r0) * ln(S/S0) + L(n*e, n0*e0) * ln(n/n0)
@@ -12,13 +11,13 @@ remainder (a slow first block, pauses). The difference to a series 0 is split by
   evaluation   L(n*e, n0*e0) * ln(e/e0)
   rest         rest - rest0
 
-These are minutes and add up to T - T0. Each divided by L(T, T0) is the logarithm of a factor, and
-the factors multiply to T/T0. No order of the terms is preferred, and exchanging the series only
-changes the signs. The RCP factor f leads from minutes to score: its line is (f - 1) * T - (f0 - 1)
-* T0 minutes, and f/f0.
+These terms are minutes and add up to T - T0. Each divided by L(T, T0) is the logarithm of a factor,
+and the product of the factors is T/T0. No order of the terms is preferred, and exchanging the
+series only changes the signs. A score is the minutes times the RCP factor f. The factor contributes
+(f - 1) * T - (f0 - 1) * T0 minutes, and f/f0.
 
 The results are in published.json, which `python -m submission.survey --round R` creates from a
-results repository. Its "sources" state the source of each round. Standard library only.
+repository of results. Its "sources" name the source of each round. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ DATA = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Pace:
-    """Components of the minutes of a series, as means over the eight runs that count."""
+    """The quantities that make up the time of a series, as means over the eight runs that count."""
 
     minutes: float  # run_start to run_stop, without the RCP factor
     samples: float  # training sequences to the target
-    samples_per_s: float  # of the whole system, over training blocks except each run's first one
+    samples_per_s: float  # of all GPUs, over all training blocks except each run's first
     evaluations: float | None  # per run; None if evaluations are not timed
     evaluation_s: float | None  # seconds of one evaluation
 
@@ -54,15 +53,15 @@ class Pace:
 class Published:
     """A result: a row of published.json, whose columns have these names, or a local series."""
 
-    round: str  # 5.1
+    round: str  # such as 5.1; "" for a local series
     benchmark: str
     gpu: str | None  # for example H200; None if unknown
     gpus: int | None
-    submitter: str  # the directory of the organization
+    submitter: str  # the organization's directory in the results
     system: str  # the directory below it, or the name of a local series
     batch: int | None
     runs: int  # number of runs read: 10, or 1 if only one log could be read
-    # minutes, with the RCP factor; None if the series is not a valid result, or is of one log
+    # minutes times the RCP factor; None if the series is not a valid result or has only one log
     score: float | None
     minutes: float | None  # without the factor; None if no run converged
     samples: float | None  # to the target, counted after the optimizer step
@@ -81,6 +80,7 @@ class Published:
 
     @property
     def name(self) -> str:
+        """Name for display, such as "v5.1 <submitter> <system>"."""
         return f"v{self.round} {self.submitter} {self.system}" if self.round else self.system
 
     @property
@@ -90,10 +90,13 @@ class Published:
 
 
 def load(path: Path = DATA) -> tuple[Published, ...]:
+    """Return the rows of published.json."""
     table = json.loads(path.read_text())
-    return tuple(
-        Published(**dict(zip(table["columns"], row, strict=True))) for row in table["rows"]
-    )
+    results = []
+    for row in table["rows"]:
+        values = dict(zip(table["columns"], row, strict=True))
+        results.append(Published(**values))
+    return tuple(results)
 
 
 RESULTS = load()
@@ -101,9 +104,9 @@ RESULTS = load()
 
 @dataclass(frozen=True)
 class TimePart:
-    """A cause of a difference between two series: minutes, and the factor on the time.
+    """One cause of the difference between two series, in minutes and as a factor on the time.
 
-    Values below zero and below one mean faster.
+    Minutes below 0 and factors below 1 mean faster.
     """
 
     name: str

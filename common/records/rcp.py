@@ -1,8 +1,8 @@
 """Reference convergence points (RCP): the number of training sequences that the reference needed.
 
-The official RCP checker decides on a submission (submission/rcp.py). This module has only what is
-known without it, for the launcher and the plan. The reference's runs are in each benchmark's
-rules.py. All counts are training sequences. Standard library only, because the launcher imports it.
+The official RCP checker decides on a submission (submission/rcp.py). These functions do not need
+it. The runs of the reference are in each benchmark's rules.py. All counts are training sequences.
+Standard library only, because the launcher imports this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from common.benchmarks import Rules
 
-# for each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
+# Runs of a result (MLPerf Training rules, "Benchmark Results"; mlperf-logging benchmark_meta.py).
 SUBMISSION_RUNS = 10
 
 
@@ -22,18 +22,21 @@ def trimmed_mean(values: Sequence[float]) -> float:
 
 
 def mean_samples(rules: Rules, batch: int) -> float | None:
-    """Return the reference's mean at exactly this global batch, or None if it has no runs there."""
+    """Return the trimmed mean of the reference's runs at this batch, or None if it has none."""
     runs = rules.reference_runs.get(batch)
-    return (
-        trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None
-    )
+    if not runs:
+        return None
+    values: list[int] = []
+    for samples, count in runs:
+        values += [samples] * count
+    return trimmed_mean(values)
 
 
 def learning_rate(rules: Rules, batch: int) -> tuple[float, bool] | None:
     """Return the reference's learning rate at a global batch, and whether it is interpolated.
 
-    Between two batches of the reference the rate is interpolated linearly. None outside of their
-    range, and for rules without reference runs.
+    Between two batches of the reference, the rate is interpolated linearly. Returns None for a
+    batch outside of the reference's range, and for rules without reference runs.
     """
     rates = rules.reference_learning_rates
     if batch in rates:

@@ -1,6 +1,6 @@
-"""The states of a run in words: the same on screens, on pages and in tables. Standard library only.
+"""Descriptions of the states of a run, for screens, pages and tables. Standard library only.
 
-A state is the `kind` of an attempt's end in the ledger (common/records/ledger.py), the `kind` of
+A state is the `kind` of an attempt in the ledger (common/records/ledger.py), the `kind` in
 failure.json, or RUNNING.
 """
 
@@ -31,5 +31,5 @@ WORDS = {
 
 
 def words(state: str) -> str:
-    """Return the words for a state; an unknown state is returned as it is."""
+    """Return the description of a state, or the state itself if it is unknown."""
     return WORDS.get(state, state)
