@@ -1,10 +1,12 @@
 """The peers of docs/results.md: both benchmarks' training steps by Megatron-core and Transformer Engine, on random weights and tokens.
 
     torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
+    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py open_llama_1b [--bf16] [--fuse-wgrad] [--micro-batch-size 16]
     python tests/gpu/studies/megatron_peers.py llama2_70b_lora
 
-The 8B: data parallel with the distributed optimizer, gradients and weights sent while others compute, micro-batches of one sequence of
-8,192 tokens. `--fuse-wgrad` lets Transformer Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
+The 8B, and the 1B of open_llama/models/llama-1b.json: data parallel with the distributed optimizer, gradients and weights sent while others
+compute. The 8B has 4 micro-batches of one sequence of 8,192 tokens, the 1B one of 16 sequences of 2,048. `--fuse-wgrad` lets Transformer
+Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
 LoRA: 4 and 12 of the 80 layers on one GPU, adapters where NeMo has them (qkv and o, on the normed input), the base in FP8. The time of a layer
 is their difference's, and 80 layers are extrapolated without communication and without recomputation, to the peer's favor.
 
@@ -20,6 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +50,30 @@ FP8 = {
 DEPTHS, ALL_LAYERS = (4, 12), 80
 
 
+@dataclass(frozen=True)
+class Pretraining:
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int
+    tied_embedding: bool
+    sequence: int
+    micro_batch_size: int
+    micro_batches: int
+
+
+PRETRAINING = {
+    "llama31_8b": Pretraining(32, 4096, 14336, 32, 128256, False, SEQUENCE, 1, 4),
+    "open_llama_1b": Pretraining(16, 2048, 8192, 32, 32768, True, 2048, 16, 1),
+}
+
+
 def transformer(
     layers: int, hidden: int, ffn: int, heads: int, **precision: object
 ) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=8, kv_channels=128,
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=8, kv_channels=hidden // heads,
         normalization="RMSNorm", layernorm_epsilon=1e-5, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
         bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, apply_rope_fusion=True, gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True,
@@ -59,18 +81,24 @@ def transformer(
     )  # fmt: skip
 
 
-def gpt(config: TransformerConfig, vocabulary: int, rotary_base: int) -> GPTModel:
+def gpt(
+    config: TransformerConfig,
+    vocabulary: int,
+    rotary_base: int,
+    sequence: int = SEQUENCE,
+    tied: bool = False,
+) -> GPTModel:
     options = {
         "position_embedding_type": "rope",
         "rotary_base": rotary_base,
-        "share_embeddings_and_output_weights": False,
+        "share_embeddings_and_output_weights": tied,
     }
     spec = get_gpt_layer_with_transformer_engine_spec()
     return GPTModel(
         config,
         spec,
         vocab_size=vocabulary,
-        max_sequence_length=SEQUENCE,
+        max_sequence_length=sequence,
         fp16_lm_cross_entropy=False,
         **options,
     ).cuda()
@@ -88,10 +116,10 @@ def median_seconds(step: Callable[[], object]) -> float:
     return statistics.median(seconds[WARMUP:])
 
 
-def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -> str:
-    vocabulary = 128256
-    config = transformer(layers, 4096, 14336, 32, **({} if bf16 else FP8))
-    model = gpt(config, vocabulary, 500000)
+def pretraining(name: str, work: Pretraining, bf16: bool, fuse_wgrad: bool) -> str:
+    precision = {} if bf16 else FP8
+    config = transformer(work.layers, work.hidden, work.ffn, work.heads, **precision)
+    model = gpt(config, work.vocabulary, 500000, work.sequence, work.tied_embedding)
     if fuse_wgrad:
         for module in model.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
@@ -126,12 +154,13 @@ def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -
     )
     forward_backward, positions = (
         get_forward_backward_func(),
-        torch.arange(SEQUENCE, device="cuda")[None],
+        torch.arange(work.sequence, device="cuda")[None].expand(work.micro_batch_size, -1),
     )
 
     def batches() -> Iterator[Tensor]:
+        size = (work.micro_batch_size, work.sequence + 1)
         while True:
-            yield torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda")
+            yield torch.randint(0, work.vocabulary, size, device="cuda")
 
     def forward(iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable]:
         tokens = next(iterator)
@@ -146,16 +175,20 @@ def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -
         model.zero_grad_buffer()
         optimizer.zero_grad()
         forward_backward(
-            forward_step_func=forward, data_iterator=data, model=[model], num_microbatches=micro_batches, seq_length=SEQUENCE,
-            micro_batch_size=1, forward_only=False,
+            forward_step_func=forward, data_iterator=data, model=[model], num_microbatches=work.micro_batches,
+            seq_length=work.sequence, micro_batch_size=work.micro_batch_size, forward_only=False,
         )  # fmt: skip
         optimizer.step()
 
     gc.disable()  # as Megatron's own training loop does
     seconds = median_seconds(step)
-    name = f"{'bf16' if bf16 else 'FP8'}{', weight gradients added by TE' if fuse_wgrad else ''}"
-    shape = f"{layers} layers, {name}, {torch.distributed.get_world_size()} GPUs"
-    return f"llama31_8b, {shape}: {micro_batches * SEQUENCE / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
+    about = f"{'bf16' if bf16 else 'FP8'}{', weight gradients added by TE' if fuse_wgrad else ''}"
+    shape = f"{work.layers} layers, {about}, {torch.distributed.get_world_size()} GPUs"
+    shape += (
+        f", {work.micro_batches} micro-batches of {work.micro_batch_size} x {work.sequence} tokens"
+    )
+    tokens = work.micro_batches * work.micro_batch_size * work.sequence
+    return f"{name}, {shape}: {tokens / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
 
 
 class Adapter(nn.Module):
@@ -226,11 +259,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benchmark", choices=["llama31_8b", "llama2_70b_lora"])
+    parser.add_argument("benchmark", choices=[*PRETRAINING, "llama2_70b_lora"])
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fuse-wgrad", action="store_true")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=32, help="of the 8B")
+    for option in ("--micro-batches", "--micro-batch-size", "--layers"):
+        parser.add_argument(option, type=int)
     args = parser.parse_args()
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -244,11 +277,17 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    text = (
-        lora()
-        if args.benchmark == "llama2_70b_lora"
-        else pretraining(args.layers, args.bf16, args.fuse_wgrad, args.micro_batches)
-    )
+    if args.benchmark == "llama2_70b_lora":
+        text = lora()
+    else:
+        given = {
+            "layers": args.layers,
+            "micro_batches": args.micro_batches,
+            "micro_batch_size": args.micro_batch_size,
+        }
+        changes = {key: value for key, value in given.items() if value is not None}
+        work = replace(PRETRAINING[args.benchmark], **changes)
+        text = pretraining(args.benchmark, work, args.bf16, args.fuse_wgrad)
     if torch.distributed.get_rank() == 0:
         print(
             f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",

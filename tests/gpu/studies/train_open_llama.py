@@ -1,34 +1,67 @@
-"""Runs of open_llama on a GPU: weights to start from, and a summary of runs.
+"""Runs of open_llama on a GPU: text and weights to start from, and a summary of runs.
 
+    python3 -m tests.gpu.studies.train_open_llama text --packages torch sympy --out FILE.jsonl
     python3 -m tests.gpu.studies.train_open_llama weights --model llama3.1-8b --out DIR
     python3 -m tests.gpu.studies.train_open_llama summary RUN...
 
-`weights` writes a checkpoint of Hugging Face with random weights of the model's shape. `summary`
-prints for each run its settings, tokens/s of the median logged step, peak memory and losses.
+`text` writes the docstrings and comments of the standard library and of installed packages, each
+text once, for `prepare text`. `weights` writes a Hugging Face checkpoint with random weights of the
+model's shape. `summary` prints for each run its settings, tokens/s of the median logged step, peak
+memory and losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
+import sysconfig
 import time
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import torch
-
-from common.model.checkpoint_names import ORDINARY
-from common.model.checkpoint_writer import write_checkpoint
+from common.data import corpus
 from common.model.families import shape_of
-from common.model.fused_block import fused_llama
-from common.model.initialization import copy_weight, init_weights
-from common.training.build import default_dtype
 
 SETTINGS = ("linear", "micro_batch_size", "recompute_layers", "moment_precision", "lora_rank")
 
 
+def write_text(packages: list[str], out: Path) -> None:
+    """Write one JSON line per text. Packages that are not installed are named and left out."""
+    began = time.monotonic()
+    roots = [Path(sysconfig.get_path("stdlib"))]
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            print(f"{package}: not installed")
+        else:
+            roots.append(Path(spec.origin).parent)
+    with ProcessPoolExecutor() as pool:
+        texts = dict.fromkeys(text for found in pool.map(texts_of, roots) for text in found)
+    with out.open("w") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\n")
+    characters = sum(map(len, texts))
+    seconds = time.monotonic() - began
+    print(f"{out}: {len(texts):,} texts, {characters:,} characters, {seconds:.0f} s")
+
+
+def texts_of(root: Path) -> list[str]:
+    return [document.text for document in corpus.module_documents(root)]
+
+
 def write_weights(name: str, out: Path) -> None:
+    # needs torch, whose import takes seconds that `summary` between runs need not take
+    import torch
+
+    from common.model.checkpoint_names import ORDINARY
+    from common.model.checkpoint_writer import write_checkpoint
+    from common.model.fused_block import fused_llama
+    from common.model.initialization import copy_weight, init_weights
+    from common.training.build import default_dtype
+
     began = time.monotonic()
     shape = shape_of(name)
     with default_dtype(torch.bfloat16):
@@ -43,14 +76,15 @@ def summary(run: Path) -> dict:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     timed = [event for event in steps if "tokens_per_s_per_gpu" in event]
+    rates = [event["tokens_per_s_per_gpu"] for event in timed]
     evaluations = [event["loss"] for event in events if event["event"] == "eval"]
     return {
         "run": run.name,
         **{key: config.get(key) for key in SETTINGS},
         "steps": len(steps),
-        "tokens_per_s_per_gpu": statistics.median(each["tokens_per_s_per_gpu"] for each in timed),
-        "mfu": timed[-1]["mfu"],
-        "memory_gib": max(each["memory_gib"] or 0 for each in timed),
+        "tokens_per_s_per_gpu": round(statistics.median(rates)) if rates else None,
+        "mfu": timed[-1]["mfu"] if timed else None,
+        "memory_gib": max((event["memory_gib"] or 0 for event in timed), default=None),
         "losses": [round(step["loss"], 4) for step in steps[:: max(1, len(steps) // 20)]],
         "evaluations": evaluations,
     }
@@ -59,13 +93,18 @@ def summary(run: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
+    texts = verbs.add_parser("text")
+    texts.add_argument("--packages", nargs="*", default=[])
+    texts.add_argument("--out", type=Path, required=True)
     weights = verbs.add_parser("weights")
     weights.add_argument("--model", required=True)
     weights.add_argument("--out", type=Path, required=True)
     runs = verbs.add_parser("summary")
     runs.add_argument("runs", type=Path, nargs="+")
     options = parser.parse_args()
-    if options.verb == "weights":
+    if options.verb == "text":
+        write_text(options.packages, options.out)
+    elif options.verb == "weights":
         write_weights(options.model, options.out)
     else:
         for run in options.runs:
