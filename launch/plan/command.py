@@ -3,7 +3,7 @@
 `./run_and_time.sh <benchmark> plan` needs no GPU and no torch.
 
     plan                    the config that fits this machine; without a GPU, all configs
-    plan --config FILE      one config
+    plan --config FILE      one config; if it has gpu = "any", on this machine
     plan --all              a table of all configs of the benchmark
     plan --scaling GPU      minutes to the target on 1 to 512 of these GPUs
     plan ... --set K=V      with one value changed
@@ -23,9 +23,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import config_keys, load_all, rules_of
+from common.benchmarks import config_class, config_keys, load_all, rules_of
 from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
-from common.config import RunConfig
+from common.config import ANY_GPU, RunConfig, load
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
@@ -37,6 +37,7 @@ from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
+from launch.select_config import requested_gpus
 
 SOURCES = """\
 Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
@@ -52,30 +53,35 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     if options.scaling is not None:
         return scaling.main(root, benchmark, options)
     overrides = dict(text.partition("=")[::2] for text in options.set)
-    path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
+    path = None
+    machine = None
+    if not options.all:
+        path, machine = _chosen(root, benchmark, options)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
         lines = [all_table(benchmark, loaded), "", SOURCES]
     else:
-        config, derived = load_or_derive(root, benchmark, path, machine, overrides)
+        gpus = 1
+        is_fitted = _is_fitted(benchmark, path, overrides)
+        if is_fitted:
+            machine, gpus = _this_machine()
+        config, derived = load_or_derive(
+            root, benchmark, path, machine, overrides=overrides, gpus=gpus
+        )
         loaded = {path.stem: config}
         lines = describe(benchmark, derived or str(path), config, _kind(config, machine))
+        if is_fitted:
+            lines[1:1] = ["", *_fitted_note(machine, gpus)]
     if options.json:
-        lines = [
-            json.dumps(
-                {
-                    name: as_dict(benchmark, config, _kind(config, machine))
-                    for name, config in loaded.items()
-                },
-                indent=1,
-            )
-        ]
+        plans = {
+            name: as_dict(benchmark, config, _kind(config, machine))
+            for name, config in loaded.items()
+        }
+        lines = [json.dumps(plans, indent=1)]
     print("\n".join(lines))
-    return (
-        0
-        if all(_fits(benchmark, config, machine) for config in loaded.values())
-        else OutOfMemory.exit_code
-    )
+    if all(_fits(benchmark, config, machine) for config in loaded.values()):
+        return 0
+    return OutOfMemory.exit_code
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -147,10 +153,31 @@ def _chosen(
         return Path(options.config), None
     if name := os.environ.get("DGXSYSTEM"):
         return folder / f"{name.removesuffix('.toml')}.toml", None
+    kind, count = _this_machine()
+    if kind is None:
+        return None, None
+    return folder / f"{kind.name}_1x{count}.toml", kind
+
+
+def _this_machine() -> tuple[GpuKind | None, int]:
+    """Return the kind of this machine's GPUs, None without any, and how many a run would use."""
     found = probe()
     kind = identify(found, os.environ.get("GPU_KIND", ""))
-    count = os.environ.get("DGXNGPU") or len(found.devices)
-    return (folder / f"{kind.name}_1x{count}.toml", kind) if kind else (None, None)
+    return kind, requested_gpus(os.environ) or len(found.devices)
+
+
+def _is_fitted(benchmark: str, path: Path, overrides: dict[str, str]) -> bool:
+    """Return whether the config in `path` names no GPU, so that it is fitted to this machine."""
+    return path.is_file() and load(path, config_class(benchmark), overrides).gpu == ANY_GPU
+
+
+def _fitted_note(machine: GpuKind | None, gpus: int) -> list[str]:
+    """Say which machine a config of gpu = "any" was fitted to, and how to plan another one."""
+    name = f"{gpus} x {machine.name}" if machine else "a CPU, since no GPU is visible"
+    return [
+        f'The config has gpu = "{ANY_GPU}" and was fitted to this machine: {name}.',
+        "For another machine, name its GPUs: --set gpu=H200 --set gpus_per_node=8",
+    ]
 
 
 def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:

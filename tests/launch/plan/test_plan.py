@@ -560,8 +560,23 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
     monkeypatch.setenv("DGXNGPU", "2")
     assert "H200_1x2.toml: 2 x H200" in planned(capsys, LORA)[1]
     monkeypatch.setenv("DGXNGPU", "two")
-    with pytest.raises(configs.ConfigError, match="no config H200_1xtwo"):
+    with pytest.raises(configs.ConfigError, match="DGXNGPU=two"):
         planned(capsys, LORA)
+
+
+def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, monkeypatch):
+    example = str(ROOT / "open_llama/examples/pretrain_1b.toml")
+    monkeypatch.delenv("DGXNGPU", raising=False)
+    monkeypatch.setattr(command, "probe", lambda: Probe("none"))
+    code, text = planned(capsys, "open_llama", "--config", example)
+    assert code == 0 and "fitted to this machine: a CPU" in text
+    card = Device("NVIDIA H200", "sm_90", 141 * GIB)
+    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
+    code, text = planned(capsys, "open_llama", "--config", example)
+    assert code == 0 and "fitted to this machine: 2 x H200" in text and "GiB" in text
+    monkeypatch.setattr(command, "probe", lambda: pytest.fail("probes for a config with a GPU"))
+    code, text = planned(capsys, "open_llama", "--config", example, "--set", "gpu=H100")
+    assert code == 0 and "fitted" not in text and "1 x H100" in text
 
 
 @pytest.mark.parametrize(
