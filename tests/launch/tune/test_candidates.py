@@ -112,6 +112,14 @@ def test_engines_that_are_installed_are_tried(monkeypatch):
     assert settings_of("llama31_8b/H200_1x2")["ATTENTION_ENGINE"] == [None, "repeated_heads"]
 
 
+def test_an_engine_of_swiglu_is_tried_only_where_one_applies(monkeypatch):
+    versions = {"quack-kernels": "0.6.5"}
+    monkeypatch.setattr(engines, "version_of", lambda package: versions.get(package, ""))
+    assert settings_of("llama31_8b/H200_1x2")["SWIGLU_ENGINE"] == [None, "quack"]
+    assert "SWIGLU_ENGINE" not in settings_of("llama31_8b/H200_1x2", linear="bf16")
+    assert "SWIGLU_ENGINE" not in settings_of("llama2_70b_lora/H200_1x2")
+
+
 def test_a_pinned_engine_is_a_value_like_others(monkeypatch):
     monkeypatch.setattr(engines, "version_of", lambda package: "")
     found = settings_of("llama31_8b/H200_1x2", env={"MATMUL_ENGINE": "torch"})
