@@ -89,7 +89,7 @@ def closing(
 ) -> list[str]:
     """Return the lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
-    end = "target reached" if has_target else "ended"
+    end = "target reached" if has_target else "finished"
     lines = []
     if result.status == "success":
         lines.append(f"{end} with {result.samples:,} sequences{minutes}")

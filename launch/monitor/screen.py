@@ -49,7 +49,7 @@ PHASES = {
     "optimizer": "training",
     "loading": "loading the base weights",
 }
-VERDICTS = {"success": "target reached", "aborted": "stopped"}  # status of a run that ended
+STOPPED = "stopped"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24  # characters
 CEILING = 0.85  # share of a sparkline's values below its highest bar
@@ -107,7 +107,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.verdict = self.verdict or VERDICTS["aborted"]
+        self.verdict = self.verdict or STOPPED
         self.update(to_the_end=True)
         if self.live:
             with contextlib.suppress(OSError):  # the terminal was closed
@@ -162,10 +162,18 @@ class Screen:
                     text += f"; {self.speed()}"
                 news.append(f"evaluation at {event['samples']:,} sequences: {text}")
             elif event["event"] == "verdict":
-                self.verdict = VERDICTS.get(event["status"], event["status"])
+                self.verdict = self.verdict_of(event["status"])
         for line in self.samples.lines():
             self.gpus = json.loads(line).get("gpus") or self.gpus
         return news
+
+    def verdict_of(self, status: str) -> str:
+        """Return the text for the status of a run that ended."""
+        if status == "aborted":
+            return STOPPED
+        if status != "success":
+            return status
+        return "target reached" if self.rules.target_loss else "finished"
 
     def content(self, width: int) -> RenderableType:
         """Return the lines to draw: a title, and rows that are folded between words."""

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,19 @@ def test_the_last_drawing_is_of_the_end(tmp_path, terminal_of, status, words):
     assert f"· {words} ·" in lines[0]
     assert not {"target", "limit"} & {line.split()[0] for line in lines}
     assert "next in" not in "".join(lines)
+
+
+def test_a_run_without_a_target_ends_as_finished(tmp_path, terminal_of):
+    seen = terminal_of()
+    no_target = replace(CLOSED, target_loss=0.0)
+    with Screen(tmp_path, **about() | {"rules": no_target}) as view:
+        write_events(tmp_path, range(1, 111), evaluation=4.5)
+        view.update()
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "verdict", "status": "success"}) + "\n")
+    lines = seen.screen()
+    assert any("finished" in line for line in lines)
+    assert not any("reached" in line for line in lines)
 
 
 def test_a_bar_while_the_base_is_loaded(tmp_path, terminal_of, monkeypatch):
