@@ -6,9 +6,9 @@ A page is one file that includes its charts (common/html/page.py). DIR decides w
     LOGDIR/<benchmark> with a series                 the series (submission/series.py)
     LOGDIR, or LOGDIR/<benchmark> of single runs     a list of all runs (submission/run_list.py)
 
-With --watch, the page is written again and again until the runs in DIR have ended. `report A B`
-compares the runs A and B and writes A/compared_with_B.html. Nothing is written into
-any other directory.
+With --watch, the page is written again and again until the runs in DIR have ended. If DIR does not
+exist yet, --watch waits for a run to start in it. `report A B` compares the runs A and B and writes
+A/compared_with_B.html. Nothing is written into any other directory.
 
 Exit code: 0 success, 2 the directory has no runs, 17 cannot be written, 18 no mlperf-logging,
 jinja2, or package for --export.
@@ -38,6 +38,7 @@ from submission.series_page import comparison_page, series_page
 
 OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
 WATCH_S = 10.0  # between two pages of --watch
+WAIT_S = 1.0  # between two looks for a directory that --watch waits for
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -133,12 +134,23 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
 def _watch(folder: Path, series: str) -> None:
     """Write the page of `folder` every WATCH_S seconds while one of its runs is running.
 
-    A browser that shows the page reads it again at the same pace.
+    If there is no such directory yet, wait for it. A browser that shows the page reads it again at
+    the same pace.
     """
+    _wait_for_run(folder)
     print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
     while any(row.state == RUNNING for row in _rows_in(folder)):
         write(folder, series, WATCH_S)
         time.sleep(WATCH_S)
+
+
+def _wait_for_run(folder: Path) -> None:
+    """Return at once if `folder` exists, otherwise as soon as a run has started in it."""
+    if folder.exists():
+        return
+    print(f"{folder}: waiting for a run to start in this directory, which does not exist yet")
+    while not folder.is_dir() or not _rows_in(folder):
+        time.sleep(WAIT_S)
 
 
 def _rows_in(folder: Path) -> list[RunRow]:

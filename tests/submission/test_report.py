@@ -581,6 +581,26 @@ def test_watch_writes_the_page_until_the_run_ends(running, monkeypatch, capsys, 
         assert '<div class="banner bad">' not in pages[0] and "--watch" in next_steps(pages[0])
 
 
+def test_watch_waits_for_the_directory_of_a_run(running, monkeypatch, capsys):
+    run, end = running
+    later = run.with_name("not_yet")
+    run.rename(later)
+    waits = []
+
+    def sleep(seconds):
+        if not run.exists():
+            waits.append(seconds)
+            assert "waiting" in capsys.readouterr().out
+            later.rename(run)
+        else:
+            end()
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    assert report.main([str(run), "--watch"]) == 0
+    assert waits == [report.WAIT_S]
+    assert "Target reached" in read_page(run / "report.html")
+
+
 def test_watch_of_a_run_that_has_ended_writes_its_page_once(single_runs, monkeypatch):
     monkeypatch.setattr(report.time, "sleep", lambda seconds: pytest.fail("waits"))
     run = single_runs / "llama31_8b" / "run_b"
