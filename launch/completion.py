@@ -44,7 +44,10 @@ def script(shell: str) -> str:
     import shtab
 
     text = shtab.complete(command_tree(), shell)
-    return ZSH_HEAD + text if shell == "zsh" else text + BASH_TAIL
+    if shell == "bash":
+        return text + BASH_TAIL
+    # In zsh, shtab's script takes effect inside `eval` only, not in a file that is read by `source`.
+    return f"{ZSH_HEAD}eval {shlex.quote(text)}\n"
 
 
 def command_tree() -> argparse.ArgumentParser:
