@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import shutil
@@ -110,6 +111,14 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def minutes(text: str) -> float:
+    """Parse an argument that is a positive, finite number of minutes."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
     return number
 
 

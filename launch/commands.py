@@ -16,14 +16,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, add_set_option, complete, count, exit_code_of
+from common.command_line import (
+    PROGRAM,
+    Parser,
+    add_set_option,
+    complete,
+    count,
+    exit_code_of,
+    minutes,
+)
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -171,17 +178,10 @@ def _add_bench_options(parser: Parser, name: str) -> None:
     )
 
 
-def _minutes(text: str) -> float:
-    minutes = float(text)
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
-    return minutes
-
-
 def _add_tune_options(parser: Parser) -> None:
     parser.add_argument(
         "--minutes",
-        type=_minutes,
+        type=minutes,
         default=20.0,
         metavar="N",
         help="longest time of all measurements, those before --resume included (default: 20)",

@@ -14,16 +14,22 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, divisions, measured_in
-from common.command_line import complete
+from common.command_line import complete, minutes
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_path, probe
+from common.hardware import Probe, config_path, probe
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
+from launch.job import Job, Node, directories
 from launch.plan import estimate as plan
 from launch.plan.derive_config import fitting, moved, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
+from launch.processes.ranks import cpus_of_ranks
+from launch.select_config import Selection, describe
+from launch.tune.command import fastest
+from launch.tune.search import text_of
+from launch.tune.target import Target
 from throughput import machine
 from throughput import options as common
 from throughput.memory import require_host_memory
@@ -121,6 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         },
     )
     common.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
+    parser.add_argument(
+        "--tune",
+        type=minutes,
+        metavar="MINUTES",
+        help="first search for the fastest settings of the same step, for so long at most",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --tune: continue the newest search in LOGDIR for the same model, commit, "
+        "packages and GPUs",
+    )
 
 
 @dataclass(frozen=True)
@@ -196,12 +214,59 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     Raises ConfigError, or OutOfMemory if by calculation no batch fits, before anything is measured.
     """
     kind = gpu_kind() if options.device == "cuda" else None
-    for case in [case_of(options, kind, gpus) for gpus in options.gpus]:
+    if options.resume and not options.tune:
+        raise ConfigError(
+            "--resume without --tune", "only a search is continued", "add --tune MINUTES"
+        )
+    chosen = case_to_tune if options.tune else case_of
+    for case in [chosen(options, kind, gpus) for gpus in options.gpus]:
+        if options.tune:
+            case = tuned(case, options, result)
         while not attempt(case, options, result):
             smaller = case.config.micro_batch_size - 1
             if options.batch != common.MAX or not smaller:
                 break
             case = replace(case, config=plan.with_micro_batch(case.config, smaller))
+
+
+def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
+    """Return the case that a search starts from. Raises the errors of `case_of`.
+
+    The batch of --batch need not fit as one micro-batch: the search divides it.
+    """
+    if options.batch in (None, common.MAX):
+        return case_of(options, kind, gpus)
+    smallest = argparse.Namespace(**vars(options) | {"batch": 1})
+    case = case_of(smallest, kind, gpus)
+    return replace(case, config=changed(case.config, "global_batch_size", options.batch * gpus))
+
+
+def tuned(case: Case, options: argparse.Namespace, result: Result) -> Case:
+    """Return the case with the settings that a search finds fastest for the same step.
+
+    Raises the errors of `launch.tune.command.fastest`.
+    """
+    config = case.config
+    gpus = probe(os.environ) if case.kind else Probe("none")
+    model = case.family.name.strip("/").replace("/", "-")
+    path = Path(f"{model}_{case.mode}_{config.gpu}_1x{config.gpus_per_node}.toml")
+    selection = Selection(
+        config, path, path.name, "throughput llama", options.device, describe(gpus, case.kind)
+    )
+    job = Job(
+        case.benchmark,
+        selection,
+        gpus,
+        *directories(case.benchmark, config, os.environ),
+        os.environ,
+        Node(),
+        save=False,
+        cpus=cpus_of_ranks(gpus, config.gpus_per_node) if case.kind else (),
+    )
+    target = Target(job, case.work, tuple(model_arguments(case)))
+    found = fastest(target, options.tune, options.resume, result.data["command"])
+    note = "; ".join(filter(None, [case.source, f"tuned: {text_of(found.best)}"]))
+    return replace(case, config=found.config, source=note)
 
 
 def gpu_kind() -> GpuKind:
@@ -392,6 +457,13 @@ def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
     return True
 
 
+def model_arguments(case: Case) -> list[str]:
+    """Return the options of throughput.bench that describe the model and its sequence length."""
+    sizes = {"--seq": case.work.sequence_length, "--layers": case.work.shape.num_layers}
+    arguments = [word for name, size in sizes.items() for word in (name, str(size))]
+    return arguments + (["--model", case.family.name] if case.family.name != TINY else [])
+
+
 def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
     """Run the case with one process per GPU. Raises the RunError of the rank that failed."""
     config = case.config
@@ -413,14 +485,7 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
             "--warmup",
             str(options.warmup),
         ]
-        arguments += [
-            "--seq",
-            str(case.work.sequence_length),
-            "--layers",
-            str(case.work.shape.num_layers),
-        ]
-        arguments += ["--model", case.family.name] if case.family.name != TINY else []
-        arguments += ["--result", str(folder / MEASURED)]
+        arguments += [*model_arguments(case), "--result", str(folder / MEASURED)]
         threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
         measured, error = run_ranks(
             folder, config.gpus_per_node, arguments, config.env, threads=threads

@@ -21,32 +21,32 @@ from common.paths import ROOT
 from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis
 from launch.job import Job, torchrun_command, trainer_environment
-from launch.plan.benchmark import workload
 from launch.processes.supervise import kill_processes_of, supervise
 from launch.run_directory import git
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, arrangements, changed, settings
 from launch.tune.search import Journal, Measurement, Search, identity, text_of, text_of_value
+from launch.tune.target import Target
 
 WARMUP_STEPS = {"short": 1, "long": 2}
 RESULT = "result.json"
 
 
-def candidates_of(job: Job) -> tuple[list[Changes], dict[str, list[Value]]]:
+def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]]:
     """Return the ways to use the memory, and the values of each other setting, for this machine."""
+    job = target.job
     kind = None
     if job.selection.device == "cuda":
         kind = identify(job.gpus, job.environment.get("GPU_KIND", ""))
-    work = workload(job.benchmark, job.config)
     return (
-        arrangements(job.config, work, kind),
-        settings(job.config, work, kind, job.environment),
+        arrangements(job.config, target.work, kind),
+        settings(job.config, target.work, kind, job.environment),
     )
 
 
 def print_candidates(job: Job) -> int:
     """Print what `tune` would try. Return the exit code."""
-    ways, others = candidates_of(job)
+    ways, others = candidates_of(Target.of(job))
     for changes in [{}, *ways]:
         print(text_of(changes))
     for name, values in others.items():
@@ -57,8 +57,7 @@ def print_candidates(job: Job) -> int:
 def tune(job: Job, options: argparse.Namespace) -> int:
     """Search, print the table, and write page and config. Return 0 if a config was found.
 
-    Raises ConfigError for --resume without a search to resume, Interrupted after a signal, and the
-    first failure if no candidate could be measured.
+    Raises the errors of `fastest`, and ConfigError for a config of several nodes.
     """
     if job.config.nodes > 1:
         raise ConfigError(
@@ -66,34 +65,53 @@ def tune(job: Job, options: argparse.Namespace) -> int:
             "tune starts each measurement on this node only",
             "tune the config of one node, then change nodes",
         )
-    folder, journal = _open(job, options)
-    budget_s = 60.0 * options.minutes
-    ways, others = candidates_of(job)
-    inform(f"tune       {shown(folder)}, {options.minutes:g} minutes at most")
+    fastest(Target.of(job), options.minutes, options.resume, options.command)
+    return 0
+
+
+def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.Outcome:
+    """Search, print the table, and write page and config. Return the outcome.
+
+    `minutes`: longest time of all measurements. `resume`: continue the newest search for the
+        target. `command`: the user's command, for page and config.
+
+    Raises ConfigError for `resume` without a search to resume, Interrupted after a signal, and the
+    first failure if no candidate could be measured.
+    """
+    folder, journal = _open(target, resume)
+    budget_s = 60.0 * minutes
+    ways, others = candidates_of(target)
+    inform(f"tune       {shown(folder)}, {minutes:g} minutes at most")
     with Progress("tune", budget_s, "s") as progress:
 
         def on_result(measurement: Measurement) -> None:
             inform(results.line(measurement, len(journal.measurements)))
 
-        search = Search(
-            job.config, journal, _measure(job, folder, journal), budget_s, progress.at, on_result
-        )
+        measure = _measure(target, folder, journal)
+        config = target.job.config
+        search = Search(config, journal, measure, budget_s, progress.at, on_result)
         finished = search.run(ways, others)
-    return _conclude(job, folder, search, options, finished)
+    if not any(each.outcome == "done" for each in journal.measurements):
+        raise _failure(journal, folder)
+    outcome = results.Outcome(target, journal, search.best, command)
+    _conclude(outcome, folder, finished)
+    return outcome
 
 
-def _open(job: Job, options: argparse.Namespace) -> tuple[Path, Journal]:
-    """Return the directory and the journal: new ones, or with --resume the newest ones."""
+def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
+    """Return the directory and the journal: new ones, or with `resume` the newest ones."""
+    job = target.job
     facts = {
         "benchmark": job.benchmark,
         "config": job.config.as_toml(),
         "gpus": job.selection.gpus,
         "commit": git(ROOT, "rev-parse", "HEAD") or "unknown",
         "versions": installed(job.gpus.driver),
+        "model": list(target.model),
     }
     parent = job.log_dir / "tune"
     stem = f"{job.benchmark}_{job.selection.path.stem}"
-    if options.resume:
+    if resume:
         return _resumed(parent, stem, facts)
     folder = parent / f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
@@ -114,8 +132,9 @@ def _resumed(parent: Path, stem: str, facts: dict) -> tuple[Path, Journal]:
     )
 
 
-def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurement]:
+def _measure(target: Target, folder: Path, journal: Journal) -> Callable[..., Measurement]:
     """Return the function that measures a candidate by `throughput.bench` on new processes."""
+    job = target.job
 
     def measure(
         changes: Changes, length: str, steps: int, stop: Callable[[float], bool]
@@ -132,7 +151,7 @@ def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurem
         arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
         arguments += ["--config", str(file), "--device", job.selection.device]
         arguments += ["--steps", str(steps), "--warmup", str(WARMUP_STEPS[length])]
-        arguments += ["--result", str(place / RESULT)]
+        arguments += ["--result", str(place / RESULT), *target.model]
         began = time.monotonic()
         with (place / "output.txt").open("w") as output:
             ending = supervise(
@@ -160,23 +179,18 @@ def _measure(job: Job, folder: Path, journal: Journal) -> Callable[..., Measurem
     return measure
 
 
-def _conclude(
-    job: Job, folder: Path, search: Search, options: argparse.Namespace, finished: bool
-) -> int:
-    journal = search.journal
-    if not any(each.outcome == "done" for each in journal.measurements):
-        raise _failure(journal, folder)
-    outcome = results.Outcome(job, journal, search.best, options.command)
-    config = folder / job.selection.path.name
+def _conclude(outcome: results.Outcome, folder: Path, finished: bool) -> None:
+    """Print the table, and write page and config into `folder`."""
+    config = folder / outcome.job.selection.path.name
     write_whole(config, outcome.toml().encode())
     write_whole(folder / "page.html", outcome.page().encode())
     print("\n".join(outcome.table()))
     if not finished:
         print_stderr("NOTE       the time was over before all candidates were measured")
-        print_stderr("           continue with --resume and more --minutes")
+        print_stderr("           continue with --resume and more minutes")
     print_stderr(f"page       {shown(folder / 'page.html')}")
-    print_stderr(f"config     {shown(config)}: use it with --config")
-    return 0
+    use = "" if outcome.target.model else ": use it with --config"
+    print_stderr(f"config     {shown(config)}{use}")
 
 
 def _failure(journal: Journal, folder: Path) -> RunError:
@@ -186,7 +200,7 @@ def _failure(journal: Journal, folder: Path) -> RunError:
         return ConfigError(
             "no candidate was measured",
             "the time was over before the first measurement ended",
-            "continue with --resume and more --minutes",
+            "continue with --resume and more minutes",
         )
     error = RunError(
         f"no candidate could be measured; the first failed: {errors[0]['what']}",

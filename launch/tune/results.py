@@ -12,10 +12,10 @@ from common.html import page as html
 from common.html.page import Curve
 from common.terminal import table
 from launch.job import Job
-from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
 from launch.tune.candidates import Changes, Value, changed, value_of
 from launch.tune.search import Journal, Measurement, best_of, text_of, text_of_value
+from launch.tune.target import Target
 
 HEAD = ["step ms", "steps", "against best", "spread", "peak GiB", "planned GiB", "changes"]
 WORTH_HEAD = ["setting", "value", "step ms", "against best", "other settings"]
@@ -52,10 +52,14 @@ class Worth:
 class Outcome:
     """A search's journal and the changes that it found best."""
 
-    job: Job
+    target: Target
     journal: Journal
     best: Changes
     command: str
+
+    @property
+    def job(self) -> Job:
+        return self.target.job
 
     @property
     def base(self) -> RunConfig:
@@ -100,7 +104,7 @@ class Outcome:
 
     def rows(self) -> list[list[str]]:
         """Return the cells of HEAD for each candidate."""
-        work = workload(self.job.benchmark, self.base)
+        work = self.target.work
         rows = []
         for each in self.distinct():
             planned = memory_peak(changed(self.base, each.changes), work).allocated / GIB
@@ -219,7 +223,7 @@ class Outcome:
 
     def _chart(self) -> list[html.Block]:
         """Return the chart of all candidates that were measured. On a CPU the memory is planned."""
-        work = workload(self.job.benchmark, self.base)
+        work = self.target.work
         is_measured = self.job.selection.device == "cuda"
         done = [each for each in self.distinct() if each.outcome == "done"]
 

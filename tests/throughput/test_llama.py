@@ -36,6 +36,8 @@ def options(**changes) -> argparse.Namespace:
         device="cuda",
         steps=2,
         warmup=1,
+        tune=None,
+        resume=False,
     )
     return argparse.Namespace(**default | changes)
 

@@ -12,6 +12,7 @@ from launch.job import job_from
 from launch.tune import command
 from launch.tune.candidates import changed
 from launch.tune.search import Journal, Measurement
+from launch.tune.target import Target
 
 BAD = """
 gpu = "CPU"
@@ -30,11 +31,11 @@ OWN = {
 }
 
 
-def stand_in(job, folder, journal):
+def stand_in(target, folder, journal):
     """A measurement in which large micro-batches are fast, and 16 do not fit."""
 
     def measure(changes, length, steps, stop):
-        config = changed(job.config, changes)
+        config = changed(target.job.config, changes)
         if config.micro_batch_size == 16:
             error = {"kind": "out_of_memory", "exit_code": 12, "what": "full", "why": "", "do": ""}
             return Measurement(changes, length, "out_of_memory", 1.0, error=error)
@@ -111,7 +112,7 @@ def test_resume_continues_the_same_search_only(benchmark_name, tmp_path, capsys)
 def test_the_first_failure_is_the_exit_code_if_nothing_can_be_measured(
     benchmark_name, tmp_path, monkeypatch
 ):
-    def failing(job, folder, journal):
+    def failing(target, folder, journal):
         def measure(changes, length, steps, stop):
             error = {"kind": "out_of_memory", "exit_code": 12, "what": "full", "why": "", "do": ""}
             return Measurement(changes, length, "out_of_memory", 1.0, error=error)
@@ -150,7 +151,7 @@ def test_a_measurement_is_a_bench_in_processes_of_its_own(tmp_path):
         "llama31_8b", commands.parser("tune", "llama31_8b").parse_args(words), measurement=True
     )
     journal = Journal(tmp_path)
-    measure = command._measure(job, tmp_path, journal)
+    measure = command._measure(Target.of(job), tmp_path, journal)
     changes = {"micro_batch_size": 8, "recompute_layers": 0, "OMP_WAIT_POLICY": "PASSIVE"}
     done = measure(changes, "short", 2, lambda seconds: False)
     assert (done.outcome, len(done.times_ms)) == ("done", 2) and done.seconds > done.step_ms / 1e3

@@ -1,0 +1,27 @@
+"""A job whose config `tune` searches, with its workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.job import Job
+from launch.plan.benchmark import workload
+from launch.plan.estimate import Workload
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job, its workload, and the model that each measurement trains.
+
+    `model`: options of throughput.bench, such as ("--model", "qwen3-8b"), if the model or its
+    sequence length is not that of the benchmark.
+    """
+
+    job: Job
+    work: Workload
+    model: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, job: Job) -> Target:
+        """Return the target that the benchmark's rules describe."""
+        return cls(job, workload(job.benchmark, job.config))
