@@ -59,7 +59,9 @@ PLACEHOLDERS = (
     "organization",
 )
 COMMIT = re.compile("[0-9a-f]{40}")
-SAME = ("commit", "python", "packages", "gpus", "driver")  # equal in the versions.json of a window
+# Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
+# run with other engines was not made by that series.
+SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
 SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
 CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")

@@ -427,6 +427,7 @@ def test_a_log_of_another_run_is_refused(case):
         ({"dirty": None}, "uncommitted"),
         ({"packages": {"torch": "2.12.0"}}, "different packages"),
         ({"driver": "6.15"}, "different driver"),
+        ({"engines": {"attention": "flash_attention_4 4.0.0"}}, "different engines"),
     ],
 )
 def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
