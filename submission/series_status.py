@@ -1,10 +1,10 @@
-"""`./run_and_time.sh series status [DIR]`: print the state of a series, while it runs or later.
+"""`./run_and_time.sh series status [DIR]`: print the state of a series, during or after it.
 
-The command reads the ledger, the lock of the launcher and the events of a running attempt. It
-writes nothing, so it may be used from another shell at any time. Lock files exist only while a
-launcher lives, and only the machine of the launcher can test them on a file system without locks.
+The command reads the ledger, the launcher's lock and the events of a running attempt. It writes
+nothing, so it can be used from another shell at any time. On a file system without locks, only the
+launcher's own machine can tell whether the launcher is alive.
 
-Exit code: 0 printed, 2 no ledger or no such series. Standard library only.
+Exit code: 0 success, 2 no ledger or no such series. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,48 +26,47 @@ from common.errors import ConfigError
 from common.paths import ROOT
 from common.records import json_lines, ledger
 from common.records.json_lines import is_number
+from common.records.run_states import LOST, RUNNING, words
 from common.terminal import duration
 from submission.terminal import add_series_option, number, table
 
-GOOD = "good"
-RUNNING = "running"
-LOST = "lost"
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in the ledger
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started` in the ledger
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a series, as the ledger and its run directory show it."""
+    """One attempt of a series, read from the ledger and from its run directory."""
 
     number: int
     run: str  # name of the run directory
-    state: str  # GOOD, RUNNING, LOST, or the kind of failure from the ledger
-    started: str
+    state: str  # a key of common.records.run_states.WORDS
+    started: str  # UTC, as in the ledger; "" if unknown
     minutes: float | None  # from run_start to run_stop
-    samples: int | None  # training sequences; of a running attempt, so far
+    samples: int | None  # training sequences (so far, if the attempt is running)
     loss: float | None  # last training or evaluation loss of a running attempt
-    reason: str
+    reason: str  # why the attempt failed, or ""
 
 
 @dataclass(frozen=True)
 class Status:
     """The state of one series."""
 
-    benchmark: str  # name of the folder of the ledger
-    series: str
+    benchmark: str  # name of the ledger's directory
+    series: str  # ID in the ledger
     config: str
-    goal: int
-    good: int
-    failed: int
-    running: bool  # whether its launcher holds the lock of the series
+    goal: int  # number of good runs that the series was started for
+    good: int  # number of good runs so far
+    failed: int  # number of failed attempts so far
+    running: bool  # whether the launcher holds the lock of the series
     attempts: list[Attempt]
-    seconds_left: float | None  # estimate; None if it is not running or nothing is known
+    # Estimated time to the last good run; None if the series is not running, or before two starts.
+    seconds_left: float | None
 
 
 def parser(benchmark: str = "") -> Parser:
     parser = Parser(
         "series",
-        "Print the state of a series of runs, also while it runs.",
+        "Print the state of a series of runs, during or after it.",
         ["series status", "series status results/llama31_8b", "series status --json"],
     )
     parser.add_argument("command", choices=("status",), help="the only subcommand")
@@ -76,7 +75,7 @@ def parser(benchmark: str = "") -> Parser:
         nargs="?",
         type=Path,
         metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or else results)",
+        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
     )
     add_series_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -86,18 +85,22 @@ def parser(benchmark: str = "") -> Parser:
 def _print_status(options: argparse.Namespace) -> int:
     folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
     now = datetime.now(UTC)
-    every = [
-        read_status(path.parent, choose(path, options.series), now) for path in ledgers(folder)
-    ]
+    statuses = []
+    for path in ledgers(folder):
+        record = choose(path, options.series)
+        statuses.append(read_status(path.parent, record, now))
     if options.json:
-        print(json.dumps([asdict(status) for status in every], indent=1))
+        print(json.dumps([asdict(status) for status in statuses], indent=1))
     else:
-        print("\n\n".join("\n".join(lines(status)) for status in every))
+        print("\n\n".join("\n".join(lines(status)) for status in statuses))
     return 0
 
 
 def ledgers(folder: Path) -> list[Path]:
-    """Return the ledgers in `folder` or in its subfolders. Raises ConfigError if there is none."""
+    """Return the ledgers in `folder` or in its subfolders.
+
+    Raises ConfigError if there is none.
+    """
     if (folder / ledger.NAME).is_file():
         return [folder / ledger.NAME]
     paths = sorted(folder.glob(f"*/{ledger.NAME}"))
@@ -111,17 +114,23 @@ def ledgers(folder: Path) -> list[Path]:
 
 
 def choose(path: Path, wanted: str) -> ledger.Record:
-    """Return the series that `ledger.choose` finds. Raises ConfigError if there is none."""
+    """Return the series that `wanted` selects from the ledger at `path` (see `ledger.choose`).
+
+    Raises ConfigError if the ledger has no series, or none that matches.
+    """
     record = ledger.choose(path, wanted)
     if record is None:
         raise ConfigError(
-            f"{path}: no series", "the ledger holds none", "name the LOGDIR of another series"
+            f"{path}: no series", "the ledger is empty", "name the LOGDIR of another series"
         )
     return record
 
 
 def read_status(folder: Path, record: ledger.Record, now: datetime) -> Status:
-    """Return the state of the series `record` of LOGDIR/<benchmark> `folder` at time `now`."""
+    """Return the state of the series `record` at the time `now`.
+
+    `folder`: LOGDIR/<benchmark>, the directory of the ledger.
+    """
     running = ledger.launcher_is_alive(folder, record.id)
     attempts = [
         _attempt(folder, start, record.ends.get(index), running)
@@ -153,7 +162,7 @@ def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Atte
     return Attempt(
         number=start["attempt"],
         run=run,
-        state=GOOD if end["exit_code"] == 0 else str(end["kind"]),
+        state=str(end["kind"]),
         started=started,
         minutes=minutes if is_number(minutes) else None,
         samples=samples if type(samples) is int else None,
@@ -163,7 +172,10 @@ def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Atte
 
 
 def progress(run_dir: Path) -> tuple[int | None, float | None]:
-    """Return the training sequences and the loss of the last event of a run, or None for each."""
+    """Return the training sequences and the loss at the last step or evaluation of a run.
+
+    Either is None if events.jsonl does not have it.
+    """
     with contextlib.suppress(OSError):
         for event in reversed(json_lines.read(run_dir / "events.jsonl")[0]):
             samples = event.get("samples")
@@ -174,7 +186,10 @@ def progress(run_dir: Path) -> tuple[int | None, float | None]:
 
 
 def _seconds_left(record: ledger.Record, attempts: list[Attempt], now: datetime) -> float | None:
-    """Estimate the time to the last good run, from the times between the starts of attempts."""
+    """Estimate the seconds to the last good run: the median time between starts, for each one left.
+
+    Return None before the second attempt.
+    """
     starts = [_time(attempt.started) for attempt in attempts]
     times = [start for start in starts if start is not None]
     if len(times) < 2:
@@ -193,7 +208,7 @@ def _time(text: str) -> datetime | None:
 
 
 def lines(status: Status) -> list[str]:
-    """Return the lines to print about one series."""
+    """Return the lines to print about one series: its counts, a table of attempts, and reasons."""
     counts = f"{status.good} of {status.goal} runs are good, {status.failed} failed"
     if status.running:
         state = "running"
@@ -206,7 +221,7 @@ def lines(status: Status) -> list[str]:
         f"  {counts}; {state}",
     ]
     if status.seconds_left is not None:
-        text.append(f"  about {duration(status.seconds_left)} left at the pace so far")
+        text.append(f"  about {duration(status.seconds_left)} left at the current rate")
     rows: list[Sequence[str]] = [
         ("attempt", "state", "minutes", "samples", "loss", "started (UTC)", "run")
     ]
@@ -214,7 +229,7 @@ def lines(status: Status) -> list[str]:
         rows.append(
             (
                 str(attempt.number),
-                attempt.state,
+                words(attempt.state),
                 number(attempt.minutes, ".3f"),
                 number(attempt.samples, ",d"),
                 number(attempt.loss, ".3f"),
@@ -229,7 +244,9 @@ def lines(status: Status) -> list[str]:
         for attempt in status.attempts
         if attempt.reason
     ]
-    return [*text, *(["", *reasons] if reasons else [])]
+    if reasons:
+        text += ["", *reasons]
+    return text
 
 
 main = program(parser, _print_status)

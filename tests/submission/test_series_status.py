@@ -74,7 +74,7 @@ def test_a_running_series(locked, capsys):
     found = as_json(capsys, locked)
     assert (found["good"], found["failed"], found["goal"], found["running"]) == (1, 1, 10, True)
     states = [(attempt["state"], attempt["samples"]) for attempt in found["attempts"]]
-    assert states == [("good", 4096), ("target_missed", None), ("running", 288)]
+    assert states == [("success", 4096), ("target_missed", None), ("running", 288)]
     assert found["attempts"][2]["loss"] == 2.5
     text = printed(capsys, locked)
     assert "1 of 10" in text and "run3" in text and "the target was not reached" in text
