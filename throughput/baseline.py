@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import meant
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError
 from throughput import published, report
 from throughput.tables import Section, Table
 
@@ -133,21 +133,22 @@ def find(name: str, tables: Iterable[Table]) -> Baseline:
 
 
 def read(path: Path) -> Baseline:
-    """Read a baseline file. Raises DataError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+    """Return the baseline in the file at `path`. Raises DataError if it is not a baseline."""
+
+    def parse(data: dict[str, Any]) -> Baseline:
         rows = tuple(BaselineRow(**row) for row in data["rows"])
         return Baseline(str(data["gpu"]), str(data["source"]), rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not a baseline",
-            f"{type(error).__name__}: {error}",
-            "save one with ./run_and_time.sh throughput suite --save-baseline FILE",
-        ) from None
+
+    return report.read_json(
+        path,
+        parse,
+        f"{path} is not a baseline",
+        "save one with ./run_and_time.sh throughput suite --save-baseline FILE",
+    )
 
 
 def write(path: Path, baseline: Baseline) -> None:
-    """Write a baseline file. Raises StorageError."""
+    """Write `baseline` to the file at `path`. Raises StorageError."""
     report.write_text(path, json.dumps(asdict(baseline), indent=1) + "\n")
 
 

@@ -343,9 +343,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--benchmark", required=True)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config"
-    )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=count, default=10)
@@ -388,9 +385,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     args = parse(argv)
     rank = int(os.environ.get("RANK", "0"))
-    config = configs.load(
-        args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set)
-    )
+    config = configs.load(args.config, config_class(args.benchmark))
     profiled_outside = args.of == "outside" and args.device == "cuda"
     folder = args.result.parent if args.result else None
     run_guarded(

@@ -7,12 +7,10 @@ so their changes add up to the change of the step. Standard library only.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import DataError
 from throughput import report
 from throughput.tables import Section
 
@@ -50,17 +48,18 @@ class Change:
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of profile.json. Raises DataError if it cannot be compared."""
     path = folder / NAME
-    try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+
+    def parse(profile: dict[str, Any]) -> dict[str, Any]:
         for key in ("window_ms", "classes", "kernels", "device", "started"):
-            profile[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} cannot be compared",
-            f"{type(error).__name__}: {error}",
-            "profile again with this version, and name its directory",
-        ) from None
-    return profile
+            profile[key]  # raises KeyError if it is missing
+        return profile
+
+    return report.read_json(
+        path,
+        parse,
+        f"{path} cannot be compared",
+        "profile again with this version, and name its directory",
+    )
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], part: str = "kernels") -> list[Change]:

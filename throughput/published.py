@@ -1,8 +1,9 @@
 """Numbers that others published, from published.json. Standard library only.
 
-None of them was measured by this package. Each table has a title, a source, notes, columns as
-throughput/tables.py declares them, and flat rows. The source names machine and date as the
-publication states them. The notes say what it leaves out. "gpu" names the kind of GPU of a row.
+None of them was measured with this package. Each table has a title, a source, notes, columns as
+throughput/tables.py declares them, and flat rows. The source names the machine and the date as the
+publication states them. The notes say what the publication leaves out. "gpu" is the GPU kind of a
+row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from throughput.tables import Beside, Column
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedTable:
+    """A table of published.json. A row has a value for the key of each column."""
+
     title: str
     source: str
     notes: tuple[str, ...]
@@ -29,21 +32,17 @@ class Published:
 
 
 @cache
-def tables() -> dict[str, Published]:
+def tables() -> dict[str, PublishedTable]:
+    """Return the tables of published.json by name."""
     data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    return {
-        name: Published(
-            table["title"],
-            table["source"],
-            tuple(table["notes"]),
-            tuple(Column(*column) for column in table["columns"]),
-            tuple(
-                dict(zip((column[0] for column in table["columns"]), row, strict=True))
-                for row in table["rows"]
-            ),
-        )
-        for name, table in data.items()
-    }
+    return {name: _table(fields) for name, fields in data.items()}
+
+
+def _table(fields: dict[str, Any]) -> PublishedTable:
+    columns = tuple(Column(*column) for column in fields["columns"])
+    keys = [column.key for column in columns]
+    rows = tuple(dict(zip(keys, row, strict=True)) for row in fields["rows"])
+    return PublishedTable(fields["title"], fields["source"], tuple(fields["notes"]), columns, rows)
 
 
 def beside(row: dict[str, Any], wanted: Beside, gpu: str) -> str:

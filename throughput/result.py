@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DataError, RunError, StorageError
+from common.errors import ConfigError, RunError, StorageError
 from throughput import report
 from throughput.memory import ran_out_of_memory
 from throughput.tables import Table
@@ -222,18 +222,21 @@ def read_failure(folder: Path) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the content of a result.json, its tables as Table. Raises DataError."""
+    """Return the content of result.json in `folder`, with its "tables" as objects of class Table.
+
+    Raises DataError if the file is not a result.
+    """
     path = folder / NAME
-    try:
-        data = json.loads(path.read_text())
+
+    def parse(data: dict[str, Any]) -> dict[str, Any]:
         data["tables"] = [Table.from_dict(table) for table in data["tables"]]
         if not {"what", "machine", "versions", "rows", "notes"} <= data.keys():
             raise KeyError("what, machine, versions, rows or notes")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"{path} is no result of a measurement",
-            why,
-            "name the directory of a result, as printed at its end",
-        ) from None
-    return data
+        return data
+
+    return report.read_json(
+        path,
+        parse,
+        f"{path} is not the result of a measurement",
+        "name the directory that a measurement printed at its end",
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
+from common.errors import CheckFailed, ConfigError, Interrupted, RunError
 from common.hardware import probe
 from common.terminal import Progress, print_stderr
 from launch.processes.supervise import Ending, supervise
@@ -205,15 +204,14 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
         result.claim(folder)
         result.write_json(path, asked | {"parts": {}})
         return {}
-    try:
-        before = json.loads(path.read_text())
-        ended = dict(before.pop("parts"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{path} cannot be read",
-            f"{type(error).__name__}: {error}",
-            "name a new directory with --out",
-        ) from None
+
+    def parse(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict]]:
+        parts = dict(data.pop("parts"))
+        return data, parts
+
+    before, ended = report.read_json(
+        path, parse, f"{path} cannot be read", "name a new directory with --out"
+    )
     if before != asked:
         why = f"it was started with {before}, and now with {asked}"
         raise ConfigError(

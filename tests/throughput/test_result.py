@@ -226,7 +226,7 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
         json.dumps({"what": "mlp", "tables": []}),
     ):
         (two / "result.json").write_text(text)
-        with pytest.raises(DataError, match="no result"):
+        with pytest.raises(DataError, match="result.json"):
             compared(two)
     with pytest.raises(DataError):
         compared(tmp_path / "nowhere")
