@@ -158,11 +158,11 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     command = COMMANDS[name]
     module, *own = command.module.format(benchmark).split()
     if not has_command(benchmark, name):
-        others = ", ".join(each for each in benchmarks.names() if has_command(each, name))
+        owners = [each for each in benchmarks.names() if has_command(each, name)]
         raise ConfigError(
             f"{benchmark} has no command {name}",
-            f"{name} belongs to {others}",
-            f"{PROGRAM} {others} {name} ...",
+            f"{name} belongs to {', '.join(owners)}",
+            " or ".join(f"{PROGRAM} {owner} {name} ..." for owner in owners),
         )
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)

@@ -10,35 +10,20 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
+from common.model.merge_command import merge_parser
+from llama2_70b_lora.rules import DIVISIONS
 
 
 def parser(benchmark: str = "llama2_70b_lora") -> Parser:
-    example = f"{benchmark} merge --base BASE --adapter RUN/adapter --out merged"
-    parser = Parser(f"{benchmark} merge", __doc__, [example])
-    parser.add_argument(
-        "--base",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="base checkpoint in safetensors, with fused (qkv_proj) or separate projections",
-    )
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="adapter directory of a run",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"
-    )
-    return parser
+    return merge_parser(benchmark, __doc__ or "")
 
 
 def work(options: argparse.Namespace) -> None:
-    from llama2_70b_lora.merged_weights import merge  # needs torch, which --help must not
+    from common.model.merged_adapter import merge  # needs torch, which --help must not
 
-    merge(options.base, options.adapter, options.out)
+    models = {rules.shape: rules.sequence_length for rules in DIVISIONS}
+    manifests = [Path(name).name for rules in DIVISIONS for name in rules.base_files]
+    merge(options.base, options.adapter, options.out, models, manifests)
 
 
 main = program(parser, work)

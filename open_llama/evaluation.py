@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from common.data.gpt_dataset import validation_tokens, whole_sequences
 from common.data.indexed_dataset import Index
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_reader import read_json
 from common.model.families import family_of
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
-from common.model.peft_adapter import CONFIG, OUTPUT, SPLIT, WEIGHTS
+from common.model.merged_adapter import read_adapter
+from common.model.peft_adapter import OUTPUT, SPLIT
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
@@ -49,20 +48,15 @@ def add_adapter(model: Llama, folder: Path) -> None:
 
     Raises WeightsError if the adapter cannot be read, ConfigError if it does not fit the model.
     """
-    config = read_json(folder / CONFIG)
-    tensors = load_file(folder / WEIGHTS)
-    scale = config["lora_alpha"] / config["r"]
+    adapter = read_adapter(folder)
     try:
         for layer in range(model.shape.num_layers):
             block: Any = model.blocks[layer]
-            prefix = f"base_model.model.model.layers.{layer}.self_attn"
-            products = []
-            for name in (*SPLIT, OUTPUT):
-                a, b = (tensors[f"{prefix}.{name}.lora_{each}.weight"] for each in "AB")
-                products.append(scale * b.float() @ a.float())
-            device = block.qkv.weight.device
-            block.qkv.weight += torch.cat(products[:-1]).to(device, block.qkv.weight.dtype)
-            block.o.weight += products[-1].to(device, block.o.weight.dtype)
+            attention = f"model.layers.{layer}.self_attn"
+            qkv = torch.cat([adapter.product(f"{attention}.{name}") for name in SPLIT])
+            output = adapter.product(f"{attention}.{OUTPUT}")
+            for weight, product in ((block.qkv.weight, qkv), (block.o.weight, output)):
+                weight += (adapter.scale * product).to(weight.device, weight.dtype)
     except (KeyError, RuntimeError) as error:
         what = f"{folder} does not fit the model: {error}"
         do = "name the base that it was trained on"

@@ -19,8 +19,9 @@ from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
+from common.model.merged_adapter import merge
 from common.model.shapes import ModelShape
-from llama2_70b_lora import merge, merged_weights
+from llama2_70b_lora import merge as merge_command
 from llama2_70b_lora.rules import MINIATURE
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
@@ -129,18 +130,16 @@ def made(tmp_path_factory):
     return folder, theirs, tensors, tokens, logits
 
 
+def execute(base, adapter, out) -> int:
+    """Return the exit code of the command of llama2_70b_lora."""
+    arguments = {"--base": base, "--adapter": adapter, "--out": out}
+    return merge_command.main([str(word) for pair in arguments.items() for word in pair])
+
+
 @pytest.fixture(scope="module")
 def merged(made):
     for layout in ("ordinary", "fused"):
-        command = [
-            "--base",
-            made[0] / layout,
-            "--adapter",
-            made[0] / "adapter",
-            "--out",
-            made[0] / f"merged_{layout}",
-        ]
-        assert merge.main([str(word) for word in command]) == 0
+        assert execute(made[0] / layout, made[0] / "adapter", made[0] / f"merged_{layout}") == 0
     return made[0]
 
 
@@ -215,7 +214,7 @@ def test_both_layouts_are_merged_to_the_same_bits(merged):
 def test_the_files_of_a_merged_checkpoint_have_the_mode_of_the_umask(made, tmp_path):
     umask = os.umask(0o027)
     try:
-        merged_weights.merge(made[0] / "fused", made[0] / "adapter", tmp_path / "out")
+        assert execute(made[0] / "fused", made[0] / "adapter", tmp_path / "out") == 0
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
@@ -237,7 +236,7 @@ def test_a_base_of_the_benchmark_needs_no_config_json(tmp_path):
     (tmp_path / "base" / "config.json").unlink()
     tensors = random_adapters(shape)
     adapter.save_peft_adapter(tmp_path / "adapter", tensors, shape, RANK, ALPHA, 0.1)
-    merged_weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert execute(tmp_path / "base", tmp_path / "adapter", tmp_path / "out") == 0
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32
     )
@@ -268,7 +267,7 @@ def test_bf16_is_rounded_once(made, tmp_path):
         tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()}
     )
     shutil.copy(tmp_path / "config" / "config.json", tmp_path / "base")
-    merged_weights.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
+    merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
     before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
     for layer in range(SHAPE.num_layers):
         name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
@@ -284,10 +283,10 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
     with pytest.raises(FileExistsError):
         save(made[0] / "adapter", made[2])
     with pytest.raises(ConfigError, match="exists"):
-        merged_weights.merge(merged / "fused", merged / "adapter", merged / "merged_fused")
+        merge(merged / "fused", merged / "adapter", merged / "merged_fused")
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(ConfigError, match=r"out\.partial exists"):
-        merged_weights.merge(merged / "fused", merged / "adapter", tmp_path / "out")
+        merge(merged / "fused", merged / "adapter", tmp_path / "out")
 
 
 def _edit_config(**changes):
@@ -383,18 +382,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path,
     save(tmp_path / "adapter", made[2])
     spoil(tmp_path / "base", tmp_path / "adapter")
     with pytest.raises(WeightsError, match=message):
-        merged_weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    command = [
-        "--base",
-        str(tmp_path),
-        "--adapter",
-        str(tmp_path / "nothing"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert merge.main(command) == WeightsError.exit_code
+    code = execute(tmp_path, tmp_path / "nothing", tmp_path / "out")
+    assert code == WeightsError.exit_code
     assert "adapter_config.json" in capsys.readouterr().err

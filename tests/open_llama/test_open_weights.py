@@ -1,5 +1,6 @@
 """Weights of open_llama in and out: what starts a run is what the files hold, and `eval` adds adapters as training does."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from common import config as configs
+from common.errors import WeightsError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -15,6 +17,7 @@ from common.model.lora import adapter_parameters
 from common.model.peft_adapter import save_peft_adapter
 from common.model.shapes import ModelShape
 from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+from open_llama import merge
 from open_llama.evaluation import add_adapter, load_model
 from open_llama.rules import Config, rules_of
 from open_llama.train import assemble
@@ -69,7 +72,9 @@ def test_a_run_and_eval_start_from_the_same_weights(folder, processes):
     assert loss_of(assembly.model, processes) == loss_of(loaded, processes)
 
 
-def test_eval_adds_adapters_as_training_does(folder, tmp_path, processes):
+@pytest.fixture
+def trained_model(folder, tmp_path, processes):
+    """The model of a LoRA run whose adapters, also saved in tmp_path/adapter, are random."""
     config = config_of(folder, lora_rank=4, lora_alpha=10)
     assembly, _ = assemble(config, rules_of(config), processes, 1)
     adapters = adapter_parameters(assembly.model)
@@ -78,9 +83,39 @@ def test_eval_adds_adapters_as_training_does(folder, tmp_path, processes):
         for parameter in adapters.values():
             parameter.copy_(0.3 * random(parameter.shape))
     save_peft_adapter(tmp_path / "adapter", adapters, rules_of(config).shape, 4, 10, 0.0)
+    return assembly.model
+
+
+def test_eval_adds_adapters_as_training_does(folder, tmp_path, processes, trained_model):
     loaded = load_model(folder, LENGTH, torch.device("cpu"))
     alone = loss_of(loaded, processes)
     add_adapter(loaded, tmp_path / "adapter")
-    trained = loss_of(assembly.model, processes)
+    trained = loss_of(trained_model, processes)
     assert loss_of(loaded, processes) == pytest.approx(trained, rel=1e-5)
     assert abs(trained - alone) > 1e-2
+
+
+def test_an_adapter_that_peft_would_scale_otherwise_is_refused(folder, tmp_path, trained_model):
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": True}))
+    with pytest.raises(WeightsError, match="use_rslora"):
+        add_adapter(load_model(folder, LENGTH, torch.device("cpu")), tmp_path / "adapter")
+
+
+def test_a_merged_checkpoint_has_the_logits_of_peft(folder, tmp_path, trained_model):
+    peft = pytest.importorskip("peft")
+    load = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    arguments = {"--base": folder, "--adapter": tmp_path / "adapter", "--out": tmp_path / "merged"}
+    assert merge.main([str(word) for pair in arguments.items() for word in pair]) == 0
+    base = load(folder, dtype=torch.float32)
+    merged, loaded = load(tmp_path / "merged", dtype=torch.float32, output_loading_info=True)
+    assert type(merged) is type(base)
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+    tokens = torch.arange(LENGTH)[None]
+    with torch.no_grad():
+        alone = base(tokens).logits
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens).logits
+        logits = merged(tokens).logits
+    # In fp32, as tests/model/test_lora_adapter.py compares logits.
+    assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    assert (alone - expected).norm() > 0.1 * expected.norm()

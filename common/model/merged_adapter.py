@@ -1,4 +1,4 @@
-"""Write a checkpoint with the trained adapters merged into its weights.
+"""Write a checkpoint with trained adapters merged into its weights: `merge` of the benchmarks.
 
 Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
 checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`,
@@ -11,6 +11,8 @@ and would be rounded away.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +34,7 @@ from common.model.checkpoint_reader import (
 )
 from common.model.checkpoint_writer import llama_config, write_file, write_json
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
-from llama2_70b_lora.rules import DIVISIONS
-from llama2_70b_lora.weights_help import weights_help
+from common.model.shapes import ModelShape
 
 FUSED = "qkv_proj"
 # Files of the base that are not copied: weights before the merge, and modeling code for the fused
@@ -53,7 +54,31 @@ ANOTHER_BASE = "use the base that the adapter was trained on"
 Updates = dict[str, tuple[str, ...]]
 
 
-def merge(base: Path, adapter: Path, out: Path) -> None:
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in peft's format. `scale` is alpha / rank.
+
+    `tensors`: A [rank, inputs] and B [outputs, rank] by names like
+    `model.layers.N.self_attn.q_proj.lora_A`.
+    """
+
+    rank: int
+    scale: float
+    tensors: dict[str, Tensor]
+
+    def product(self, module: str) -> Tensor:
+        """Return B A of a module in fp32, without the scale."""
+        b = self.tensors[f"{module}.lora_B"].float()
+        return b @ self.tensors[f"{module}.lora_A"].float()
+
+
+def merge(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    models: Mapping[ModelShape, int] | None = None,
+    left_out: Collection[str] = (),
+) -> None:
     """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`,
     which must not exist.
 
@@ -61,14 +86,16 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     checkpoint), its merged weights and one fp32 product. Everything is checked before anything is
     written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
 
+    `models`: models that a base without config.json can be, and their sequence lengths.
+    `left_out`: names of files of the base that are not copied.
+
     Raises ConfigError if `out` exists, WeightsError if base or adapter is damaged or they do not
     fit each other.
     """
-    rank, scale, tensors = _read_adapter(adapter)
-    with weights_help():
-        weights, shards = read_tensors(base)
-    updates = _updates(weights, tensors, rank)
-    config = _config(base, weights)
+    stored = read_adapter(adapter)
+    weights, shards = read_tensors(base)
+    updates = _updates(weights, stored)
+    config = _config(base, weights, models or {})
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
         if folder.exists():
@@ -79,14 +106,14 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
             )
     partial.mkdir(parents=True)
     for path in sorted(base.iterdir()):
-        if _is_copied(path):
+        if _is_copied(path) and path.name not in left_out:
             shutil.copyfile(path, partial / path.name)
     write_json(partial / checkpoint_names.CONFIG, config)
     weight_map: dict[str, str] = {}
     size = 0
     for number, shard in enumerate(shards, start=1):
         say(f"shard {number} of {len(shards)}: {shard.name}")
-        merged = _merged(shard, updates, tensors, scale)
+        merged = _merged(shard, updates, stored)
         write_file(partial / shard.name, merged)
         weight_map.update(dict.fromkeys(merged, shard.name))
         size += sum(tensor.nbytes for tensor in merged.values())
@@ -97,23 +124,17 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
 
 def _is_copied(path: Path) -> bool:
-    """Return whether a file of the base belongs to the result: not its weights, their hashes, its
-    code, or hidden files.
+    """Return whether a file of the base belongs to the result: not its weights, its code, or hidden
+    files.
     """
-    manifests = {Path(name).name for rules in DIVISIONS for name in rules.base_files}
-    return (
-        path.is_file()
-        and path.suffix not in NOT_COPIED
-        and path.name not in manifests
-        and not path.name.startswith(".")
-    )
+    return path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith(".")
 
 
-def _config(base: Path, weights: dict[str, StoredTensor]) -> dict:
+def _config(base: Path, weights: dict[str, StoredTensor], models: Mapping[ModelShape, int]) -> dict:
     """Return the content of config.json.
 
     It is that of the base, without the names of modeling code. A base without the file must have
-    the tensors of one of the benchmark's models. Raises WeightsError if it has other ones.
+    the tensors of one of `models`. Raises WeightsError if it has other ones.
     """
     path = base / checkpoint_names.CONFIG
     if path.exists():
@@ -121,11 +142,11 @@ def _config(base: Path, weights: dict[str, StoredTensor]) -> dict:
         config.pop("auto_map", None)
         return config
     shapes = {name: stored.shape for name, stored in weights.items()}
-    for rules in DIVISIONS:
+    for model, sequence_length in models.items():
         for layout in (checkpoint_names.FUSED, checkpoint_names.ORDINARY):
-            if shapes == tensor_shapes(rules.shape, layout):
+            if shapes == tensor_shapes(model, layout):
                 dtype = DTYPES[next(iter(weights.values())).dtype]
-                return llama_config(rules.shape, rules.sequence_length, dtype)
+                return llama_config(model, sequence_length, dtype)
     refuse(
         f"{path}: no such file",
         "the shapes of the weights do not tell the number of heads",
@@ -133,9 +154,7 @@ def _config(base: Path, weights: dict[str, StoredTensor]) -> dict:
     )
 
 
-def _merged(
-    shard: Path, updates: Updates, tensors: dict[str, Tensor], scale: float
-) -> dict[str, Tensor]:
+def _merged(shard: Path, updates: Updates, adapter: StoredAdapter) -> dict[str, Tensor]:
     """Return the tensors of a shard with the adapters added, in the ordinary layout."""
     merged: dict[str, Tensor] = {}
     with safe_open(shard, framework="pt") as file:
@@ -144,23 +163,24 @@ def _merged(
             if name not in updates:
                 merged[name] = weight
                 continue
-            products = [
-                tensors[f"{module}.lora_B"].float() @ tensors[f"{module}.lora_A"].float()
-                for module in updates[name]
-            ]
-            weight = weight.float().add_(torch.cat(products), alpha=scale).to(weight.dtype)
+            products = [adapter.product(module) for module in updates[name]]
+            total = weight.float().add_(torch.cat(products), alpha=adapter.scale)
+            weight = total.to(weight.dtype)
             rows = [product.shape[0] for product in products]
             for module, part in zip(updates[name], weight.split(rows), strict=True):
                 merged[f"{module}.weight"] = part
     return merged
 
 
-def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
-    """Return rank, alpha / rank, and the tensors by names like
-    `model.layers.N.self_attn.q_proj.lora_A`.
+def read_adapter(folder: Path) -> StoredAdapter:
+    """Read a folder that `save_peft_adapter` wrote.
+
+    Raises WeightsError if it cannot be read, or if peft would compute more than alpha / rank B A.
     """
-    config, path = read_json(folder / CONFIG), folder / WEIGHTS
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    config = read_json(folder / CONFIG)
+    path = folder / WEIGHTS
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         refuse(
             f"{folder / CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
@@ -183,22 +203,21 @@ def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
         loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         refuse(f"{path}: {error}", "the adapter cannot be read", "save the adapter again")
-    return (
-        rank,
-        alpha / rank,
-        {
-            name.removeprefix("base_model.model.").removesuffix(".weight"): loaded[name]
-            for name in loaded
-        },
-    )
+    tensors = {
+        name.removeprefix("base_model.model.").removesuffix(".weight"): tensor
+        for name, tensor in loaded.items()
+    }
+    return StoredAdapter(rank, alpha / rank, tensors)
 
 
-def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank: int) -> Updates:
+def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Updates:
     """Return the weights of the base that change, with the modules that change them.
 
     Raises WeightsError unless the adapter has all of their modules and no others, of the right
     shapes.
     """
+    rank = adapter.rank
+    tensors = adapter.tensors
     updates: Updates = {}
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
