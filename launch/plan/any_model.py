@@ -4,6 +4,7 @@
 
     plan --model NAME|config.json --gpus 8 --gpu MI300X [--lora] [--batch N] [--seq N]
          [--precision bf16|fp8] [--train-tokens X]
+    plan --model NAME|config.json --gpu MI300X --scaling [--train-tokens X] [--batch N] ...
     plan --mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8
     plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
 
@@ -26,7 +27,8 @@ from common.hardware import MAX_GPUS, identify, probe
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from launch.plan import estimate as plan
-from launch.plan.arrangements import Arrangement, arrangements
+from launch.plan import scaling
+from launch.plan.arrangements import Arrangement, arrangements, workload_of
 from launch.plan.estimate import gib
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
@@ -80,6 +82,8 @@ def main(arguments: list[str]) -> int:
         print("\n".join(_mfu(options)))
         return 0
     request = _request(options)
+    if options.scaling:
+        return show_scaling(request, options)
     print("\n".join(describe(request)))
     return 0 if request.fitting() else OutOfMemory.exit_code
 
@@ -135,6 +139,15 @@ def parser() -> Parser:
         help=f"training tokens, to calculate the days (default: {TOKENS_PER_WEIGHT} per weight; "
         "none with --lora)",
     )
+    group = parser.add_argument_group("days on 1 to 512 GPUs")
+    group.add_argument(
+        "--scaling",
+        action="store_true",
+        help="calculate the days for the training tokens on 1 to 512 GPUs, each with --batch "
+        "sequences a step",
+    )
+    scaling.add_options(group)
+    group.add_argument("--json", action="store_true", help="with --scaling: print JSON")
     group = parser.add_argument_group("MFU of a measured step")
     group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
     for name, text in {
@@ -212,6 +225,54 @@ def _of_this_machine() -> tuple[GpuKind, int]:
             f"use --gpu with {', '.join(KINDS)}",
         )
     return kind, len(gpus.devices)
+
+
+# --- several nodes --------------------------------------------------------------------------------
+
+
+def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
+    """Print the table of `plan --model --scaling`, and write its page.
+
+    Return 0, or 12 if no number of GPUs fits. Raises ConfigError without a number of tokens, a
+    bandwidth or the GPU's peaks.
+    """
+    scaling.require_bandwidth(options.network)
+    if not request.kind.efficiency:
+        raise ConfigError(
+            f"--scaling: the speed of {request.kind.name} is unknown",
+            "its peak FLOP/s are not in common/gpu_kinds.py",
+            f"use --gpu with {', '.join(KINDS)}",
+        )
+    if not request.train_tokens:
+        raise ConfigError(
+            "--scaling needs --train-tokens",
+            "the tokens of a LoRA training have no default",
+            "for example --train-tokens 1e9",
+        )
+    tokens = f"{request.train_tokens / 1e9:,.1f}e9 tokens"
+    more = [
+        f"{tokens} are trained. Each GPU has {request.batch} x {request.sequence_length} tokens a "
+        "step, so the global batch grows with the GPUs.",
+        "Whether a batch of that size needs more tokens is not calculated.",
+    ]
+    points = scaling_points(request, options.network)
+    scaling.show(request.name, request.kind, scaling.MODEL_HEAD, points, options, more)
+    return 0 if any(points.values()) else OutOfMemory.exit_code
+
+
+def scaling_points(
+    request: ModelRequest, network_gb_s: float
+) -> dict[int, scaling.ScalingPoint | None]:
+    """Return number of GPUs -> the time for the request's tokens, None if nothing fits."""
+    work = workload_of(request.shape, request.sequence_length, request.lora_rank)
+    samples = (request.train_tokens or 0) / request.sequence_length
+    points: dict[int, scaling.ScalingPoint | None] = {}
+    for gpus in scaling.counts():
+        chosen = replace(request, gpus=gpus).fitting()
+        points[gpus] = None
+        if chosen and chosen.config:
+            points[gpus] = scaling.timed(chosen.config, work, request.kind, samples, network_gb_s)
+    return points
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ class Arrangement:
     """A way to distribute weights, gradients and optimizer state over GPUs.
 
     `at(batch)` returns the peak memory of one GPU with `batch` sequences on it at once. `ours`:
-    this package can train so. `tokens_per_s_per_gpu`: planned speed of an arrangement of this
-    package, None if the GPU's peaks are unknown.
+    this package can train so, with `config`. `tokens_per_s_per_gpu`: planned speed of an
+    arrangement of this package, None if the GPU's peaks are unknown.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Arrangement:
     batch: int
     at: Callable[[int], Memory]
     tokens_per_s_per_gpu: float | None = None
+    config: RunConfig | None = None
 
     @property
     def memory(self) -> Memory:
@@ -66,14 +67,7 @@ def arrangements(
 
     More than 8 `gpus` are nodes of 8.
     """
-    work = Workload(
-        shape,
-        sequence_length,
-        eval_samples=0,
-        eval_interval=1,
-        first_evaluation=1,
-        lora_rank=lora_rank,
-    )
+    work = workload_of(shape, sequence_length, lora_rank)
 
     def config(size: int, **changes) -> RunConfig:
         nodes = max(1, gpus // MAX_GPUS)
@@ -95,10 +89,10 @@ def arrangements(
             return plan.memory_peak(config(size, **changes), work)
 
         speed = None
+        own = config(batch, **changes)
         if kind.efficiency:
-            estimate = plan.estimate(config(batch, **changes), work, kind, samples=None)
-            speed = estimate.tokens_per_s_per_gpu
-        return Arrangement(name, True, batch, at, speed)
+            speed = plan.estimate(own, work, kind, samples=None).tokens_per_s_per_gpu
+        return Arrangement(name, True, batch, at, speed, own)
 
     def other(
         name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes
@@ -136,6 +130,18 @@ def arrangements(
         other("parameters sharded too (FSDP, ZeRO-3)", sharded),
         other("parameters sharded too, all layers recomputed", sharded, **all_layers),
     ]
+
+
+def workload_of(shape: ModelShape, sequence_length: int, lora_rank: int) -> Workload:
+    """Return the workload of a training without evaluations."""
+    return Workload(
+        shape,
+        sequence_length,
+        eval_samples=0,
+        eval_interval=1,
+        first_evaluation=1,
+        lora_rank=lora_rank,
+    )
 
 
 def _of_lora(

@@ -102,22 +102,14 @@ def parser(benchmark: str = "") -> Parser:
         "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
     )
     which.add_argument("--all", action="store_true", help="plan every config of the benchmark")
-    which.add_argument(
+    parser.add_argument(
         "--scaling",
         choices=scaling.KINDS,
         metavar="GPU",
-        help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch",
+        help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch; "
+        "of open_llama: minutes of the run that --config describes",
     )
-    parser.add_argument(
-        "--network",
-        type=float,
-        default=scaling.NETWORK_GB_S,
-        metavar="GB/S",
-        help="with --scaling: network bandwidth of one GPU between nodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
-    )
+    scaling.add_options(parser)
     add_set_option(parser, config_keys(benchmark))
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object with the numbers by config name"

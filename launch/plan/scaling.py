@@ -1,9 +1,13 @@
-"""Minutes to the target against the number of GPUs, calculated: `plan --scaling`.
+"""Time to the target, or for a number of tokens, against the number of GPUs: `plan --scaling`.
 
-Each row is one number of GPUs with the global batch that reaches the target first. Three effects
-decide. A GPU needs at least one sequence, so the batch grows with the GPUs. A larger batch needs
-more sequences to the target (the reference's runs, RCPs). Gradients cross the links between GPUs;
-the part that the backward does not hide is added to the step.
+Everything is calculated. Each row of a benchmark is one number of GPUs with the global batch that
+reaches the target first. Three effects decide. A GPU needs at least one sequence, so the batch
+grows with the GPUs. A larger batch needs more sequences to the target (the reference's runs, RCPs).
+Gradients cross the links between GPUs; the part that the backward does not hide is added to the
+step.
+
+A config of `open_llama` keeps its global batch and its sequences. A model without a config keeps
+the sequences of a GPU, so its global batch grows with the GPUs.
 
 The step's arithmetic is that of launch/plan/estimate.py. The traffic is that of
 common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
@@ -15,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from common.benchmarks import Rules, closed, divisions, rules_of
-from common.config import RunConfig
+from common.command_line import Parser
+from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory, write_whole
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
@@ -34,6 +39,7 @@ from launch.plan.estimate import BYTES, Workload
 from launch.plan.tables import table
 
 LARGEST = 512  # GPUs
+DAY = 24 * 60  # minutes
 # GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
 ON_TRAYS = ("GB200", "GB300")
 RACK = 72  # GPUs that NVLink connects across trays
@@ -74,6 +80,17 @@ HEAD = [
     "GPU-hours",
     "kWh",
 ]
+# Columns of a model without a config, which is trained on a number of tokens.
+MODEL_HEAD = [
+    "GPUs",
+    "global batch",
+    "tok/s/GPU",
+    "step ms",
+    "links ms",
+    "days",
+    "GPU-hours",
+    "kWh",
+]
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,6 @@ class ScalingPoint:
     config: RunConfig
     samples: float  # training sequences to the target
     measured: bool  # the reference was run at this batch; otherwise `samples` is interpolated
-    learning_rate: float
     step_s: float
     tokens_per_s_per_gpu: float
     exposed_s: float  # part of the step in which only links work
@@ -185,12 +201,58 @@ def point(
         config, nodes=nodes, global_batch_size=batch, opt_base_learning_rate=learning_rate
     )
     work = workload(benchmark, config)
+    return timed(config, work, kind, samples, network_gb_s, measured)
+
+
+def timed(
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    samples: float,
+    network_gb_s: float,
+    measured: bool = True,
+) -> ScalingPoint:
+    """Return the time that `config` needs for `samples` training sequences and the evaluations."""
+    batch = config.global_batch_size
     arithmetic = plan.estimate(config, work, kind, None)
     exposed_s = exposed_seconds(config, work, kind, arithmetic.step_s, network_gb_s)
     step_s = arithmetic.step_s + exposed_s
     minutes = plan.minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
-    rate = batch * work.sequence_length / gpus / step_s
-    return ScalingPoint(config, samples, measured, learning_rate, step_s, rate, exposed_s, minutes)
+    rate = batch * work.sequence_length / config.world_size / step_s
+    return ScalingPoint(config, samples, measured, step_s, rate, exposed_s, minutes)
+
+
+def points_of_file(
+    root: Path,
+    benchmark: str,
+    path: Path,
+    kind: GpuKind,
+    overrides: dict[str, str],
+    network_gb_s: float,
+) -> dict[int, ScalingPoint | None]:
+    """Return number of GPUs -> the time of the config in `path`, None if it does not fit.
+
+    The machine of the config is replaced. Numbers of GPUs that cannot share its global batch are
+    left out.
+    """
+    points: dict[int, ScalingPoint | None] = {}
+    for gpus in counts():
+        per_node = gpus_per_node(kind, gpus)
+        machine = {"gpu": ANY_GPU, "nodes": str(gpus // per_node)}
+        try:
+            config, _ = load_or_derive(
+                root, benchmark, path, kind, overrides | machine, gpus=per_node
+            )
+        except OutOfMemory:
+            points[gpus] = None
+            continue
+        except ConfigError:
+            if gpus == 1:  # the config itself is wrong
+                raise
+            break
+        work = workload(benchmark, config)
+        points[gpus] = timed(config, work, kind, config.max_samples, network_gb_s)
+    return points
 
 
 def gpus_per_node(kind: GpuKind, gpus: int) -> int:
@@ -230,82 +292,154 @@ def best_points(
 
 
 def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
-    """Print the table of `plan --scaling`, and write its page. Return the exit code.
+    """Print the table of `BENCHMARK plan --scaling`, and write its page.
 
-    Raises ConfigError if the network's bandwidth is not positive.
+    Return 0, or 12 if no number of GPUs fits.
+
+    Raises ConfigError if the network's bandwidth is not positive, and for a benchmark without
+    reference runs if no config is given.
     """
-    if not options.network > 0:
+    require_bandwidth(options.network)
+    kind = KINDS[options.scaling]
+    name = benchmark
+    if options.all:
         raise ConfigError(
-            f"--network {options.network:g} is not a bandwidth",
+            "--scaling with --all", "they are different tables", "leave out one of them"
+        )
+    if benchmark in closed():
+        if options.config is not None or options.set:
+            raise ConfigError(
+                "--scaling with --config or --set",
+                f"each number of GPUs gets its own config of {benchmark}",
+                "leave out --config and --set",
+            )
+        rules = divisions(benchmark)["closed"]
+        best = best_points(root, benchmark, kind, rules, options.network)
+    elif options.config is None:
+        raise ConfigError(
+            f"{benchmark} plan --scaling needs a config",
+            f"{benchmark} has no reference runs; a config says how many sequences are trained",
+            "add --config FILE",
+        )
+    else:
+        path = Path(options.config)
+        overrides = dict(text.partition("=")[::2] for text in options.set)
+        best = points_of_file(root, benchmark, path, kind, overrides, options.network)
+        name = f"{benchmark}, {path.name},"
+    last = last_paying(best)
+    more = []
+    if last is not None:
+        more = [f"Up to {last} GPUs, twice the GPUs save at least {PAYING_SAVING:.0%} of the time."]
+    show(name, kind, HEAD, best, options, more)
+    return 0 if any(best.values()) else OutOfMemory.exit_code
+
+
+def add_options(parser: Parser | argparse._ArgumentGroup) -> None:
+    """Add the options of --scaling."""
+    parser.add_argument(
+        "--network",
+        type=float,
+        default=NETWORK_GB_S,
+        metavar="GB/S",
+        help="with --scaling: network bandwidth of one GPU between nodes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
+    )
+
+
+def require_bandwidth(network_gb_s: float) -> None:
+    """Raise ConfigError if the network's bandwidth is not positive."""
+    if not network_gb_s > 0:
+        raise ConfigError(
+            f"--network {network_gb_s:g} is not a bandwidth",
             "it must be greater than 0",
             "give GB/s per GPU",
         )
-    kind = KINDS[options.scaling]
-    if benchmark not in closed():
-        why = "minutes to a target need reference runs, which only a closed division has"
-        raise ConfigError(f"{benchmark} has no --scaling", why, f"use one of {', '.join(closed())}")
-    rules = divisions(benchmark)["closed"]
-    best = best_points(root, benchmark, kind, rules, options.network)
-    rows = [row(gpus, each) for gpus, each in best.items()]
+
+
+def show(
+    name: str,
+    kind: GpuKind,
+    head: list[str],
+    best: Mapping[int, ScalingPoint | None],
+    options: argparse.Namespace,
+    more: Sequence[str] = (),
+) -> None:
+    """Print the table with the columns `head`, as JSON with --json, and write the page of --page.
+
+    `name`: what is trained. `more`: further lines below the table.
+    """
+    rows = [row(gpus, each, head) for gpus, each in best.items()]
+    below = [*remarks(best), *more]
     if options.json:
-        print(json.dumps([dict(zip(HEAD, each, strict=True)) for each in rows], indent=1))
+        print(json.dumps([dict(zip(head, each, strict=True)) for each in rows], indent=1))
     else:
-        print(f"{benchmark} on {kind.name}, {options.network:g} GB/s per GPU between nodes\n")
-        print(table(HEAD, rows))
-        print("", *remarks(best), sep="\n")
+        print(f"{name} on {kind.name}, {options.network:g} GB/s per GPU between nodes\n")
+        print(table(head, rows))
+        print("", *below, sep="\n")
     if options.page:
-        write_whole(options.page, page(benchmark, kind, best).encode())
-    return 0
+        write_whole(options.page, page(name, kind, head, best, below).encode())
 
 
 def remarks(best: Mapping[int, ScalingPoint | None]) -> list[str]:
-    """Return the lines below the table: its marks, its assumptions, and where scaling ends."""
+    """Return the lines below the table: its marks and its assumptions."""
     lines = [
-        "* interpolated between the reference's batches, or continued beyond the largest",
         "Calculated, not measured. The costs of a step that do not shrink with its sequences, such "
         "as the optimizer's, are not counted.",
     ]
-    last = last_paying(best)
-    if last is not None:
-        lines.append(
-            f"Up to {last} GPUs, twice the GPUs save at least {PAYING_SAVING:.0%} of the time."
+    if any(point and not point.measured for point in best.values()):
+        lines.insert(
+            0, "* interpolated between the reference's batches, or continued beyond the largest"
         )
     return lines
 
 
-def page(benchmark: str, kind: GpuKind, best: Mapping[int, ScalingPoint | None]) -> str:
-    """Return the HTML page: table, and minutes and GPU-hours over the number of GPUs."""
+def page(
+    name: str,
+    kind: GpuKind,
+    head: list[str],
+    best: Mapping[int, ScalingPoint | None],
+    below: list[str],
+) -> str:
+    """Return the HTML page: table, and the time and GPU-hours over the number of GPUs."""
     points = [each for each in best.values() if each]
-    minutes = Curve("minutes", [(each.gpus, each.minutes) for each in points], dots=True)
+    unit = "days" if "days" in head else "minutes"
+    scale = DAY if unit == "days" else 1
+    times = Curve(unit, [(each.gpus, each.minutes / scale) for each in points], dots=True)
     hours = Curve("GPU-hours", [(each.gpus, each.gpu_hours) for each in points], 1, dots=True)
-    rows = [row(gpus, each) for gpus, each in best.items()]
+    rows = [row(gpus, each, head) for gpus, each in best.items()]
     blocks = [
-        {"notes": remarks(best)},
-        html.table(HEAD, rows, words=()),
-        html.chart("minutes to the target", "GPUs", [minutes]),
-        html.chart("GPU-hours to the target", "GPUs", [hours]),
+        {"notes": below},
+        html.table(head, rows, words=()),
+        html.chart(unit, "GPUs", [times]),
+        html.chart("GPU-hours", "GPUs", [hours]),
     ]
-    return html.render(f"{benchmark} on 1 to {LARGEST} {kind.name}", [("Scaling", blocks)])
+    return html.render(f"{name} on 1 to {max(best)} {kind.name}", [("Scaling", blocks)])
 
 
-def row(gpus: int, point: ScalingPoint | None) -> list[str]:
-    """Return the table row of `point`, whose columns are HEAD."""
+def row(gpus: int, point: ScalingPoint | None, head: Sequence[str] = HEAD) -> list[str]:
+    """Return the table row of `point` with the columns `head`."""
     if point is None:
-        return [str(gpus), *["-"] * 6, "does not fit", "-", "-"]
-    watts = BOARD_WATTS.get(point.config.gpu)
+        cells = {"GPUs": str(gpus), "minutes": "does not fit", "days": "does not fit"}
+        return [cells.get(name, "-") for name in head]
+    config = point.config
+    watts = BOARD_WATTS.get(config.gpu)
     star = "" if point.measured else "*"
-    return [
-        str(gpus),
-        f"{point.config.global_batch_size}",
-        f"{point.learning_rate:.2g}{star}",
-        f"{point.samples:,.0f}{star}",
-        f"{point.tokens_per_s_per_gpu:,.0f}",
-        f"{point.step_s * 1e3:,.0f}",
-        f"{point.exposed_s * 1e3:,.1f}",
-        f"{point.minutes:,.1f}",
-        f"{point.gpu_hours:,.1f}",
-        "-" if watts is None else f"{point.gpu_hours * watts / 1e3:,.1f}",
-    ]
+    cells = {
+        "GPUs": str(gpus),
+        "global batch": f"{config.global_batch_size}",
+        "learning rate": f"{config.opt_base_learning_rate:.2g}{star}",
+        "sequences to target": f"{point.samples:,.0f}{star}",
+        "tok/s/GPU": f"{point.tokens_per_s_per_gpu:,.0f}",
+        "step ms": f"{point.step_s * 1e3:,.0f}",
+        "links ms": f"{point.exposed_s * 1e3:,.1f}",
+        "minutes": f"{point.minutes:,.1f}",
+        "days": f"{point.minutes / DAY:.3g}",
+        "GPU-hours": f"{point.gpu_hours:,.1f}",
+        "kWh": "-" if watts is None else f"{point.gpu_hours * watts / 1e3:,.1f}",
+    }
+    return [cells[name] for name in head]
 
 
 def last_paying(best: Mapping[int, ScalingPoint | None]) -> int | None:

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from common.benchmarks import divisions
+from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from common.records.published import RESULTS
-from launch.plan import scaling
+from launch.plan import any_model, scaling
 from launch.plan.command import main
 
 RULES = divisions("llama31_8b")["closed"]
@@ -91,3 +92,60 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["GPUs"] for row in rows][-1] == "512"
     assert "GPU-hours" in page.read_text()
+
+
+EXAMPLE = "open_llama/examples/pretrain_1b.toml"
+
+
+def open_llama(*words: str) -> int:
+    return main(ROOT, "open_llama", ["--config", str(ROOT / EXAMPLE), *words])
+
+
+def test_a_config_of_open_llama_keeps_its_batch_and_its_sequences(capsys):
+    """64 GPUs share its 64 sequences, and more cannot."""
+    assert open_llama("--scaling", "H200", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["GPUs"] for row in rows] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert {(row["global batch"], row["sequences to target"]) for row in rows} == {("64", "64,000")}
+    minutes = [float(row["minutes"]) for row in rows]
+    assert minutes == sorted(minutes, reverse=True)
+    assert open_llama("--scaling", "H200", "--json", "--set", "max_samples=128000") == 0
+    twice = json.loads(capsys.readouterr().out)
+    assert float(twice[0]["minutes"]) == pytest.approx(2 * minutes[0], rel=0.02)
+
+
+def test_a_config_is_needed_where_no_reference_was_run_and_refused_where_it_is_chosen():
+    with pytest.raises(ConfigError, match="config"):
+        main(ROOT, "open_llama", ["--scaling", "H200"])
+    file = str(ROOT / "configs/llama31_8b/H200_1x8.toml")
+    for more in (["--config", file], ["--set", "max_samples=1"], ["--all"]):
+        with pytest.raises(ConfigError, match="--scaling"):
+            main(ROOT, "llama31_8b", ["--scaling", "H200", *more])
+    with pytest.raises(ConfigError, match="max_samples"):  # an error of the config is not hidden
+        open_llama("--scaling", "H200", "--set", "max_samples=0")
+
+
+def any_model_rows(capsys, *words: str) -> list[dict]:
+    assert any_model.main(["--gpu", "H200", "--scaling", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_model_without_a_config_keeps_the_sequences_of_a_gpu(capsys, tmp_path):
+    page = tmp_path / "scaling.html"
+    words = ["--model", "qwen3-4b", "--seq", "4096", "--batch", "2", "--train-tokens", "1e12"]
+    rows = any_model_rows(capsys, *words, "--page", str(page))
+    assert [int(row["global batch"]) for row in rows] == [2 * int(row["GPUs"]) for row in rows]
+    last = rows[-1]
+    rate = float(last["tok/s/GPU"].replace(",", "")) * 512
+    assert float(last["days"]) == pytest.approx(1e12 / rate / 86_400, rel=0.01)
+    assert "days" in page.read_text()
+    slow = any_model_rows(capsys, *words, "--network", "1")
+    assert float(slow[-1]["days"]) > 2 * float(last["days"])
+    assert slow[0] == rows[0]
+
+
+def test_a_model_that_fits_nowhere_has_the_exit_code_of_memory(capsys):
+    words = ["--gpu", "H200", "--scaling"]
+    assert any_model.main([*words, "--model", "llama3.1-405b"]) == OutOfMemory.exit_code
+    with pytest.raises(ConfigError, match="--train-tokens"):
+        any_model.main([*words, "--model", "llama2-70b", "--lora"])
