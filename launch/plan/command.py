@@ -107,7 +107,7 @@ def parser(benchmark: str = "") -> Parser:
         choices=scaling.KINDS,
         metavar="GPU",
         help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch; "
-        "of open_llama: minutes of the run that --config describes",
+        "for a benchmark without reference runs: minutes of the run that --config describes",
     )
     scaling.add_options(parser)
     add_set_option(parser, config_keys(benchmark))
