@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import math
 import os
 import re
@@ -85,6 +86,15 @@ def program(parser: Callable[[], Parser], work: Callable[[Any], int | None]) -> 
     calls `work` and returns the exit code.
     """
     return lambda arguments=None: exit_code_of(lambda: work(parser().parse_args(arguments)))
+
+
+def imported(name: str) -> Callable[[Any], int | None]:
+    """Return a function that imports `name` ("module:function") and calls the function.
+
+    It is the `work` of a command whose function needs packages, which --help must not need.
+    """
+    module, _, function = name.partition(":")
+    return lambda options: getattr(importlib.import_module(module), function)(options)
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -1,16 +1,15 @@
-"""Write the newest checkpoint of a run for other programs.
+"""Write the newest checkpoint of a run as Hugging Face weights, or with LoRA as a peft adapter.
 
-RUN is the directory of a run with --checkpoint, which may still be running. The result is a
-checkpoint of Hugging Face, or with LoRA an adapter in peft's format, as at the end of a run.
+RUN is the directory of a run that was started with --checkpoint. It may still be running. The
+format is that of the weights or adapters at the end of a run.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, program
+from common.command_line import Parser, imported, program
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
@@ -22,13 +21,7 @@ def parser(benchmark: str = "open_llama") -> Parser:
     return parser
 
 
-def work(options: argparse.Namespace) -> None:
-    from open_llama.exported_weights import export  # needs torch, which --help must not
-
-    export(options)
-
-
-main = program(parser, work)
+main = program(parser, imported("open_llama.exported_weights:export"))
 
 if __name__ == "__main__":
     sys.exit(main())
