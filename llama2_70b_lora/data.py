@@ -150,10 +150,8 @@ def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
 
 
 def next_token_labels(rows: np.ndarray) -> np.ndarray:
-    """Convert int32 [..., 2, sequence] of ids and Hugging Face labels to ids and the label each
-    position must predict.
-
-    See the module.
+    """Convert ids and Hugging Face labels, int32 [..., 2, sequence], to ids and the label that each
+    position must predict (see the module's docstring).
     """
     shifted = np.full_like(rows, IGNORE_INDEX)
     shifted[..., 0, :] = rows[..., 0, :]

@@ -40,12 +40,12 @@ ALLOWED |= {
 
 
 ROW_LIMIT = 1_000_000  # limit of values in one row; three lists of 8,192 numbers need fewer
-LOAD_S = 60.0  # seconds; a pickle of nested pairs takes longer than the age of the universe
+LOAD_S = 60.0  # seconds; the time for nested pairs doubles with each level
 LOAD_BYTES_PER_S = 10e6
 
 
 class Refused(Exception):
-    """The pickle contains something other than dicts, lists, numbers or arrays of numbers."""
+    """Raised for a pickle with anything but dicts, lists, numbers or arrays of numbers."""
 
 
 class Stored:

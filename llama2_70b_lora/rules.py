@@ -38,12 +38,12 @@ class Config(RunConfig):
             self.opt_learning_rate_training_steps >= 1,
             "opt_learning_rate_training_steps",
             "it must be at least 1",
-            "give steps",
+            "set the number of steps",
         )
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        why = "a transform before wgrad changes nothing where a frozen weight has no wgrad"
+        why = "the transform acts on weight gradients, which a frozen base does not have"
         self.require("hadamard" not in self.linear, "linear", why, "leave out the transform")
-        why = "without FP8 products read W in both directions"
+        why = "only FP8 products need W and its transpose"
         fp8 = self.linear_format.stores_fp8
         self.require(
             fp8 or self.frozen_base != "replicated_both",
@@ -51,7 +51,7 @@ class Config(RunConfig):
             why,
             'set it to "replicated"',
         )
-        why = "what is offloaded is SwiGLU's input in 8 bits"
+        why = "only SwiGLU's input in 8 bits is offloaded"
         self.require(
             fp8 or not self.offload_layers,
             "offload_layers",

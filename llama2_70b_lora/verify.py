@@ -30,7 +30,7 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
             )
     say(
         f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length},"
-        " all ids and labels are correct"
+        " all ids and labels are valid"
     )
 
 

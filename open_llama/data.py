@@ -58,7 +58,7 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
         raise DataError(
             f"{index_path(prefix)}: expected at least {rules.eval_samples} documents,"
             f" got {len(documents)}",
-            "every evaluation sees one sequence for each",
+            "each sequence of an evaluation is one document",
             "lower eval_samples, or raise --validation-fraction of prepare text",
         )
     return np.stack([documents[number] for number in range(rules.eval_samples)])
@@ -78,7 +78,7 @@ class Documents:
         self.numbers = np.flatnonzero(self.lengths >= 2)
         if not len(self.numbers):
             what = f"{index_path(prefix)}: no document has two tokens"
-            raise DataError(what, "a label needs a token before it", "check the data")
+            raise DataError(what, "the loss needs a token and the one after it", "check the data")
 
     def __len__(self) -> int:
         return len(self.numbers)

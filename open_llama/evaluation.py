@@ -1,4 +1,4 @@
-"""Load a model and its adapters for an evaluation, and measure the loss."""
+"""Load a model and its adapters, and measure the loss."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ MICRO_BATCH_TOKENS = 8192
 
 
 def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:
-    """Return the model in the safetensors checkpoint `folder`, with weights that do not train."""
+    """Return the model in the safetensors checkpoint `folder`, without gradients.
+
+    Raises ConfigError if there is no such folder, WeightsError if the checkpoint is damaged.
+    """
     if not folder.is_dir():
         why = "a model is a folder with config.json and safetensors files"
-        raise ConfigError(f"{folder}: no such folder", why, "name RUN/model of a run")
+        raise ConfigError(f"{folder}: no such folder", why, "name the folder model of a run")
     on_gpu = device.type == "cuda"
     dtype = DTYPES["bf16" if on_gpu else "fp32"]
     with device, default_dtype(dtype):
@@ -60,10 +63,11 @@ def add_adapter(model: Llama, folder: Path) -> None:
     except (KeyError, RuntimeError) as error:
         what = f"{folder} does not fit the model: {error}"
         do = "name the base that it was trained on"
-        raise ConfigError(what, "adapters of another model", do) from error
+        raise ConfigError(what, "the adapter was trained on another model", do) from error
 
 
 def measure(options: argparse.Namespace) -> None:
+    """Print the loss of the model that the options of `eval` name."""
     device_name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = start_processes(device_name, 600.0)
     length = options.sequence_length

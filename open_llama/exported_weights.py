@@ -1,4 +1,4 @@
-"""Read the masters of a checkpoint, and write them as weights or adapters."""
+"""Read the master weights of a checkpoint, and write them as weights or adapters."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from open_llama.tokenizer import copy_tokenizer
 
 
 def export(options: argparse.Namespace) -> None:
+    """Write the newest checkpoint of `options.run`. Raises ConfigError if the output exists."""
     run = options.run
     folder, facts = newest(run)
     config = configs.load(run / "config.toml", Config)
@@ -75,7 +76,7 @@ def adapter_sizes(shape: ModelShape, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
-    """Return the master of parameter `name` in a checkpoint, whole, fp32 on the CPU."""
+    """Return the whole master weight of parameter `name` in a checkpoint, fp32 on the CPU."""
     master = torch.empty(size, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming a single process", which is right

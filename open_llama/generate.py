@@ -1,7 +1,6 @@
-"""Let a trained model continue text: `./run_and_time.sh open_llama generate MODEL [--prompt TEXT]`.
+"""Generate text with a trained model.
 
-Needs the package transformers, and peft for --adapter. The tokenizer is the one beside the model,
-or in the folder given with --tokenizer.
+This needs the package transformers, and peft for --adapter.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from common.errors import ConfigError
 
 
 def generate(options: argparse.Namespace) -> None:
+    """Print a continuation of each prompt. Raises ConfigError if transformers is not installed."""
     try:
         import torch
         import transformers
@@ -58,26 +58,49 @@ def parser(benchmark: str = "open_llama") -> Parser:
     example = 'open_llama generate RUN/model --prompt "def read(" --tokens 100'
     parser = Parser(f"{benchmark} generate", __doc__, [example])
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="folder of a checkpoint of Hugging Face"
+        "model", type=Path, metavar="MODEL", help="folder of a Hugging Face checkpoint"
     )
     parser.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="can be repeated"
-    )
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of LoRA on the model")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: beside the model")
-    parser.add_argument(
-        "--eos", default="", metavar="TOKEN", help="token of end-of-text (default: the tokenizer's)"
-    )
-    parser.add_argument(
-        "--tokens", type=count, default=80, metavar="N", help="at most N tokens (default: 80)"
+        "--prompt",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="text to continue (can be repeated)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0: greedy (default: 0.8)"
+        "--adapter", type=Path, metavar="DIR", help="folder of LoRA adapters for the model"
     )
     parser.add_argument(
-        "--top-p", type=float, default=0.95, metavar="X", help="nucleus sampling (default: 0.95)"
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer file, or its folder (default: the folder of the model)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--eos", default="", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=count,
+        default=80,
+        metavar="N",
+        help="generate at most N tokens (default: 80)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="sampling temperature; 0 takes the most likely token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="X",
+        help="sample from the most likely tokens with this total probability (default: 0.95)",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""Prepare text for `open_llama`: JSON lines, Parquet, plain text or a data set of Hugging Face on
-disk becomes Megatron's token files, split into training and validation.
+"""Prepare text for `open_llama`: convert JSON lines, Parquet, plain text or a Hugging Face data set
+on disk to Megatron's token files, split into training and validation.
 
     ./run_and_time.sh open_llama prepare text --input FILES_OR_FOLDERS... --data-dir D
         (--tokenizer FILE | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
 
 The tokenizer is a tokenizer.json or a SentencePiece model, and is copied to D. Each document ends
-with the tokenizer's end-of-text. A preparation that was stopped goes on where it was. Messages go
-to stderr. The exit code is that of the kind of failure (common/errors.py).
+with the tokenizer's end-of-text token. An interrupted preparation continues where it stopped.
+Messages go to stderr. The exit code is that of the kind of failure (common/errors.py).
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ def parser(benchmark: str = "open_llama") -> Parser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders of .jsonl, .json, .parquet, .arrow, or plain text (also .gz)",
+        help="files or folders of .jsonl, .json, .parquet, .arrow or plain text (text also as .gz)",
     )
-    texts.add_argument("--data-dir", type=Path, required=True, help="where the token files will be")
+    texts.add_argument(
+        "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"
+    )
     which = texts.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer file")
+    which.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer of the model")
     which.add_argument(
         "--train-tokenizer",
         type=count,
@@ -63,10 +65,10 @@ def parser(benchmark: str = "open_llama") -> Parser:
         help="train a SentencePiece tokenizer of N pieces on the text",
     )
     texts.add_argument(
-        "--eos", default="", metavar="TOKEN", help="token of end-of-text (default: the tokenizer's)"
+        "--eos", default="", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)"
     )
     texts.add_argument(
-        "--key", default="text", help="JSON key or column of the text (default: text)"
+        "--key", default="text", help="JSON key or column that holds the text (default: text)"
     )
     texts.add_argument(
         "--validation-fraction",

@@ -68,25 +68,29 @@ class Config(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("sequence_length", "eval_samples", "eval_interval_samples"):
-            self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a number")
+            self.require(
+                getattr(self, key) >= 1, key, "it must be at least 1", "set a larger number"
+            )
         self.require_choice("schedule", SCHEDULES)
         self.require_choice("moment_precision", ("fp32", "bf16"))
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
         for key in ("adam_beta_1", "adam_beta_2", "lora_dropout"):
-            self.require(getattr(self, key) < 1, key, "it must be below 1", "give a smaller number")
+            self.require(getattr(self, key) < 1, key, "it must be below 1", "set a smaller number")
         for key in ("adam_epsilon", "gradient_clip_norm", "init_std"):
-            self.require(getattr(self, key) > 0, key, "it must be positive", "give a number")
+            self.require(
+                getattr(self, key) > 0, key, "it must be positive", "set a positive number"
+            )
         self.require(
             not self.lora_rank or bool(self.weights),
             "lora_rank",
             "adapters on random weights learn nothing useful",
-            "name the folder of the base with weights = ...",
+            "set weights to the folder of the base",
         )
-        why = "blocks with a frozen base do not recompute"
+        why = "layers of a frozen base are never recomputed"
         self.require(
             not (self.lora_rank and self.recompute_layers), "recompute_layers", why, "set it to 0"
         )
-        why = "only LoRA with an FP8 base offloads"
+        why = "only LoRA on an FP8 base offloads layers"
         offloads = bool(self.lora_rank) and self.linear_format.stores_fp8
         self.require(offloads or not self.offload_layers, "offload_layers", why, "set it to 0")
 
@@ -142,8 +146,8 @@ def rules_of(config: RunConfig) -> Rules:
     config.require(
         window is None or config.sequence_length <= window,
         "sequence_length",
-        f"{family.name} has a sliding window of {window} tokens, and attention here sees all",
-        "give at most that",
+        f"{family.name} has a sliding window of {window} tokens, which attention here ignores",
+        f"set at most {window}",
     )
     return Rules(
         division="open",
@@ -165,14 +169,14 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def require_schedule(config: Config) -> None:
-    """Raise ConfigError unless the warm-up ends in the run, and the run without a target ends with
-    an evaluation.
+    """Raise ConfigError unless the warm-up is shorter than the run, and a run without a target ends
+    with an evaluation.
     """
     config.require(
         config.opt_learning_rate_warmup_steps < config.steps,
         "opt_learning_rate_warmup_steps",
-        f"the run has {config.steps:,} steps",
-        "give fewer",
+        f"the run has only {config.steps:,} steps",
+        "set fewer warm-up steps, or a larger max_samples",
     )
     batch = config.global_batch_size
     interval = -(-config.eval_interval_samples // batch) * batch
@@ -181,7 +185,7 @@ def require_schedule(config: Config) -> None:
         "max_samples",
         "without a target the run ends with an evaluation, and there is one"
         f" every {interval:,} sequences",
-        "give a multiple of it",
+        f"set a multiple of {interval:,}",
     )
 
 

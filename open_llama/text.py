@@ -1,4 +1,4 @@
-"""`prepare text`: text of any kind to Megatron's token files, in parallel and resumable.
+"""`prepare text`: convert text to Megatron's token files, in parallel. It can be interrupted.
 
 The inputs are cut into parts of PART_BYTES. Worker processes tokenize parts and write each as a
 file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so
@@ -41,7 +41,7 @@ PART_BYTES = 16 << 20
 BATCH_DOCUMENTS = 256  # encoded in one call
 # A longer plain text file becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
-VOCABULARY_CHARACTERS = 5_000_000  # a tokenizer is trained on at most that
+VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
 SPLITS = ("train", "validation")
 PARTS, RECORD = ".parts", "text.json"
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the tokens, but the inputs."""
+    """The options that, with the inputs, decide the tokens."""
 
     tokenizer: str  # path of the tokenizer file
     eos: str
@@ -78,8 +78,8 @@ def prepare_text(
 ) -> None:
     """Tokenize `inputs` into train and validation files in `data_dir`.
 
-    `vocab_size`: if not 0, train a SentencePiece tokenizer of so many pieces on the inputs first;
-    `settings` then names none.
+    `vocab_size`: if not 0, first train a SentencePiece tokenizer of this many pieces on the inputs.
+    `settings` then names no tokenizer.
 
     Raises ConfigError, DataError, StorageError.
     """
@@ -106,7 +106,7 @@ def prepare_text(
 
 
 def input_files(inputs: list[Path]) -> list[Path]:
-    """Return the files to read: the given ones, and those of known kinds in given folders.
+    """Return the files to read: the given files, and the files of known types in given folders.
 
     Raises ConfigError.
     """
@@ -124,7 +124,7 @@ def input_files(inputs: list[Path]) -> list[Path]:
             raise ConfigError(f"{path}: no such file", "it is an --input", "check the name")
         elif not kind_of(path):
             why = f"its name does not end in {', '.join(KNOWN)} (or .gz)"
-            raise ConfigError(f"{path}: unknown kind of input", why, "rename or convert it")
+            raise ConfigError(f"{path}: unsupported file type", why, "rename or convert it")
         else:
             found.append(path)
     return [path.absolute() for path in found]
@@ -248,7 +248,9 @@ def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
                 for value in chunk.to_pylist():
                     if not isinstance(value, str):
                         what = f"{path}: {key} is {type(value).__name__}, not text"
-                        raise DataError(what, "a document is a string", "name a column of text")
+                        raise DataError(
+                            what, "a document is a string", "name a column of text with --key"
+                        )
                     yield value
     except KeyError:
         raise DataError(
@@ -295,7 +297,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
     load_tokenizer(source, settings.eos)  # before anything is copied
     target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
     if target.exists() and sha256_of(target) != sha256_of(source):
-        why = "the token files there were made with it"
+        why = "the token files there were made with that one"
         raise StorageError(f"{target} is another tokenizer", why, "name another --data-dir")
     if not target.exists():
         shutil.copyfile(source, target)
@@ -323,8 +325,8 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
     except RuntimeError as error:
         raise ConfigError(
             f"no tokenizer of {vocab_size} pieces: {error}",
-            "the text has too few different words for it",
-            "give a smaller --train-tokenizer, or more text",
+            "the text has too few different words",
+            "set a smaller --train-tokenizer, or add text",
         ) from error
 
 
@@ -332,7 +334,7 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
 
 
 def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
-    """Return what identifies a preparation: its inputs by name, size and time, and its options."""
+    """Return what identifies a preparation: its options, and its inputs' names, sizes and times."""
     states = [(str(path), path.stat()) for path in files]
     inputs = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
     tokenizer = sha256_of(Path(settings.tokenizer))
@@ -346,14 +348,14 @@ def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
 
 
 def parts_folder(data_dir: Path, record: dict[str, Any]) -> Path:
-    """Return the folder of the parts, empty unless it holds those of the same preparation.
+    """Return the folder of the parts, empty unless the same preparation was interrupted.
 
-    Raises StorageError if there are token files that no preparation known here made.
+    Raises StorageError if there are token files of an unknown preparation.
     """
     folder = data_dir / PARTS
     known = folder / RECORD
     if known.is_file() and json.loads(known.read_text()) == record:
-        return folder  # token files beside it are of a join that was stopped
+        return folder  # token files beside it are from an interrupted join
     for split in SPLITS:
         if index_path(data_dir / split).exists():
             what = f"{index_path(data_dir / split)} exists"
@@ -371,7 +373,7 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
     missing = [number for number in range(len(parts)) if not _part(folder, number).is_file()]
     done = sum(sizes) - sum(sizes[number] for number in missing)
     if done:
-        say(f"going on: {len(parts) - len(missing)} of {len(parts)} parts are complete")
+        say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (settings,))
     try:
         with pool, Progress("tokenizing", sum(sizes), "B") as progress:
@@ -388,9 +390,9 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
                 progress.at(done)
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenizes ended",
-            "it crashed, or the system ended it for want of memory",
-            "start again with fewer --processes: complete parts are kept",
+            "a tokenizing process ended",
+            "it crashed, or the system killed it because memory ran out",
+            "start again with fewer --processes; complete parts are kept",
         ) from error
 
 
@@ -446,8 +448,8 @@ def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
         if not writer.lengths:
             raise DataError(
                 f"no document for {split}",
-                "there are too few for the validation fraction",
-                "change --validation-fraction, or give more documents",
+                "there are too few documents for this validation fraction",
+                "change --validation-fraction, or add documents",
             )
         indices[split] = writer.finish()
     return indices

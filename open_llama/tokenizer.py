@@ -1,7 +1,7 @@
 """Tokenizers of any model: a Hugging Face tokenizer.json, or a SentencePiece model.
 
-A document becomes beginning-of-text (if the tokenizer has one), its tokens, end-of-text. The file
-lies in DATADIR under a fixed name, so that training can put it beside the model.
+A document becomes beginning-of-text (if the tokenizer has one), its tokens, and end-of-text. The
+tokenizer's file has a fixed name in DATADIR, so that training can copy it to the saved model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from common.data import corpus
 from common.errors import ConfigError, DataError
 
-# File name in DATADIR and beside a model -> files of Hugging Face that belong to it.
+# File name in DATADIR and beside a model -> other Hugging Face files of the same tokenizer.
 COMPANIONS = {
     "tokenizer.json": ("tokenizer_config.json", "special_tokens_map.json"),
     "tokenizer.model": ("tokenizer_config.json",),
@@ -25,7 +25,7 @@ COMPANIONS = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Functions and facts of a tokenizer.
+    """A tokenizer of one of the two kinds.
 
     `encode`: texts to lists of ids, with beginning-of-text and without end-of-text. `decode`: ids
     to text. `eos`: the id of end-of-text.
@@ -40,8 +40,8 @@ class Tokenizer:
 def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
     """Read the tokenizer file `path`, or the one in the folder `path`.
 
-    `eos`: the token of end-of-text (default: the one that the files name). Raises DataError for a
-    file that is no tokenizer, ConfigError if end-of-text is unknown.
+    `eos`: the end-of-text token (default: the one that the files name). Raises DataError if the
+    file is not a tokenizer, ConfigError if the end-of-text token is unknown.
     """
     if path.is_dir():
         path = _in_folder(path)
@@ -113,7 +113,7 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
 
 
 def _named_end(path: Path) -> str:
-    """Return the token of end-of-text that tokenizer_config.json beside `path` names, or ""."""
+    """Return the end-of-text token that tokenizer_config.json beside `path` names, or ""."""
     try:
         about: Any = json.loads(path.with_name("tokenizer_config.json").read_text())
     except (OSError, ValueError):
@@ -124,7 +124,7 @@ def _named_end(path: Path) -> str:
 
 
 def _no_end(path: Path, eos: str) -> ConfigError:
-    what = f"{path}: no token {eos!r}" if eos else f"{path}: the token of end-of-text is not known"
+    what = f"{path}: no token {eos!r}" if eos else f"{path}: unknown end-of-text token"
     why = "each document ends with it"
     if not eos:
         why += ", and no tokenizer_config.json beside the file names it"

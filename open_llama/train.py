@@ -117,7 +117,7 @@ def run(run: Run, reports: Reports) -> None:
     saved_model.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, sequences_in(config, rules, run.data_dir))
-    # For dropout and stochastic rounding, which must differ between the ranks.
+    # for dropout and stochastic rounding, which must differ between the ranks
     torch.manual_seed(run.seed + processes.rank)
     # as large as the loop, and not needed after this call
     from common.training.self_test import before_a_run
