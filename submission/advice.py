@@ -37,10 +37,10 @@ class Advice(NamedTuple):
 
 
 def advice(run: Run) -> list[Advice]:
-    """Return the advice for `run`, which is empty for a run on the CPU."""
-    samples = read_samples(run)
-    if run.gpu == "CPU":
+    """Return the advice for `run`: none for a miniature or on the CPU."""
+    if run.gpu == "CPU" or run.is_miniature:
         return []
+    samples = read_samples(run)
     hints = []
     for name, facts in (
         *_clocks(run, samples),

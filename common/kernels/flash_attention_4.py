@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ def require() -> None:
     os.environ.setdefault(
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attention_4"))
     )
+    # Printed by cutlass at each compilation of the backward. The result is right without it.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument")
     importlib.import_module("flash_attn.cute").flash_attn_func  # noqa: B018
 
 

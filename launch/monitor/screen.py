@@ -235,7 +235,8 @@ class Screen:
         if self.step["memory_gib"]:
             parts.append(f"{self.step['memory_gib']:.1f} GiB")
         if powers := [gpu["power_w"] for gpu in self.gpus if gpu.get("power_w")]:
-            parts.append(f"{sum(powers):,.0f} W on {len(powers)} GPUs")
+            several = f" on {len(powers)} GPUs" if len(powers) > 1 else ""
+            parts.append(f"{sum(powers):,.0f} W{several}")
         return " · ".join(parts)
 
     def progress(self) -> str:

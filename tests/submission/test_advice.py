@@ -151,6 +151,14 @@ def test_gpus_that_wait_for_their_host(run):
     )
 
 
+def test_a_miniature_gets_no_advice(run):
+    run.steps(memory_gib=134.0, allocated_gib=110.0, tokens_per_s_per_gpu=0.001 * PLANNED)
+    assert len(run.symptoms()) == 2
+    config = run.folder / "config.toml"
+    config.write_text("miniature = true\n" + config.read_text())
+    assert run.symptoms() == []
+
+
 def test_a_slow_rank(run):
     for event in run.events[-5:]:
         event["block_ms"][3] = 1.04 * min(event["block_ms"])

@@ -241,7 +241,7 @@ def run(stack: str, args: argparse.Namespace) -> None:
         model_parallel_cuda_manual_seed(1)
     curves: dict[str, list[float]] = {}
     longest = 0.0
-    for name in RUNS:
+    for name in args.only or RUNS:
         left = 60 * args.minutes - (time.monotonic() - began)
         if longest and left < 1.15 * longest:
             print(f"{stack}: {name} left out, {left:.0f} s are left", flush=True)
@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=4.5)
     parser.add_argument("--port", default="29533")
+    parser.add_argument("--only", action="append", choices=RUNS)
     args = parser.parse_args()
     convergence.SEQUENCE, convergence.BATCH = 8192, 1
     convergence.LEARNING_RATE, convergence.WARMUP_STEPS = LEARNING_RATE, WARMUP_STEPS
