@@ -38,15 +38,15 @@ ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
-    # As logged: "closed", "open", or "miniature" for the toy model that nobody can submit.
+    # As logged: "closed", "open", or "miniature" for the toy model, which cannot be submitted.
     division: str
     shape: ModelShape
     sequence_length: int  # tokens
     eval_samples: int  # validation sequences of each evaluation, always the same ones
     # Training sequences between evaluations, before rounding up to the global batch.
     eval_interval_samples: int
-    # Natural-log cross entropy per token. A run ends at the first evaluation at or below it. 0: no
-    # target, and a run succeeds after max_samples.
+    # Cross entropy per token, in nats. A run ends at the first evaluation at or below it. 0: no
+    # target; the run succeeds after max_samples.
     target_loss: float
     adam_beta_1: float
     adam_beta_2: float
@@ -55,14 +55,16 @@ class Rules:
     gradient_clip_norm: float
     log_name: str = ""  # the benchmark as logged (default: its folder)
     opt_name: str = "adamw"
-    init_limit_s: float = 1800.0  # from init_start to init_stop
+    init_limit_s: float = 1800.0  # largest time from init_start to init_stop
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
-    # Files under DATADIR that list the files in their own folder, which are checked before a run.
+    # Manifests under DATADIR. The files that they list are checked before a run.
     manifests: tuple[str, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
-    # "full" or "lora": `throughput` trains models of any shape by this benchmark's code.
+    # "full" or "lora": the mode in which `throughput` trains models of any shape by this
+    # benchmark's code; "": it does not.
     throughput_mode: str = ""
-    # The reference's runs, by global batch: (sequences to the target, number of runs), and rates.
+    # Runs of the reference, by global batch: (sequences to the target, number of runs); and its
+    # learning rates.
     reference_runs: ReferenceRuns = field(default_factory=dict, hash=False)
     reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)
 
@@ -92,9 +94,7 @@ class Rules:
         return self.eval_interval(global_batch_size)
 
     def end_learning_rate(self, base_learning_rate: float) -> float | None:
-        """Return the learning rate at the end of the schedule, or None if the log need not state
-        one.
-        """
+        """Return the learning rate at the end of the schedule, or None if it is not logged."""
         return None
 
     def fixed_log_values(self) -> dict[str, LogValue]:
@@ -135,7 +135,7 @@ def config_class(name: str) -> type[RunConfig]:
 
 
 def config_keys(name: str) -> list[str]:
-    """Return the keys of benchmark `name` that --set changes, each with "=", to be completed."""
+    """Return the config keys of benchmark `name`, each with "=", for completion of --set."""
     return [f"{field.name}=" for field in fields(config_class(name))]
 
 
@@ -162,7 +162,7 @@ def open_benchmark() -> str:
 def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
     """Return the rules of a log that names this benchmark and division, or None if there are none.
 
-    `folder`: of the log. The rules of the open division are those of its config.toml.
+    `folder`: the folder of the log. In the open division, its config.toml sets the rules.
     """
     if division != OPEN:
         return divisions(name).get(division) if name in names() else None
@@ -177,9 +177,9 @@ def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
 
 
 def trainer_of(name: str) -> ModuleType:
-    """Return the `train.py` of benchmark `name`. Importing it imports torch.
+    """Import and return the `train.py` of benchmark `name`, which imports torch.
 
-    Measurements use its `high_priority_compute(config)` (see `start_processes`) and its
+    `throughput` uses its `high_priority_compute(config)` (see `start_processes`) and its
     `assemble_random(config, rules, processes, seed)`, which returns an Assembly with random
     weights.
     """
@@ -187,36 +187,35 @@ def trainer_of(name: str) -> ModuleType:
 
 
 def measured_in(throughput_mode: str) -> str:
-    """Return the benchmark whose code measures models of any shape in this mode.
+    """Return the benchmark whose code trains models of any shape in this mode of `throughput`.
 
     Raises ConfigError if no benchmark does.
     """
     for name in names():
         if any(rules.throughput_mode == throughput_mode for rules in divisions(name).values()):
             return name
-    why = f"no benchmark here has throughput_mode = {throughput_mode!r} in its rules"
     raise ConfigError(
-        f"nothing trains models in mode {throughput_mode}", why, "use a checkout that has one"
+        f"no benchmark trains models in mode {throughput_mode}",
+        f"none has throughput_mode = {throughput_mode!r} in its rules",
+        "use a checkout that has such a benchmark",
     )
 
 
 def load_all(
     root: Path, name: str, overrides: dict[str, str] | None = None
 ) -> dict[str, RunConfig]:
-    """Return config name -> config of every file in configs/<name>/, sorted by GPU kind and number
-    of GPUs.
+    """Return config name -> config of every file in configs/<name>/.
 
-    Raises ConfigError.
+    They are sorted by GPU kind and number of GPUs. Raises ConfigError.
     """
     kind = config_class(name)
-    loaded = {
-        each: configs.load(config_path(root, name, each), kind, overrides)
-        for each in config_names(root, name)
-    }
+    loaded = []
+    for config_name in config_names(root, name):
+        config = configs.load(config_path(root, name, config_name), kind, overrides)
+        loaded.append((config_name, config))
     order = [*KINDS, "CPU"]
-    return dict(
-        sorted(loaded.items(), key=lambda item: (order.index(item[1].gpu), item[1].world_size))
-    )
+    loaded.sort(key=lambda item: (order.index(item[1].gpu), item[1].world_size))
+    return dict(loaded)
 
 
 def _module(name: str) -> ModuleType:

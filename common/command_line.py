@@ -1,5 +1,4 @@
-"""The argument parser of every command: suggestions for typos, help as wide as the terminal, and
-exit codes.
+"""The argument parser of all commands: suggestions for typos, help texts, exit codes.
 
 Standard library only: a command line is parsed before any package is installed.
 """
@@ -19,14 +18,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from common.errors import ConfigError, Interrupted, StorageError, failure_of
+from common.errors import ConfigError, Interrupted, RunError, StorageError, failure_of
 from common.terminal import QUIET, print_stderr
 
 PROGRAM = "./run_and_time.sh"
-# accepted by every command, passed on as environment variables
+# Options of every command -> environment variables by which they are passed on.
 SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}
 EVERYWHERE = ("--help", "--version", *SWITCHES)
-# Options that users try, and the environment variables that are meant.
+# Options that do not exist but that users may try -> environment variables that set the value.
 VARIABLES = {
     "--nexp": "NEXP",
     "--runs": "NEXP",
@@ -42,50 +41,59 @@ VARIABLES = {
     "--dgxsystem": "DGXSYSTEM",
     "--gpu-kind": "GPU_KIND",
 }
-PIPE_CLOSED = 141  # exit code that a shell reports for a program ended by SIGPIPE
+PIPE_CLOSED = 141  # exit code that a shell reports for a program killed by SIGPIPE
 
 
 def exit_code_of(work: Callable[[], int | None]) -> int:
     """Call `work` and return its exit code, with 0 for None.
 
-    On a failure, print its three lines and return the exit code of its kind. A reader that leaves
-    early, such as `head`, causes no traceback.
+    If it raises a known error, print the error's three lines and return its exit code. A reader of
+    the output that exits early, such as `head`, causes no traceback.
     """
     try:
         code = work()
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends.
+        # The interpreter flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_stderr("note: the reader closed the output before everything was written")
         return PIPE_CLOSED
-    except (Exception, KeyboardInterrupt) as error:
-        failure = (
-            Interrupted(signal.SIGINT)
-            if isinstance(error, KeyboardInterrupt)
-            else failure_of(error)
-        )
-        if failure is None and isinstance(error, OSError):
-            what = str(error.strerror or error)
-            if error.filename:
-                what = f"{error.filename}: {what}"
-            failure = StorageError(
-                what,
-                "the operating system refused a file operation",
-                "check free space, permissions and the mount",
-            )
-        if failure is None:
+    except KeyboardInterrupt:
+        failure: RunError = Interrupted(signal.SIGINT)
+    except Exception as error:
+        known = failure_of(error)
+        if known is None and isinstance(error, OSError):
+            known = _refused_file_operation(error)
+        if known is None:
             raise
+        failure = known
     print_stderr(failure.lines())
     return failure.exit_code
 
 
+def _refused_file_operation(error: OSError) -> StorageError:
+    what = str(error.strerror or error)
+    if error.filename:
+        what = f"{error.filename}: {what}"
+    return StorageError(
+        what,
+        "the operating system refused a file operation",
+        "check free space, permissions and the mount",
+    )
+
+
 def program(parser: Callable[[], Parser], work: Callable[[Any], int | None]) -> Callable[..., int]:
-    """Return the `main` of a command. It parses its arguments (default: those of this process),
-    calls `work` and returns the exit code.
+    """Return the `main` of a command.
+
+    It parses its arguments (default: those of this process), calls `work` with them and returns the
+    exit code.
     """
-    return lambda arguments=None: exit_code_of(lambda: work(parser().parse_args(arguments)))
+
+    def main(arguments: list[str] | None = None) -> int:
+        return exit_code_of(lambda: work(parser().parse_args(arguments)))
+
+    return main
 
 
 def imported(name: str) -> Callable[[Any], int | None]:
@@ -98,8 +106,9 @@ def imported(name: str) -> Callable[[Any], int | None]:
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a suggestion for an unknown `word`: the closest of `known`, otherwise `otherwise`, or
-    all known words.
+    """Return a suggestion for an unknown `word`: the most similar one of `known`.
+
+    If none is similar, return `otherwise`, or all known words if that is empty.
     """
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu does not match cpu
@@ -109,11 +118,10 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the first word, or "" if there is none or it is an option, and the remaining
-    arguments.
-    """
-    given = bool(arguments) and not arguments[0].startswith("-")
-    return (arguments[0], arguments[1:]) if given else ("", arguments)
+    """Return (benchmark, remaining arguments). The benchmark is "" if the first is an option."""
+    if not arguments or arguments[0].startswith("-"):
+        return "", arguments
+    return arguments[0], arguments[1:]
 
 
 def count(text: str) -> int:
@@ -133,7 +141,7 @@ def minutes(text: str) -> float:
 
 
 def help_width() -> int:
-    """Return the width of help texts: that of the terminal (COLUMNS), at most 100."""
+    """Return the width of help texts in columns: that of the terminal (COLUMNS), at most 100."""
     return min(shutil.get_terminal_size().columns - 2, 100)
 
 
@@ -153,7 +161,7 @@ def _fill(text: str, width: int) -> str:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help without lines that break inside a word or an option."""
+    """A help formatter that never breaks a line inside a word or an option."""
 
     def __init__(self, prog: str):
         super().__init__(prog, width=help_width())
@@ -166,12 +174,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def complete(action: argparse.Action, words: Iterable[str]) -> None:
-    """Let shells complete the values of `action` with `words`. Other values are accepted, too."""
+    """Let shells complete the values of `action` with `words`. Other values are accepted too."""
     action.words = list(words)  # type: ignore[attr-defined]
 
 
 def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
-    """Add --set KEY=VALUE, which completes `keys`. `note`: continues the help."""
+    """Add --set KEY=VALUE, whose completions are `keys`. `note`: added to the help text."""
     changed = parser.add_argument(
         "--set",
         action="append",
@@ -183,7 +191,7 @@ def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
 
 
 def complete_below(action: argparse.Action, parsers: Callable[[], dict[str, Parser]]) -> None:
-    """Let shells complete what follows each choice of `action`: the options of its parser."""
+    """Let shells complete the arguments after each choice of `action` by that choice's parser."""
     action.parsers = parsers  # type: ignore[attr-defined]
 
 
@@ -209,6 +217,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return options
@@ -224,7 +233,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unexpected argument: {name}")
 
     def _point_to_variable(self, name: str, value: str) -> NoReturn:
-        """Raise ConfigError: the option is not one, but an environment variable sets its value."""
+        """Raise ConfigError for an unknown option whose value an environment variable sets."""
         setting = f"{VARIABLES[name]}={value or '...'}"
         raise ConfigError(
             f"unknown option: {name}",
@@ -235,17 +244,17 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
         for action in self._actions:
-            yield from () if action.help == argparse.SUPPRESS else action.option_strings[-1:]
-            for each in self.subcommands(action):
-                yield from each.options()
+            if action.help != argparse.SUPPRESS:
+                yield from action.option_strings[-1:]
+            for subcommand in self.subcommands(action):
+                yield from subcommand.options()
 
     @staticmethod
     def subcommands(action: argparse.Action) -> list[Parser]:
-        return (
-            list(dict(action.choices or {}).values())
-            if isinstance(action, argparse._SubParsersAction)
-            else []
-        )
+        """Return the parsers of the subcommands that `action` selects, if it does."""
+        if isinstance(action, argparse._SubParsersAction):
+            return list(dict(action.choices or {}).values())
+        return []
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -267,7 +276,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, why, f"see {self.prog} --help")
 
     def _meaning_of(self, name: str) -> str:
-        """Return a sentence about the argument `name`: its choices, or else its help."""
+        """Describe the argument `name` by its choices, or else by its help."""
         for action in self._actions:
             if name in (action.metavar, action.dest, *action.option_strings):
                 if action.choices:

@@ -1,10 +1,9 @@
-"""RunConfig: one flat, self-contained TOML per benchmark, GPU and size. There are no includes and
-no inheritance.
+"""RunConfig: the config of a run, one flat TOML per benchmark, GPU kind and number of GPUs.
 
-An unknown key, a wrong type or an impossible batch is a ConfigError that names file and key. Keys
-that decide convergence (batch, learning rate, warm-up) have no default. Values that are right
-everywhere have a default here, and tuned values are in the TOML. Standard library only: the
-launcher reads the file before torch is imported.
+There are no includes and no inheritance. An unknown key, a wrong type or an impossible batch is a
+ConfigError that names the file and the key. Keys that decide convergence (batch, learning rate,
+warm-up) have no default. Values that are right everywhere have a default here. Values tuned for a
+GPU are in the TOML. Standard library only: the launcher reads the file before it imports torch.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from typing import TypeVar
 from common.errors import ConfigError
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 
-FORMER_KEYS = {
+FORMER_KEYS = {  # removed key -> why
     key: 'it is now part of the key linear, e.g. linear = "fp8"'
     for key in ("fp8", "block_format", "healing")
 }
-# largest value of a key; 2^31 - 1 for the others, the limit of a C int
+# Largest value of a key. The limit of all other keys is that of a C int, 2^31 - 1.
 LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes per sample
 }
-# `gpu` of a config that fits itself to the machine (launch/plan/derive_config.py)
+# Value of `gpu` in a config that is adapted to the machine (launch/plan/derive_config.py).
 ANY_GPU = "any"
-# for LoRA; see common/sharding/frozen_base.py
+# Ways to store LoRA's frozen weights (common/sharding/frozen_base.py).
 FROZEN_BASE_STORAGE = (
     "sharded",
     "replicated",
@@ -63,12 +62,33 @@ class RunConfig:
     env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
 
     def __post_init__(self) -> None:
+        self._require_valid_numbers()
+        self.require(
+            linear_format(self.linear) is not None,
+            "linear",
+            "it is not a known number format",
+            f"choose one of {', '.join(FORMATS)}; "
+            "an emulated one takes options and an end (docs/number_formats.md)",
+        )
+        self._require_valid_environment()
+        per_pass = self.micro_batch_size * self.world_size
+        self.require(
+            self.global_batch_size % per_pass == 0,
+            "global_batch_size",
+            "it is not a multiple of micro_batch_size x processes = "
+            f"{self.micro_batch_size} x {self.world_size} = {per_pass}",
+            "change global_batch_size or micro_batch_size "
+            "so that every process gets whole micro-batches",
+        )
+
+    def _require_valid_numbers(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float):
                 limit = LARGEST.get(f.name, 2**31 - 1)
+                # NaN fails this comparison too.
                 self.require(
-                    value >= 0, f.name, "it must be a number, and not negative", "give 0 or more"
+                    value >= 0, f.name, "it must be a number of at least 0", "give 0 or more"
                 )
                 self.require(value <= limit, f.name, "it is too large", f"give at most {limit:,}")
         for key in (
@@ -89,33 +109,23 @@ class RunConfig:
             "give a learning rate",
         )
         self.require(
-            self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds"
+            self.hang_timeout_s > 0,
+            "hang_timeout_s",
+            "it must be positive",
+            "give a number of seconds above 0",
         )
-        self.require(
-            linear_format(self.linear) is not None,
-            "linear",
-            "it is not a known number format",
-            f"choose one of {', '.join(FORMATS)}; "
-            "an emulated one takes options and an end (docs/number_formats.md)",
-        )
+
+    def _require_valid_environment(self) -> None:
         for name, value in self.env.items():
             both = name + value
             size = len(both.encode())
             self.require(
                 name != "" and "=" not in name and "\0" not in both and size < 131_071,
                 "env",
-                "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both",
-                "correct name or value",
+                "Linux accepts a name without = and NUL, a value without NUL, and at most 128 KiB "
+                "for both together",
+                "correct the name or the value",
             )
-        per_pass = self.micro_batch_size * self.world_size
-        self.require(
-            self.global_batch_size % per_pass == 0,
-            "global_batch_size",
-            "it is not a multiple of micro_batch_size x processes = "
-            f"{self.micro_batch_size} x {self.world_size} = {per_pass}",
-            "change global_batch_size or micro_batch_size "
-            "so that every process gets whole micro-batches",
-        )
 
     def require(self, good: bool, key: str, why: str, do: str) -> None:
         """Raise a ConfigError that names `key` and its value, unless `good`."""
@@ -123,20 +133,21 @@ class RunConfig:
             raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, do)
 
     def require_choice(self, key: str, choices: tuple[str, ...]) -> None:
+        """Raise a ConfigError unless the value of `key` is one of `choices`."""
         known = ", ".join(f'"{choice}"' for choice in choices)
         self.require(getattr(self, key) in choices, key, f"known are {known}", "choose one of them")
 
-    # Options that change the memory of a rank, at the value that means "without". A benchmark whose
-    # code has the option makes it a key of its Config.
+    # Options that change the memory of a rank, turned off. A benchmark that has such an option
+    # replaces the property by a key of its Config.
 
     @property
     def recompute_layers(self) -> int:
-        """Layers that recompute their activations in the backward."""
+        """Number of layers that recompute their activations in the backward."""
         return 0
 
     @property
     def offload_layers(self) -> int:
-        """Layers whose SwiGLU input waits for the backward in pinned host memory."""
+        """Number of layers that keep their SwiGLU input in pinned host memory."""
         return 0
 
     @property
@@ -182,15 +193,17 @@ class RunConfig:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.nodes * self.gpus_per_node
 
     @property
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per rank and optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def as_toml(self) -> str:
-        # An installed package: the launcher writes configs, but reads them before packages are
-        # installed.
+        """Return the config as the text of a TOML file."""
+        # Not at the top: the launcher reads configs before any package is installed.
         import tomli_w
 
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
@@ -205,13 +218,14 @@ def load(
     overrides: Mapping[str, str] | None = None,
     derived: Mapping[str, str | int] | None = None,
 ) -> C:
-    """Read and check `path` as the benchmark's `rules.Config`.
+    """Read and check the TOML at `path`.
 
-    `overrides`: key -> text from `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
-    `derived`: values that replace those of the file and that `overrides` may replace.
+    `kind`: the `rules.Config` of the benchmark.
+    `overrides`: key -> text of `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
+    `derived`: values that replace those of the file. `overrides` take precedence.
 
-    Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an
-    impossible batch.
+    Raises ConfigError if the file is missing or is not valid TOML, a key is unknown or missing, a
+    value has the wrong type, or the batch is impossible.
     """
     path = Path(path)
     try:
@@ -237,7 +251,8 @@ def load(
             "the file cannot be parsed",
             "correct the line it names",
         ) from None
-    from_table(dict(table), kind, str(path))  # raises for errors of the file itself
+    # Check the file alone first, so that its errors do not name the overrides.
+    from_table(dict(table), kind, str(path))
     table |= derived or {}
     if not overrides:
         return from_table(table, kind, str(path))
@@ -248,22 +263,11 @@ def load(
 
 
 def from_table(table: dict, kind: type[C], source: str) -> C:
+    """Return the config of a parsed TOML. `source`: its name, for errors. Raises ConfigError."""
     known = {f.name: f for f in fields(kind)}
     for key in table:
         if key not in known:
-            if key in FORMER_KEYS:
-                raise ConfigError(
-                    f"{source}: the key {key} is gone",
-                    FORMER_KEYS[key],
-                    "write the key linear instead",
-                )
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}"
-            raise ConfigError(
-                f"{source}: unknown key {key}",
-                "no code reads it, so it would be silently ignored",
-                hint,
-            )
+            raise _unknown_key(key, list(known), source)
     for name, f in known.items():
         if name not in table:
             if f.default is MISSING and f.default_factory is MISSING:
@@ -280,8 +284,22 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
         raise ConfigError(f"{source}: {error.what}", error.why, error.do) from None
 
 
+def _unknown_key(key: str, known: list[str], source: str) -> ConfigError:
+    if key in FORMER_KEYS:
+        return ConfigError(
+            f"{source}: the key {key} was removed", FORMER_KEYS[key], "write the key linear instead"
+        )
+    near = difflib.get_close_matches(key, known, 1)
+    return ConfigError(
+        f"{source}: unknown key {key}",
+        "no code reads it, so it would be silently ignored",
+        f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}",
+    )
+
+
 def _checked(value, type_name: str, key: str, source: str):
-    # Python integers can exceed every float.
+    """Return `value` if it has the type of the key, an int as a float. Raises ConfigError."""
+    # A larger integer may exceed every float.
     if type_name == "float" and type(value) is int and abs(value) < 2**63:
         value = float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[
@@ -291,7 +309,7 @@ def _checked(value, type_name: str, key: str, source: str):
     if type(value) is not wanted or (wanted is dict and not texts):
         raise ConfigError(
             f"{source}: {key} = {value!r} has the wrong type",
-            f"it is of type {type_name}",
+            f"the type of {key} is {type_name}",
             f"write it as {type_name}",
         )
     return value

@@ -1,15 +1,16 @@
 """Engines of attention, matrix products and SwiGLU, and the choice among them on a GPU.
 
-The fastest engine is used that this package knows for the GPU, whose package is installed and new
-enough, and that passes the self-test. The environment variables ATTENTION_ENGINE, MATMUL_ENGINE
-and SWIGLU_ENGINE, usually set in a config's [env], pin one: if it cannot be used, that is an error.
-On a CPU and for other dtypes than bf16 and FP8, torch computes attention and products.
+An engine is one implementation of an operation. By default, the fastest engine for the GPU is used
+whose package is installed and new enough and which passes the self-test. The environment variables
+ATTENTION_ENGINE, MATMUL_ENGINE and SWIGLU_ENGINE, usually set in a config's [env], pin an engine.
+If a pinned engine cannot be used, that is an error. On a CPU, and for dtypes other than bf16 and
+FP8, torch computes attention and products.
 
-The engine of SwiGLU says whether a kernel of its own computes it, or two FP8 products in their
-epilogues. Only blocks in FP8 whose matrices train have this choice.
+SwiGLU is computed either by a separate kernel or in the epilogues of two FP8 products. Only FP8
+blocks whose matrices train have this choice.
 
-An engine's module is imported only where it is chosen. Standard library only: the launcher reads
-the versions of installed packages before torch is imported.
+The module of an engine is imported only if the engine is chosen. Standard library only: the
+launcher reads the versions of installed packages before it imports torch.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ INSTINCT = ("gfx942", "gfx950")
 
 @dataclass(frozen=True)
 class Engine:
-    """An implementation of an operation, in `module` of common.kernels."""
+    """An implementation of an operation."""
 
     name: str
-    gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: everywhere
+    gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: all
     chosen_on: tuple[str, ...] = ()  # architectures on which it is used without being pinned
-    module: str = ""  # "" for the last one of an operation
-    package: str = ""  # "" if it needs nothing but torch and Triton
-    oldest: str = ""  # oldest version of the package that is accepted
+    module: str = ""  # its module in common.kernels; "" for the last engine of an operation
+    package: str = ""  # "" if it needs only torch and Triton
+    oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
-    install: str = ""
+    install: str = ""  # command that installs the package
 
     def __str__(self) -> str:
         return f"{self.name} {version_of(self.package)}".rstrip() if self.package else self.name
@@ -69,8 +70,8 @@ TRANSFORMER_ENGINE = Engine(
     " use an image with ROCm's fork",
 )
 
-# Fastest first. Measured on an H200 alone (docs/results.md); the order on other GPUs is that of
-# published numbers. The last engine of each list runs everywhere.
+# Fastest first: as measured on an H200 (docs/results.md), and by published numbers on other GPUs.
+# The last engine of each list runs everywhere.
 ENGINES: dict[str, tuple[Engine, ...]] = {
     ATTENTION: (
         Engine(
@@ -122,14 +123,15 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
     ),
 }
 
-# (operation, engine) -> why this process cannot use it: its import or its self-test failed.
+# (operation, engine) -> why this process cannot use it: the import or the self-test failed.
 _rejected: dict[tuple[str, str], str] = {}
+# (operation, GPU, pin) -> choice of this process. GPU: "" for dtypes that only torch computes.
 _chosen: dict[tuple[str, str, str], Choice] = {}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine to use, and for each faster one why it is not used and what installs it."""
+    """The engine to use. `missing`: for each faster engine, why it is not used, and a remedy."""
 
     engine: Engine
     pinned: bool
@@ -137,7 +139,7 @@ class Choice:
 
 
 def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
-    """Return the name of the pinned engine, None if none is pinned."""
+    """Return the name of the pinned engine, or None if none is pinned."""
     if operation == ATTENTION:
         return environment.get("ATTENTION_ENGINE")
     if operation == SWIGLU:
@@ -148,12 +150,14 @@ def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
 def choose(
     operation: str, gpu: str, environment: Mapping[str, str] | None = None, dtype: str = "bf16"
 ) -> Choice:
-    """Return the engine of `operation` on a GPU of architecture `gpu`, "" for a CPU.
+    """Return the engine of `operation`.
 
+    `gpu`: architecture of the GPU, such as "sm_90"; "" for a CPU.
+    `environment`: environment variables (default: those of this process).
     `dtype`: "bf16", "fp8", or another one, for which torch is used.
 
-    Raises ConfigError if an engine is pinned that is unknown, not for this GPU and dtype, not
-    installed, too old, or rejected by this process.
+    Raises ConfigError if the pinned engine is unknown, does not support this GPU and dtype, is not
+    installed, is too old, or was rejected by this process.
     """
     environment = os.environ if environment is None else environment
     pin = pin_of(operation, environment)
@@ -172,6 +176,7 @@ def choose(
 
 
 def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
+    """Return the engine called `name`. Raises ConfigError as `choose` does."""
     variable = VARIABLES[operation]
     engines = {engine.name: engine for engine in ENGINES[operation]}
     unset = f"set {variable} to another engine; unset, the fastest installed one is used"
@@ -191,7 +196,7 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
 
 
 def _obstacle(operation: str, engine: Engine) -> str:
-    """Return why the engine cannot be used, with the line that installs it; "" if it can."""
+    """Return why the engine cannot be used, with the command that installs it; "" if it can."""
     if engine.package:
         version = version_of(engine.package)
         if not version:
@@ -213,9 +218,9 @@ def version_key(text: str) -> tuple:
 
 
 def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
-    """Return the choice of this process, made once, with an engine whose module can be imported.
+    """Return the choice of this process, which is made once and whose module can be imported.
 
-    Raises ConfigError as `choose` does, also if a pinned engine cannot be imported.
+    Raises ConfigError as `choose` does, and if a pinned engine cannot be imported.
     """
     pin = pin_of(operation, os.environ)
     key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "")
@@ -232,14 +237,14 @@ def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
 
 
 def module_of(engine: Engine) -> ModuleType:
-    """Import an engine's module, which has `require` and the functions of its operation."""
+    """Import an engine's module. It has `require` and the functions of the engine's operation."""
     return importlib.import_module(f"common.kernels.{engine.module}")
 
 
 def reject(operation: str, choice: Choice, why: str) -> bool:
     """Exclude the chosen engine in this process, so that the next one is used.
 
-    Returns False, and excludes nothing, if the engine is pinned or the last of its operation.
+    Returns False, without excluding it, if the engine is pinned or is the last of its operation.
     """
     if choice.pinned or not choice.engine.module:
         return False
@@ -249,7 +254,7 @@ def reject(operation: str, choice: Choice, why: str) -> bool:
 
 
 def forget() -> None:
-    """Forget the choices of this process and what was rejected."""
+    """Forget the choices of this process and the rejected engines."""
     _rejected.clear()
     _chosen.clear()
 
@@ -260,9 +265,10 @@ class Described:
 
     names: dict[str, str]  # operation -> engine
     versions: dict[str, str]  # operation -> engine with the version of its package
-    missing: tuple[str, ...]  # why faster ones are not used, with what installs them
+    missing: tuple[str, ...]  # why faster engines are not used, with the commands that install them
 
     def lines(self) -> list[str]:
+        """Return lines for the screen."""
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
         return [f"engines    {used}", *(f"NOTE       {reason}" for reason in self.missing)]
 

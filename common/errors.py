@@ -1,9 +1,9 @@
-"""Errors that a user can cause or encounter: what happened, the probable reason, what to do, and an
-exit code per kind.
+"""Errors for the user: what happened, why, what to do, and an exit code for each kind.
 
-The launcher ends with `exit_code`, and `failure.json` holds the same fields. torchrun itself only
-ever returns 1, so the code travels in the rank records that `write_rank_record` leaves in the run
-directory. Standard library only: the launcher imports this module before torch.
+The exit code of the launcher is that of the error, and `failure.json` has the same fields. torchrun
+itself only ever returns 1. Therefore each rank writes its error to a rank record in the run
+directory (`write_rank_record`), where the launcher reads it. Standard library only: the launcher
+imports this module before torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Environment variable of all processes of a run. The launcher finds them by it, and reports their
-# failures to the user.
+# Environment variable of all processes of a run. By it the launcher finds the processes, whose
+# failures it reports.
 LAUNCHED = "LAUNCH_RUN_DIR"
-# Removed from a run's directory when the disk is full, so that the records of that failure fit.
+# A file in the run directory that is removed when the disk is full, to make space for the records
+# of that failure.
 RESERVE_FILE = ".reserve"
-TRIES = 20  # with a tenth of a second in between
+TRIES = 20  # of a write, 0.1 s apart
 NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)
 DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _NO_MEMORY = (
@@ -33,7 +34,10 @@ _NO_MEMORY = (
 
 
 class RunError(Exception):
-    """A failure with a message for the user. A subclass defines its kind and exit code."""
+    """A failure with a message for the user: what happened, why, and what to do.
+
+    Subclasses define its kind and exit code.
+    """
 
     kind = "internal"
     exit_code = 1
@@ -45,6 +49,7 @@ class RunError(Exception):
         self.do = do
 
     def as_dict(self) -> dict:
+        """Return the fields of failure.json."""
         return {
             "kind": self.kind,
             "exit_code": self.exit_code,
@@ -54,6 +59,7 @@ class RunError(Exception):
         }
 
     def lines(self) -> str:
+        """Return the error as up to three lines for the screen."""
         labelled = (("error: ", self.what), ("  why: ", self.why), ("  do:  ", self.do))
         return "\n".join(label + text for label, text in labelled if text)
 
@@ -125,8 +131,9 @@ class Interrupted(RunError):
 
 
 def failure_of(error: BaseException) -> RunError | None:
-    """Return the RunError that explains an exception of Python or of the system, or None if its
-    meaning is unknown.
+    """Return the RunError that explains an exception, or None if none is known.
+
+    Explained are links that lead to themselves, missing memory, and failures of the disk.
     """
     if isinstance(error, RunError):
         return error
@@ -160,8 +167,9 @@ def failure_of(error: BaseException) -> RunError | None:
 
 
 def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
-    """Call `write`. If the disk is full, remove RESERVE_FILE and try again, because some disks free
-    the space a little later.
+    """Call `write`. If it fails, as on a full disk, remove RESERVE_FILE and try again.
+
+    Tries several times, because some disks free the space a little later.
     """
     for attempt in range(TRIES):
         try:
@@ -175,9 +183,7 @@ def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` under a temporary name and rename it: a reader sees all of it or nothing. Raises
-    OSError.
-    """
+    """Write `path` atomically: under a temporary name, which is then renamed. Raises OSError."""
     temporary = path.with_name(path.name + ".partial")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -19,19 +19,17 @@ _NVLINK_RACK = ("", "NVLink 5", "")  # 4 GPUs of a tray, 72 of a rack through NV
 
 @dataclass(frozen=True)
 class GpuKind:
-    """One kind of GPU as a whole card: memory in bytes, dense peaks (without sparsity) in
-    TFLOP/s.
-    """
+    """One kind of GPU, as a whole card."""
 
     name: str
     vendor: str  # "amd" or "nvidia"
     arch: str  # gfx942, gfx950, sm_90, sm_100, sm_103
     compute_units: int  # CUs or SMs; 0: unknown, and not compared
     memory_bytes: int
-    peak_bf16_tflops: float
-    peak_fp8_tflops: float
-    efficiency: float = 0.0  # share of the dense peaks that a whole FP8 step reaches, for `plan`
-    # facts that no driver reports, in the order of DESCRIPTION_KEYS
+    peak_bf16_tflops: float  # dense, without sparsity
+    peak_fp8_tflops: float  # dense
+    efficiency: float = 0.0  # share of the dense peak that a whole FP8 step reaches, for `plan`
+    # Values of DESCRIPTION_KEYS, most of which no driver reports.
     description: tuple[str, ...] = ()
 
 
@@ -105,8 +103,9 @@ KINDS = {
 }
 
 
-# Known by name, without configs: the dense peaks and the efficiency that a kind derived from the
-# driver's facts gets. GH200: the chip of the H100 SXM, with 96 or 144 GB (NVIDIA's data sheet).
+# GPUs that are known by name but have no configs -> (peak bf16, peak FP8, efficiency) of the kind
+# that is derived from the driver. GH200: the chip of the H100 SXM, with 96 or 144 GB (NVIDIA's data
+# sheet).
 DERIVED_SPEEDS = {
     "GH200": (989.4, 1978.9, 0.524),
 }
@@ -115,6 +114,6 @@ DERIVED_SPEEDS = {
 def fp8_family(arch: str) -> str:
     """Return the FP8 family: `fnuz` on gfx942 (MI300X, MI308X, MI325X), `ocp` elsewhere.
 
-    The bits of one family, read as the other, give half the value.
+    The same bits have half the value in `fnuz` that they have in `ocp`.
     """
     return "fnuz" if arch.startswith("gfx942") else "ocp"

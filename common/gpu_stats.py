@@ -1,10 +1,9 @@
-"""Current driver readings of each GPU: power, clocks, memory, use, throttling, memory errors. For
-the sampler and preflight.
+"""Current driver readings of each GPU: power, clocks, memory, utilization, throttling, errors.
 
-The readings come from nvidia-smi, or from amdgpu's files in /sys. Neither needs root or a Python
-package. nvidia-smi was tested on an H200, where a call takes 0.03 s. amdgpu's files follow the
-kernel's documentation and were never read on hardware, because no AMD GPU was available. Standard
-library only.
+The GPU sampler and preflight use them. They come from nvidia-smi, or from amdgpu's files in /sys.
+Neither needs root or a Python package. A call of nvidia-smi takes 0.03 s on an H200. The code for
+amdgpu follows the kernel's documentation and was never tested on hardware, because no AMD GPU was
+available. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Name of a value -> field of nvidia-smi and its divisor; files of an AMD card, of which the first
-# that exists is read, and their divisor (kernel documentation, gpu/amdgpu).
+# Name of a value -> (field of nvidia-smi, its divisor, files of an AMD card, their divisor). The
+# first file that exists is read (kernel documentation, gpu/amdgpu).
 VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
     "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
     "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
     "temperature_c": (
         "temperature.gpu",
         1,
-        # junction, edge
-        ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),
+        ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),  # junction, edge
         1e3,
     ),
     "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
@@ -41,7 +39,7 @@ VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
     ),
     "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
 }
-# Keys in each block's error file: `ue: 0` and `ce: 0`.
+# Keys in the error file of each block of an AMD GPU, with lines such as `ue: 0` and `ce: 0`.
 AMD_ERRORS = {
     "uncorrected_errors": "ue",
     "corrected_errors": "ce",
@@ -60,8 +58,8 @@ NVML_THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 # amdgpu's binary file gpu_metrics (kgd_pp_interface.h): revision -> (file size, offset of the first
-# of five 32-bit counters). A counter grows while its limit holds the clock down. Newer revisions
-# list attributes instead and are not read.
+# of five 32-bit counters). A counter grows while its limit lowers the clock. Newer revisions have
+# another structure and are not supported.
 AMD_METRICS: dict[tuple[int, int], tuple[int | None, int]] = {
     (1, 6): (1664, 36),
     (1, 7): (2208, 44),
@@ -74,7 +72,7 @@ AMD_LIMITS = (
     "thermal (voltage regulator)",
     "thermal (HBM)",
 )
-# Throttling other than at the power limit, which a healthy card reaches under full load.
+# Reasons for throttling that a healthy card does not have. The power cap is not one of them.
 FAULTS = (
     *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
     *("thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)"),
@@ -82,46 +80,49 @@ FAULTS = (
 
 
 class DriverError(Exception):
-    """A failed query: nvidia-smi is missing, fails, hangs, or gives an unexpected answer.
+    """A failed query: nvidia-smi is missing, fails, hangs, or prints something unexpected.
 
-    The message is its first line of output.
+    The message is its first line of output, if there is any.
     """
 
 
 def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
-    """Return the values `names` and `throttle`, a list of reasons, of each GPU of `addresses`
-    (Device.address).
+    """Return the values called `names` of each GPU, and the reasons for its throttling.
+
+    `addresses`: Device.address of each GPU.
 
     A value is None if the driver does not report it. A GPU that the driver no longer lists is {}.
-    An AMD GPU counts how long each limit held, so its reasons come from two readings
-    (`with_throttling`). Until then `throttle_counters` replaces them. Raises DriverError.
+    `throttle` is a list of reasons. An AMD GPU counts how long each limit held, so it has
+    `throttle_counters` instead. `with_throttling` computes the reasons from two readings. Raises
+    DriverError.
     """
     if vendor == "amd":
-        return [
-            {name: _amd_value(Path(card), name) for name in names}
-            | {"throttle_counters": amd_throttle_counters(Path(card))}
-            for card in addresses
-        ]
+        return [_read_amd_gpu(Path(card), names) for card in addresses]
     fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
-    found: dict[str, dict] = {}
+    by_uuid: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
-        values = {
-            name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)
-        }
-        # such as 0x0000000000000004; None for [N/A]
-        bits = int(reasons, 16) if reasons.startswith("0x") else None
-        throttle = (
-            None
-            if bits is None
-            else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
-        )
-        found[uuid] = {**values, "throttle": throttle}
-    return [found.get(address, {}) for address in addresses]
+        values: dict = {}
+        for name, text in zip(names, texts, strict=True):
+            _, divisor, _, _ = VALUES[name]
+            values[name] = _scaled(text, divisor)
+        values["throttle"] = None  # for [N/A]
+        if reasons.startswith("0x"):  # such as 0x0000000000000004
+            bits = int(reasons, 16)
+            values["throttle"] = [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
+        by_uuid[uuid] = values
+    return [by_uuid.get(address, {}) for address in addresses]
+
+
+def _read_amd_gpu(card: Path, names: Sequence[str]) -> dict:
+    values: dict = {name: _amd_value(card, name) for name in names}
+    values["throttle_counters"] = amd_throttle_counters(card)
+    return values
 
 
 def amd_throttle_counters(card: Path) -> dict[str, int] | None:
-    """Return the counter of each of AMD_LIMITS, or None if gpu_metrics is missing or AMD_METRICS
-    lacks its revision.
+    """Return the counter of each of AMD_LIMITS.
+
+    Returns None if gpu_metrics is missing or its revision is not in AMD_METRICS.
     """
     try:
         content = (card / "gpu_metrics").read_bytes()
@@ -129,70 +130,73 @@ def amd_throttle_counters(card: Path) -> dict[str, int] | None:
         return None
     if len(content) < 4:
         return None
-    size, *revision = struct.unpack_from("<HBB", content)
-    expected, offset = AMD_METRICS.get((revision[0], revision[1]), (None, 0))
+    size, format_revision, content_revision = struct.unpack_from("<HBB", content)
+    expected, offset = AMD_METRICS.get((format_revision, content_revision), (None, 0))
     if not offset or expected not in (None, size) or len(content) < offset + 4 * len(AMD_LIMITS):
         return None
-    return dict(
-        zip(AMD_LIMITS, struct.unpack_from(f"<{len(AMD_LIMITS)}I", content, offset), strict=True)
-    )
+    counters = struct.unpack_from(f"<{len(AMD_LIMITS)}I", content, offset)
+    return dict(zip(AMD_LIMITS, counters, strict=True))
 
 
 def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]:
     """Return `after` with `throttle`, the limits that held between two readings of `read_gpus`.
 
-    `throttle` is None if a counter is missing. Readings of NVIDIA GPUs already have their reasons
-    and are returned unchanged.
+    `throttle` is None if a counter is missing. Readings of NVIDIA GPUs already have `throttle` and
+    are returned unchanged.
     """
-    found = []
+    readings = []
     for number, values in enumerate(after):
         if "throttle_counters" not in values:
-            found.append(values)
+            readings.append(values)
             continue
-        then = before[number].get("throttle_counters") if number < len(before) else None
-        now = values["throttle_counters"]
-        reasons = (
-            None
-            if then is None or now is None
-            else [name for name in AMD_LIMITS if now[name] != then[name]]
-        )
-        found.append(
-            {name: value for name, value in values.items() if name != "throttle_counters"}
-            | {"throttle": reasons}
-        )
-    return found
+        earlier = before[number].get("throttle_counters") if number < len(before) else None
+        reading = dict(values)
+        later = reading.pop("throttle_counters")
+        reading["throttle"] = None
+        if earlier is not None and later is not None:
+            reading["throttle"] = [name for name in AMD_LIMITS if later[name] != earlier[name]]
+        readings.append(reading)
+    return readings
 
 
 def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys")) -> list[Path]:
-    """Return the folder in /sys of each GPU of `addresses` (Device.address), as a PCI device.
+    """Return the folder of each GPU as a PCI device in /sys.
+
+    `addresses`: Device.address of each GPU.
+
     Raises DriverError.
     """
     if vendor == "amd":
         return [Path(card) for card in addresses]
-    # nvidia-smi prints addresses like 00000000:1A:00.0.
-    found = {
-        uuid: bus.lower().split(":", 1)
-        for uuid, bus in ask_nvidia_smi("uuid,pci.bus_id", os.environ)
-    }
-    places = [found.get(address, ["0", ""]) for address in addresses]
-    return [sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{place}" for domain, place in places]
+    bus_ids = dict(ask_nvidia_smi("uuid,pci.bus_id", os.environ))
+    folders = []
+    for address in addresses:
+        # nvidia-smi prints 00000000:1A:00.0 where /sys has 0000:1a:00.0.
+        domain, _, device = bus_ids.get(address, "0:").lower().partition(":")
+        folders.append(sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{device}")
+    return folders
 
 
 def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the values of `fields` (separated by commas), one row per GPU of the machine. Raises
-    DriverError.
+    """Return the values of `fields`, one row per GPU of the machine.
+
+    `fields`: names of nvidia-smi, separated by commas.
+
+    Raises DriverError.
     """
     query = [f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     answer = _nvidia_smi(query, environment)
     lines = answer.stdout.strip().splitlines()
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    # lines that are messages, not rows
-    strange = [
-        line for line, row in zip(lines, rows, strict=True) if len(row) != len(fields.split(","))
-    ]
-    if answer.returncode or strange or not rows:
-        said = strange + lines + answer.stderr.strip().splitlines()
-        raise DriverError(said[0] if said else f"no output, exit code {answer.returncode}")
+    rows = []
+    messages = []  # lines that are not rows of values
+    for line in lines:
+        row = [cell.strip() for cell in line.split(",")]
+        rows.append(row)
+        if len(row) != len(fields.split(",")):
+            messages.append(line)
+    if answer.returncode or messages or not rows:
+        output = messages + lines + answer.stderr.strip().splitlines()
+        raise DriverError(output[0] if output else f"no output, exit code {answer.returncode}")
     return rows
 
 
@@ -214,10 +218,11 @@ def _nvidia_smi(
 
 
 def read_vboost(addresses: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Return the position of the boost slider `vboost` and its largest one, for each NVIDIA GPU of
-    `addresses` (Device.address).
+    """Return (position, largest position) of the boost slider `vboost` of each NVIDIA GPU.
 
-    The slider moves power from memory to the cores. Above 0 someone has set it. An entry is None if
+    `addresses`: Device.address of each GPU.
+
+    The slider moves power from memory to the cores. Its default position is 0. An entry is None if
     the GPU has no such slider. Raises DriverError.
     """
     answer = _nvidia_smi(["boost-slider", "--list"], os.environ)
@@ -229,37 +234,47 @@ def read_vboost(addresses: Sequence[str]) -> list[tuple[int, int] | None]:
 
 
 def read_power_profiles() -> str:
-    """Return what the driver says of the workload power profiles in force, on one line.
+    """Return the driver's description of the enforced workload power profiles, on one line.
 
-    "" if it has none: GPUs before Blackwell, and drivers before 570. Raises DriverError.
+    Returns "" if there are none, as on GPUs before Blackwell and with drivers before 570. Raises
+    DriverError.
     """
     answer = _nvidia_smi(["power-profiles", "-ge"], os.environ)
     lines = [line.strip(" |+-=\t") for line in answer.stdout.splitlines()]
-    said = "; ".join(dict.fromkeys(filter(None, lines)))
-    return "" if answer.returncode or "not supported" in said.lower() else said
+    description = "; ".join(dict.fromkeys(filter(None, lines)))
+    if answer.returncode or "not supported" in description.lower():
+        return ""
+    return description
 
 
 def _amd_value(card: Path, name: str) -> float | None:
+    """Return the value called `name` of an AMD card, or None if the driver does not report it."""
     if name in AMD_ERRORS:
-        texts = [read_text(path) for path in (card / "ras").glob("*_err_count")]
-        return (
-            sum(
-                int(count)
-                for text in texts
-                for count in re.findall(rf"{AMD_ERRORS[name]}: (\d+)", text)
-            )
-            if texts
-            else None
-        )
-    _, _, patterns, unit = VALUES[name]
-    texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
-    return _scaled(next(filter(None, texts), ""), unit)
+        return _amd_errors(card, AMD_ERRORS[name])
+    _, _, patterns, divisor = VALUES[name]
+    for pattern in patterns:
+        for path in sorted(card.glob(pattern)):
+            text = read_text(path)
+            if text:
+                return _scaled(text, divisor)
+    return None
 
 
-def _scaled(text: str, unit: float) -> float | None:
-    """Return the number in `text` divided by `unit`, or None for "[N/A]" and for a missing file."""
+def _amd_errors(card: Path, key: str) -> int | None:
+    """Return the sum of the memory errors of all blocks: "ue" or "ce", see AMD_ERRORS."""
+    paths = list((card / "ras").glob("*_err_count"))
+    if not paths:
+        return None
+    errors = 0
+    for path in paths:
+        errors += sum(map(int, re.findall(rf"{key}: (\d+)", read_text(path))))
+    return errors
+
+
+def _scaled(text: str, divisor: float) -> float | None:
+    """Return the number in `text` divided by `divisor`, or None if it is not one ("[N/A]")."""
     try:
-        return round(float(text) / unit, 2)
+        return round(float(text) / divisor, 2)
     except ValueError:
         return None
 
@@ -268,11 +283,11 @@ def read_text(path: Path) -> str:
     """Return the stripped text of a file in /proc or /sys, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # The kernel also raises it for a network speed that it does not know.
+    except OSError:  # also raised for some existing files, such as an unknown network speed
         return ""
 
 
 def key_values(path: Path) -> dict[str, int]:
-    """Return the lines `name number` of a file in /proc or /sys."""
+    """Return name -> number for all lines `name number` of a file in /proc or /sys."""
     lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}

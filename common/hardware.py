@@ -1,8 +1,8 @@
-"""Detection of this host's GPUs: their kind, whether they are whole cards, and which config fits.
-It never guesses.
+"""Detection of this host's GPUs: their kind, whether they are whole cards, and their config.
 
-`probe()` asks the driver, without torch and without root. All other functions are pure functions of
-a `Probe`, so that the tests cover GPUs that are not available. Standard library only.
+`probe()` asks the driver, without torch and without root. All other functions depend only on a
+`Probe`, so that tests cover GPUs that are not available. A GPU that cannot be identified is an
+error, never a guess. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, GpuKind
 from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
-# PCI device number -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002). VF: as seen by a
-# virtual machine. HF: a variant in some clouds. The driver reports the number even if it reports no
-# product name.
+# PCI device ID -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002), for drivers that report
+# no product name. VF: virtual function, as seen by a virtual machine. HF: a variant in some clouds.
 AMD_PRODUCTS = {
     0x74A0: "AMD Instinct MI300A",
     0x74A1: "AMD Instinct MI300X",
@@ -41,14 +40,16 @@ AMD_PRODUCTS = {
     0x75B3: "AMD Instinct MI355X VF",
 }
 
-# Share of its kind's memory. A device with less is a partition: the largest ones, DPX and 1/2 MIG,
-# have half.
+# A device with less than this share of its kind's memory is a partition. The largest partitions,
+# DPX and 1/2 MIG, have half of the memory.
 WHOLE_CARD = 0.75
-MAX_GPUS = 8  # in one node of these systems; more devices are partitions
+MAX_GPUS = 8  # per node in all supported systems; more devices are partitions
 
 
 @dataclass(frozen=True)
 class Device:
+    """One visible GPU, as its driver describes it."""
+
     name: str  # name from the driver, "" if it reports none
     arch: str
     memory_bytes: int
@@ -61,11 +62,15 @@ class Device:
         parts = [self.name or "no name", self.arch, f"{self.memory_bytes / GIB:.0f} GiB"]
         if self.compute_units:
             parts.append(f"{self.compute_units} compute units")
-        return ", ".join([*parts, self.partition] if self.partition else parts)
+        if self.partition:
+            parts.append(self.partition)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Probe:
+    """The visible GPUs of this host."""
+
     vendor: str  # "amd", "nvidia" or "none"
     devices: tuple[Device, ...] = ()
     driver: str = ""
@@ -77,44 +82,47 @@ class Probe:
 def identify(found: Probe, override: str = "") -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
-    The kind of a GPU that is not in KINDS is derived: memory, compute units and architecture are
-    those that the driver reports, and the peaks are 0 unless DERIVED_SPEEDS has them.
+    The kind of a GPU that is not in KINDS is derived: the driver reports memory, compute units and
+    architecture, and the peaks are 0 unless they are in DERIVED_SPEEDS.
 
-    `override`: the environment variable GPU_KIND.
+    `override`: value of the environment variable GPU_KIND.
 
-    Raises PreflightError for partitions, mixed kinds, and a GPU_KIND that is not the GPU's. The
-    message lists the GPUs found.
+    Raises PreflightError if a GPU is partitioned, if the GPUs are of different kinds, or if
+    `override` is not their kind.
     """
     if not found.devices:
         return None
-    if mode := next((device.partition for device in found.devices if device.partition), ""):
-        raise _partitioned(f"partition mode {mode}")
+    for device in found.devices:
+        if device.partition:
+            raise _partitioned(f"partition mode {device.partition}")
     if len(found.devices) > MAX_GPUS:
         raise _partitioned(f"{len(found.devices)} devices in one node")
     kinds = [_kind_of(device, found, override) for device in found.devices]
-    if len(names := {kind.name for kind in kinds}) > 1:
+    names = {kind.name for kind in kinds}
+    if len(names) > 1:
         variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-        why = "MLPerf requires one kind, and all would wait for the slowest"
         raise PreflightError(
             f"different kinds of GPU in one run: {', '.join(sorted(names))}",
-            why,
+            "MLPerf requires GPUs of one kind, and all would wait for the slowest",
             f"choose one kind with {variable}",
         )
+    # Devices of one derived kind may report slightly different memory.
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
 def _kind_of(device: Device, found: Probe, override: str) -> GpuKind:
+    """Return a kind of KINDS, or a kind derived from what the driver reports of `device`."""
     kind = KINDS.get(override or _named_kind(device.name))
     if kind is not None and device.arch.startswith(kind.arch):
         _refuse_less_than_whole(device, kind)
         return kind
     if override:
         raise _wrong_override(found, override)
-    # in a form that a config name may contain
-    own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
+    # Only characters that a config name may contain.
+    driver_name = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
     known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     return GpuKind(
-        known or own,
+        known or driver_name,
         found.vendor,
         device.arch,
         device.compute_units,
@@ -124,9 +132,9 @@ def _kind_of(device: Device, found: Probe, override: str) -> GpuKind:
 
 
 def _named_kind(name: str) -> str:
-    """Return the kind that a product's name contains, also as "Mi325X", or "" if there is none.
+    """Return the kind that a product name contains, in any case, or "" if there is none.
 
-    PCIe cards return "" too: they have a lower clock, power and peak than the SXM card.
+    Also returns "" for PCIe cards, whose clock, power and peak are lower than those of SXM modules.
     """
     if re.search(r"\b(PCIe|NVL)\b", name):
         return ""
@@ -175,8 +183,9 @@ def config_names(root: Path, benchmark: str) -> list[str]:
 
 
 def config_path(root: Path, benchmark: str, name: str) -> Path:
-    """Return configs/<benchmark>/<name>.toml. Raises a ConfigError that lists the existing
-    configs.
+    """Return configs/<benchmark>/<name>.toml.
+
+    Raises ConfigError, which lists the existing configs, if there is no such file.
     """
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
@@ -205,11 +214,11 @@ def probe(
     sysfs: Path = Path("/sys"),
     dev: Path = Path("/dev"),
 ) -> Probe:
-    """Return the GPUs that a process started now would see: those of nvidia-smi or the kernel's AMD
-    topology, without hidden ones.
+    """Return the GPUs that a process started now would see.
 
-    Raises PreflightError if a driver is installed but does not answer, because a broken GPU must
-    not lead to a run on the CPU.
+    nvidia-smi or the kernel's AMD topology list them, and *_VISIBLE_DEVICES may hide some. Raises
+    PreflightError if a driver is installed but does not answer, because a broken GPU must not lead
+    to a run on the CPU.
     """
     env = os.environ if environment is None else environment
     amd = probe_amd(env, sysfs, dev)
@@ -227,15 +236,17 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         for _, name, memory_mib, capability, *_ in rows:
             if not (name and memory_mib.isdigit() and re.fullmatch(r"\d+\.\d+", capability)):
                 raise DriverError(
-                    f"it says name {name!r}, memory {memory_mib!r}, "
+                    f"it reports name {name!r}, memory {memory_mib!r}, "
                     f"compute capability {capability!r}"
                 )
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
-        why = "an NVIDIA driver is installed, but does not work here"
-        do = "repair it (see the kernel log), or run the miniature with --device cpu"
-        raise PreflightError(f"nvidia-smi does not describe the GPUs: {error}", why, do) from None
+        raise PreflightError(
+            f"nvidia-smi does not describe the GPUs: {error}",
+            "an NVIDIA driver is installed, but does not work here",
+            "repair it (see the kernel log), or run the miniature with --device cpu",
+        ) from None
     devices = []
     for uuid, name, memory_mib, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
@@ -258,19 +269,18 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
-    """Return the visible AMD GPUs in the kernel's kfd topology, in the order in which HIP counts
-    them.
-    """
+    """Return the visible AMD GPUs of the kernel's kfd topology, in HIP's order."""
     nodes = sorted(
         (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)
     )
-    devices = [device for node in nodes if (device := _read_kfd_node(node, sysfs))]
+    devices = [device for device in (_read_kfd_node(node, sysfs) for node in nodes) if device]
     if not devices:
         return Probe("none")
     kfd = dev / "kfd"
     if not os.access(kfd, os.R_OK | os.W_OK):
-        why = "" if kfd.exists() else "the container was started without the devices, or "
-        why += "the user is not in the groups render and video"
+        why = "the user is not in the groups render and video"
+        if not kfd.exists():
+            why = f"the container was started without the devices, or {why}"
         raise PreflightError(
             f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}",
             why,
@@ -278,8 +288,8 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
             "or run the miniature with --device cpu",
         )
     chosen = list(range(len(devices)))
-    # ROCR_VISIBLE_DEVICES applies first. HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES without it,
-    # then indexes the remaining GPUs.
+    # ROCR_VISIBLE_DEVICES applies first. HIP_VISIBLE_DEVICES (default: CUDA_VISIBLE_DEVICES) then
+    # indexes the remaining GPUs.
     for value in (
         env.get("ROCR_VISIBLE_DEVICES"),
         env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
@@ -294,47 +304,48 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
 
     The kernel refuses to show the properties of a hidden GPU.
     """
-    facts = key_values(node / "properties")
-    if not facts.get("simd_count"):
+    properties = key_values(node / "properties")
+    if not properties.get("simd_count"):
         return None
     # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal.
-    target = facts.get("gfx_target_version", 0)
-    arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
+    target = properties.get("gfx_target_version", 0)
     banks = [key_values(path) for path in (node / "mem_banks").glob("*/properties")]
-    # heap types of public and private HBM
-    memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))
-    card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
+    hbm = [bank for bank in banks if bank.get("heap_type") in (1, 2)]  # public and private HBM
+    card = sysfs / f"class/drm/renderD{properties.get('drm_render_minor', 0)}/device"
     name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name, re.IGNORECASE):
-        name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
-    modes = [read_text(card / f"current_{what}_partition") for what in ("compute", "memory")]
-    units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
+        name = AMD_PRODUCTS.get(properties.get("device_id", 0), name)
+    modes = [
+        read_text(card / "current_compute_partition"),
+        read_text(card / "current_memory_partition"),
+    ]
     return Device(
-        name,
-        arch,
-        memory,
-        units,
-        " ".join(mode for mode in modes if mode not in ("", "SPX", "NPS1")),
-        str(card),
+        name=name,
+        arch=f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}",
+        memory_bytes=sum(bank.get("size_in_bytes", 0) for bank in hbm),
+        compute_units=properties["simd_count"] // max(properties.get("simd_per_cu", 4), 1),
+        partition=" ".join(mode for mode in modes if mode not in ("", "SPX", "NPS1")),
+        address=str(card),
     )
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
-    """Return the indices that a *_VISIBLE_DEVICES variable selects. As in CUDA and HIP, the list
-    ends at its first invalid entry.
+    """Return the indices of the GPUs that a *_VISIBLE_DEVICES variable selects.
+
+    `value`: the variable, or None if it is not set. An entry is an index, or the beginning of
+        exactly one UUID. As in CUDA and HIP, the list ends at the first invalid entry.
     """
     if value is None:
         return list(range(count))
     chosen: list[int] = []
-    for entry in (part.strip() for part in value.split(",")):
-        named = [
-            i
-            for i, uuid in enumerate(uuids or [])
-            if entry.startswith("GPU-") and uuid.startswith(entry)
-        ]
+    for text in value.split(","):
+        entry = text.strip()
+        matches = []
+        if entry.startswith("GPU-"):
+            matches = [i for i, uuid in enumerate(uuids or []) if uuid.startswith(entry)]
         index = -1
-        if len(named) == 1:
-            index = named[0]
+        if len(matches) == 1:
+            index = matches[0]
         elif entry.isdigit():
             index = int(entry)
         if not 0 <= index < count:

@@ -46,33 +46,33 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     `gpu_kind`: the environment variable GPU_KIND, for GPUs that do not report their kind.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")
-    host = (
-        processors(root, cpuinfo)
-        | memory(root)
-        | storage(root)
-        | network(root)
-        | product(root, cpuinfo)
-    )
-    fixed = {
+    description = {
+        **processors(root, cpuinfo),
+        **memory(root),
+        **storage(root),
+        **network(root),
+        **product(root, cpuinfo),
+        **accelerators(found, gpu_kind),
+        **software(root, found),
         "number_of_nodes": "1",
         "host_networking_topology": "N/A (single node)",
         "system_type": "datacenter",
     }
-    known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
-    return {key: text for key, text in known.items() if text}
+    return {key: text for key, text in description.items() if text}
 
 
 def processors(root: Path, cpuinfo: str) -> dict[str, str]:
     """Return name, sockets and cores of the CPUs.
 
-    On x86 all values come from cpuinfo. On Arm cpuinfo has only a part number, and the kernel's
+    On x86, all values come from cpuinfo. On Arm, cpuinfo has only a part number, and the kernel's
     topology has the rest.
     """
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
     first = blocks[0]
-    if part := first.get("CPU part"):
+    part = first.get("CPU part")
+    if part:
         folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology")
         cores = {
             (read_text(folder / "physical_package_id"), read_text(folder / "core_id"))
@@ -99,21 +99,23 @@ def memory(root: Path) -> dict[str, str]:
     """Return capacity and modules of the host's memory, such as `24 x 64 GB Registered-DDR5`.
 
     The capacity is the sum of the hot-pluggable blocks, as in lsmem. MemTotal lacks the memory
-    reserved by kernel and firmware. The modules come from EDAC, which every user may read, while
-    the firmware's table needs root.
+    reserved by the kernel and the firmware. The modules come from EDAC, because reading the
+    firmware's table needs root.
     """
     folder = root / "sys/devices/system/memory"
-    modules = Counter[str]()
     online = sum(read_text(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
     installed = online * int(read_text(folder / "block_size_bytes") or "0", 16)
+    modules: Counter[str] = Counter()
     for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
-        if size := int(read_text(module / "size") or 0):  # MiB
-            modules[f"{size // 1024} GB {read_text(module / 'dimm_mem_type')}".strip()] += 1
+        size_mib = int(read_text(module / "size") or 0)
+        if size_mib:
+            modules[f"{size_mib // 1024} GB {read_text(module / 'dimm_mem_type')}".strip()] += 1
     capacity = f"{installed // GIB} GB" if installed else ""
     return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
 
 
 def storage(root: Path) -> dict[str, str]:
+    """Return kinds and capacities of the disks, without removable and virtual ones."""
     kinds: set[str] = set()
     sizes: Counter[str] = Counter()
     for disk in sorted((root / "sys/block").glob("*")):
@@ -121,16 +123,17 @@ def storage(root: Path) -> dict[str, str]:
         if NO_DISKS.match(disk.name) or not size or read_text(disk / "removable") == "1":
             continue
         kind = "hard disk" if read_text(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
-        kinds.add(
-            next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind)
-        )
-        # disks are sold in powers of ten
+        for prefix, name in DISKS.items():
+            if disk.name.startswith(prefix):
+                kind = name
+        kinds.add(kind)
+        # Disks are sold in powers of ten.
         sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
 
 
 def network(root: Path) -> dict[str, str]:
-    """Count the physical ports by speed. Virtual interfaces have no device and are left out."""
+    """Return the number of physical ports by speed. Virtual interfaces have no device file."""
     ports: Counter[str] = Counter()
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         # Ports with link layer Ethernet are also in /sys/class/net.
@@ -149,51 +152,53 @@ def network(root: Path) -> dict[str, str]:
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
-    """Return counts and names from the driver, and the other values from common/gpu_kinds.py if the
-    kind is known.
+    """Return count and names of the GPUs from the driver.
+
+    If their kind is known, the other values come from common/gpu_kinds.py.
     """
     count = len(found.devices)
-    kind = None
     if not count:
         return {}
+    kind = None
     with contextlib.suppress(PreflightError):
         kind = identify(found, gpu_kind)
     if kind is None or kind.name not in KINDS:
         names = sorted({device.name for device in found.devices if device.name})
-        facts = {
+        values = {
             "model_name": ", ".join(names),
             "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB",
         }
     else:
-        facts = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True)) | {
-            "host_interconnect": "PCIe Gen5 x16"
-        }
-        facts["interconnect"] = facts["interconnect"] if count > 1 else "N/A (one accelerator)"
-        facts["interconnect_topology"] = facts["interconnect_topology"] if count == 8 else ""
-    return {"accelerators_per_node": str(count)} | {
-        f"accelerator_{key}": value for key, value in facts.items()
-    }
+        values = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True))
+        values["host_interconnect"] = "PCIe Gen5 x16"
+        if count == 1:
+            values["interconnect"] = "N/A (one accelerator)"
+        if count != 8:  # the topologies of GpuKind are those of 8 GPUs
+            values["interconnect_topology"] = ""
+    description = {f"accelerator_{key}": value for key, value in values.items()}
+    return {"accelerators_per_node": str(count), **description}
 
 
 def software(root: Path, found: Probe) -> dict[str, str]:
+    """Return the operating system, the version of torch, and the rest of the software stack."""
     system = _key_values(read_text(root / "etc/os-release"), "=")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
     name = system.get("PRETTY_NAME", "").strip('"')
     torch = version_of("torch")
     rocm = read_text(root / "opt/rocm/.info/version")
-    stack = (
-        [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"]
-        if found.driver
-        else []
-    )
-    stack += [f"ROCm {rocm}"] if rocm else []
-    if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel includes its own CUDA
+    stack = []
+    if found.driver:
+        driver = "amdgpu" if found.vendor == "amd" else "NVIDIA"
+        stack.append(f"{driver} driver {found.driver}")
+    if rocm:
+        stack.append(f"ROCm {rocm}")
+    cuda = re.search(r"\+cu(\d+)(\d)$", torch)  # torch's wheel includes its own CUDA
+    if cuda:
         stack.append(f"CUDA {cuda[1]}.{cuda[2]}")
-    stack += [
-        f"{label} {version}"
-        for package, label in PACKAGES.items()
-        if (version := version_of(package))
-    ]
+    for package, label in PACKAGES.items():
+        version = version_of(package)
+        if version:
+            stack.append(f"{label} {version}")
     return {
         "operating_system": f"{name}, Linux {kernel}" if name and kernel else name,
         "framework": f"PyTorch {torch}" if torch else "",
@@ -202,21 +207,19 @@ def software(root: Path, found: Probe) -> dict[str, str]:
 
 
 def product(root: Path, cpuinfo: str) -> dict[str, str]:
-    name = " ".join(
-        filter(
-            None,
-            (
-                read_text(root / "sys/class/dmi/id" / fact)
-                for fact in ("sys_vendor", "product_name")
-            ),
-        )
-    )
+    """Return vendor and name of the machine, and whether it is virtual."""
+    dmi = root / "sys/class/dmi/id"
+    vendor = read_text(dmi / "sys_vendor")
+    name = read_text(dmi / "product_name")
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
-    virtual = flags is not None and "hypervisor" in flags[1].split()
-    system_type = "bare metal" if flags else ""
-    if virtual:
-        system_type = "virtual machine"
-    return {"system_name": name, "system_type_detail": system_type}
+    system_type = ""  # unknown without flags, as on Arm
+    if flags:
+        is_virtual = "hypervisor" in flags[1].split()
+        system_type = "virtual machine" if is_virtual else "bare metal"
+    return {
+        "system_name": f"{vendor} {name}".strip(),
+        "system_type_detail": system_type,
+    }
 
 
 def _key_values(text: str, separator: str = ":") -> dict[str, str]:
@@ -225,4 +228,5 @@ def _key_values(text: str, separator: str = ":") -> dict[str, str]:
 
 
 def _counted(things: Counter[str]) -> str:
+    """Return the counts as text, such as "2 x 3.2 TB, 1 x 480 GB"."""
     return ", ".join(f"{count} x {thing}" for thing, count in things.items())

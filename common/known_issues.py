@@ -1,8 +1,8 @@
-"""Known failures of the software versions installed here (known_issues.toml). Used by preflight,
-the launcher's first screen and the self-test.
+"""Known issues of software versions (known_issues.toml), and which of them affect this machine.
 
-Versions are read without importing a package: torch's from its metadata, ROCm's and CUDA's from
-torch/version.py. Standard library only.
+Preflight, the launcher's first screen and the self-test use this module. Versions are read without
+importing a package: that of torch from its metadata, those of ROCm and CUDA from torch/version.py.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class KnownIssue:
     symptom: str
     cure: str
     source: str
-    gpus: tuple[str, ...] = ()  # architectures or names of kinds; empty: all
-    ranges: tuple[tuple[str, str], ...] = ()  # (software, range) pairs: all must match
-    ops: tuple[str, ...] = ()  # ops of the self-test
-    text: str = ""  # regular expression that the self-test's line must match
+    gpus: tuple[str, ...] = ()  # architectures or names of GPU kinds; empty: all
+    ranges: tuple[tuple[str, str], ...] = ()  # (software, range of versions); all must match
+    ops: tuple[str, ...] = ()  # ops of the self-test that may fail, as prefixes
+    text: str = ""  # regular expression that the line of the failed check must match
 
     def __str__(self) -> str:
         return f"{self.name}: {self.symptom} ({self.source})"
@@ -56,31 +56,34 @@ NEWEST: dict[str, str] = TABLE["newest"]
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, without trailing zeros: "3.7.0+amd.rocm7.0" -> (3,
-    7).
+    """Return the leading numbers of a version without trailing zeros.
+
+    "3.7.0+amd.rocm7.0" gives (3, 7).
     """
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    numbers = [int(part) for part in found[0].split(".")] if found else []
+    match = re.match(r"\d+(\.\d+)*", version.strip())
+    numbers = [int(part) for part in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
 
 
 def within(version: str, text: str) -> bool:
-    """Return whether `version` is in a range like ">=3.7, <3.8". The comparisons are >= and <."""
-    here = release(version)
+    """Return whether `version` is in a range of >= and < bounds, such as ">=3.7, <3.8"."""
+    numbers = release(version)
     for part in text.split(","):
         bound = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part)
         assert bound is not None, text
         comparison, end = bound.groups()
-        if (here >= release(end)) != (comparison == ">="):
+        is_above = numbers >= release(end)
+        if is_above != (comparison == ">="):
             return False
-    return bool(here)
+    return bool(numbers)
 
 
 def installed(driver: str = "") -> dict[str, str]:
-    """Return software -> version for all software whose version can be found without importing
-    it.
+    """Return software -> version, for all software in SOFTWARE whose version can be found.
+
+    `driver`: version of the GPU's driver.
     """
     found = {"driver": driver}
     for software, names in PACKAGES.items():
@@ -106,22 +109,23 @@ def newer(versions: Mapping[str, str]) -> dict[str, str]:
 def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
     """Return the issues of this GPU with these versions, refusing ones first.
 
-    For a version newer than the list, an issue whose range has no upper end only warns.
+    If a version is newer than the list of known issues, an issue only warns instead of refusing,
+    because it may have been fixed.
     """
-    unseen = newer(versions)
-    found = []
+    newer_software = newer(versions)
+    issues = []
     for issue in ISSUES:
-        on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
-        if on_this_gpu and all(
+        if issue.gpus and kind.name not in issue.gpus and kind.arch not in issue.gpus:
+            continue
+        if not all(
             name in versions and within(versions[name], text) for name, text in issue.ranges
         ):
-            open_ended = any(name in unseen for name, _ in issue.ranges)
-            found.append(
-                replace(issue, verdict="warn")
-                if open_ended and issue.verdict == "refuse"
-                else issue
-            )
-    return sorted(found, key=lambda issue: ("refuse", "warn", "suspect").index(issue.verdict))
+            continue
+        may_be_fixed = any(name in newer_software for name, _ in issue.ranges)
+        if may_be_fixed and issue.verdict == "refuse":
+            issue = replace(issue, verdict="warn")
+        issues.append(issue)
+    return sorted(issues, key=lambda issue: ("refuse", "warn", "suspect").index(issue.verdict))
 
 
 def suspects(
@@ -129,31 +133,38 @@ def suspects(
 ) -> list[KnownIssue]:
     """Return the issues that may have caused the self-test's failure.
 
-    `failures`: the op and the line of each failed check. An op belongs to an issue if its name
-        begins with one of the issue's ops.
+    `failures`: (op, line) of each failed check. An issue may be the cause if the op begins with one
+        of its ops and the line matches its text.
     """
-
-    def may_cause(issue: KnownIssue, op: str, line: str) -> bool:
-        return (
-            bool(issue.ops) and op.startswith(issue.ops) and re.search(issue.text, line) is not None
-        )
-
-    issues = matching(kind, versions)
-    return [issue for issue in issues if any(may_cause(issue, *failure) for failure in failures)]
+    issues = []
+    for issue in matching(kind, versions):
+        for op, line in failures:
+            if issue.ops and op.startswith(issue.ops) and re.search(issue.text, line):
+                issues.append(issue)
+                break
+    return issues
 
 
 def shown(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> list[KnownIssue]:
-    """Return the issues to show before a run, those that refuse or warn. ALLOW_KNOWN_ISSUES turns a
-    refusal into a warning.
+    """Return the issues to show before a run: those that refuse or warn.
+
+    The environment variable ALLOW_KNOWN_ISSUES turns refusals into warnings.
     """
     allowed = set(environment.get(ALLOW, "").replace(",", " ").split())
-    issues = [issue for issue in matching(kind, versions) if issue.verdict != "suspect"]
-    return [replace(issue, verdict="warn") if issue.name in allowed else issue for issue in issues]
+    issues = []
+    for issue in matching(kind, versions):
+        if issue.verdict == "suspect":
+            continue
+        if issue.name in allowed:
+            issue = replace(issue, verdict="warn")
+        issues.append(issue)
+    return issues
 
 
 def unseen(versions: Mapping[str, str]) -> list[str]:
+    """Return a note for each software that is newer than the list of known issues."""
     return [
         f"{name} {text} is newer than the list of known issues"
         for name, text in newer(versions).items()
@@ -163,17 +174,17 @@ def unseen(versions: Mapping[str, str]) -> list[str]:
 def notes(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool
 ) -> list[str]:
-    """Return the notes for the first screen. With `refuse`, raise PreflightError for an issue that
-    refuses.
+    """Return the notes for the first screen.
+
+    `refuse`: raise PreflightError for an issue that refuses.
     """
-    found = shown(kind, versions, environment)
-    for issue in found:
+    issues = shown(kind, versions, environment)
+    for issue in issues:
         if refuse and issue.verdict == "refuse":
-            have = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
-            what = f"{have} is known to compute wrongly on {kind.name}"
+            software = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
             raise PreflightError(
-                what,
+                f"{software} is known to compute wrongly on {kind.name}",
                 str(issue),
                 f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}",
             )
-    return [f"known issue {issue}; {issue.cure}" for issue in found] + unseen(versions)
+    return [f"known issue {issue}; {issue.cure}" for issue in issues] + unseen(versions)

@@ -1,5 +1,4 @@
-"""Number formats of the blocks' linear layers: the values of the config key `linear`. Standard
-library only.
+"""Number formats of the blocks' linear layers: the values of the config key `linear`.
 
     linear = "bf16"      products in the precision of the run: bf16, and fp32 on a CPU
     linear = "fp8"       products in FP8 with one scale per tensor (common/kernels/fp8.py)
@@ -7,9 +6,9 @@ library only.
                          research: an emulated block format with options, until a step or a loss
                          (common/model/emulated_layers.py)
 
-The config, `plan` and the log read a LinearFormat before torch is imported. Its implementation, a
-subclass of LinearLayers (common/model/linear_layers.py), defines how tensors are quantized, how
-they are multiplied and which state that needs.
+The config, `plan` and the log read a LinearFormat before torch is imported. Its implementation,
+LinearLayers or a subclass (common/model/linear_layers.py), defines how tensors are quantized, how
+they are multiplied and which state that needs. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ from functools import cache
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """Properties of a format that are known without computing in it: its name in the log, its
-    bytes, and its implementation.
-    """
+    """Properties of a number format: its name in the log, its bytes, its implementation."""
 
     name: str
     implementation: str  # "module:class": a LinearLayers, which only ranks import
-    # value of `lowest_numerical_precision_in_linear` in the MLPerf log; "": that of the run
+    # Value of `lowest_numerical_precision_in_linear` in the MLPerf log. "": precision of the run.
     log_precision: str = ""
-    # of a product's operand in one layout; 0: as in the precision of the run
+    # Bytes of one element of an operand in one layout. 0: as in the precision of the run.
     bytes_per_element: int = 0
-    # number of layouts in which casts of a trained weight are kept in addition to it, made once per
-    # optimizer step
+    # Casts of a trained weight that are kept besides the weight, one per layout. They are made once
+    # per optimizer step.
     weight_copies: int = 0
-    in_fp8: bool = False  # kernels store operands in FP8, and a frozen base is stored in FP8
-    # The products only emulate the format. The log says so, and `package` refuses such a run.
+    in_fp8: bool = False  # kernels store operands in FP8, and so does the frozen base of LoRA
+    # Products are only emulated. The log says so, and `package` refuses such a run.
     emulated: bool = False
     options: tuple[str, ...] = ()  # options of an emulated format
     # End of an emulated format, "step 340" or "loss 3.6": after this step, or at the first
@@ -45,9 +42,7 @@ class LinearFormat:
 
     @property
     def stores_fp8(self) -> bool:
-        """True if FP8 tensors exist in a run: kernels store operands in FP8 from the first step, or
-        after `until`.
-        """
+        """Whether kernels store operands in FP8, from the first step on or after `until`."""
         return self.in_fp8 or (self.then != "" and FORMATS[self.then].in_fp8)
 
     def operand_bytes(self, element: int) -> int:
@@ -64,9 +59,8 @@ EMULATED_LAYERS = "common.model.emulated_layers:EmulatedLayers"
 
 
 def _emulated(name: str, log_precision: str) -> LinearFormat:
-    """Return a format of common/kernels/block_formats.py. Its casts are kept in the precision of
-    the run, in both layouts.
-    """
+    """Return a format of common/kernels/block_formats.py."""
+    # Emulated casts have the precision of the run, in both layouts.
     return LinearFormat(name, EMULATED_LAYERS, log_precision, weight_copies=2, emulated=True)
 
 

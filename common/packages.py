@@ -28,9 +28,7 @@ def pip_install(*packages: str) -> str:
 
 
 def requirements(path: Path) -> list[tuple[str, str]]:
-    """Return (name, line) of each package in a requirements file and in the files it includes with
-    -r.
-    """
+    """Return (name, line) of each package in a requirements file, including files named by -r."""
     found: list[tuple[str, str]] = []
     for line in path.read_text().splitlines():
         text = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""Root of the repository, which holds the packages, configs/ and the scripts, and a cache."""
+"""Paths of the repository's root and of this user's cache folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cache_folder(name: str) -> Path:
-    """Return this user's folder for files that can be made again, such as compiled kernels.
+    """Return this user's folder for files that can be rebuilt, such as compiled kernels.
 
-    It is in XDG_CACHE_HOME, or else in ~/.cache, and need not exist.
+    It is in XDG_CACHE_HOME (default: ~/.cache) and need not exist yet.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlperf-llama-training" / name

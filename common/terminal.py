@@ -1,10 +1,11 @@
 """Terminal output: messages on stderr, tables and progress bars, drawn by rich.
 
-rich is imported by the functions that draw with it. Ranks, and a Python without packages, import
-this module and print plain lines. Output that is not a terminal is always plain.
+rich is imported only inside the functions that draw with it, because ranks, and a Python without
+packages, import this module too. They print plain lines. Output to a file or a pipe is always
+plain.
 
-stdout and stderr may go to a program that only watches. If that program ends, the terminal is
-closed or the disk is full, the run must go on.
+A run must continue if stdout or stderr can no longer be written: the program that reads them exits,
+the terminal is closed, or the disk is full (`outlive_readers`).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 QUIET = "RUN_QUIET"  # set by --quiet
-UNLIMITED = 10_000  # columns where the output is not a terminal: nothing is folded
-DEFAULT_COLUMNS = 80  # of a terminal that does not know its width
-_live: Live | None = None  # the display that is redrawn now; messages are printed above it
-LABEL = re.compile(r" *(\w+:?  +|(error|why|do|note|warning): +)")  # start of a line
+UNLIMITED = 10_000  # columns of a file or pipe: lines are not folded
+DEFAULT_COLUMNS = 80  # of a terminal that does not report its width
+_live: Live | None = None  # the active live display; messages are printed above it
+LABEL = re.compile(r" *(\w+:?  +|(error|why|do|note|warning): +)")  # label at the start of a line
 
 
 # --- messages -------------------------------------------------------------------------------------
 
 
 def print_stderr(*lines: str) -> None:
-    """Print `lines` on stderr. A terminal gets them folded between words, with colored errors."""
+    """Print `lines` on stderr. On a terminal, fold them between words and color errors."""
     if not sys.stderr.isatty() or not has_rich():
         print("\n".join(lines), file=sys.stderr, flush=True)
         return
@@ -61,24 +62,27 @@ def is_quiet() -> bool:
 
 
 def fold(line: str, width: int) -> str:
-    """Fold a line between words. Further lines are indented to the text after its label."""
+    """Fold a line between words. Continuation lines are indented to the text after its label."""
     if len(line) <= width:
         return line
     label = LABEL.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip())
-    room = width - max(map(len, line.split()))  # beside the longest word, such as a path
+    # The longest word, such as a path, must fit beside the indentation.
+    largest_indent = width - max(map(len, line.split()))
     return textwrap.fill(
         line,
         width,
-        subsequent_indent=" " * max(min(indent, room), 2),
+        subsequent_indent=" " * max(min(indent, largest_indent), 2),
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
 def shown(path: Path) -> str:
-    """Return `path` relative to the working directory if it is inside it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    """Return `path` as text, relative to the working directory if it is inside it."""
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def data_size(count: float) -> str:
@@ -91,6 +95,7 @@ def data_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return a duration as text, such as "4m16" or "1h05" (hours and minutes)."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"
@@ -131,20 +136,23 @@ def console(stream: TextIO, indent: int = 0) -> Console:
 
 
 def render(content: RenderableType, out: Console) -> list[str]:
-    """Return the lines that rich draws on `out`, without spaces at their ends."""
+    """Return the lines that rich prints for `content` on `out`, without trailing spaces."""
     with out.capture() as captured:
         out.print(content)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def start_live(transient: bool) -> Live:
-    """Start a display on stderr that `draw` redraws. `transient`: it disappears at its end."""
+    """Start a live display on stderr, which `draw` redraws.
+
+    `transient`: erase the display when it stops.
+    """
     global _live
     from rich.live import Live
 
     _live = Live(
         console=console(sys.stderr),
-        auto_refresh=False,  # no thread, since callers fork
+        auto_refresh=False,  # it would start a thread, and callers fork
         transient=transient,
         redirect_stdout=False,
     )
@@ -153,12 +161,13 @@ def start_live(transient: bool) -> Live:
 
 
 def draw(live: Live, content: Callable[[int], RenderableType]) -> None:
-    """Redraw `live` with what `content` returns for the width of the terminal."""
+    """Redraw `live`. `content`: returns what to draw for a width in columns."""
     live.console.width = columns(sys.stderr)
     live.update(content(live.console.width), refresh=True)
 
 
 def stop_live(live: Live) -> None:
+    """Stop the live display."""
     global _live
     _live = None
     live.stop()
@@ -167,9 +176,9 @@ def stop_live(live: Live) -> None:
 def table(rows: Sequence[Sequence[str]], alignment: str, indent: int = 0) -> list[str]:
     """Return the lines of a table that fits the terminal behind stdout.
 
-    The first row is the head. `alignment` has one character for each column: "<" puts its cells to
-    the left, ">" to the right. The caller indents the lines by `indent`. Where the words of a row
-    do not fit side by side, each row becomes a block with one line for each cell.
+    The first row is the head. `alignment` has one character per column: "<" aligns cells to the
+    left, ">" to the right. `indent` is the number of columns by which the caller indents the lines.
+    If the columns do not fit side by side, each row becomes a block with one line per cell.
     """
     from rich.measure import Measurement
     from rich.table import Table
@@ -196,12 +205,16 @@ def table(rows: Sequence[Sequence[str]], alignment: str, indent: int = 0) -> lis
 
 
 class Rate:
-    """Rate of counted work over the last 30 seconds, and the time that the rest of it takes."""
+    """The rate of counted work over the last 30 seconds, and the remaining time."""
 
     WINDOW_S = 30.0
 
     def __init__(self, total: float, unit: str):
-        """`unit`: plural of what is counted; "B" for bytes. A total of 0 is unknown."""
+        """Start to count.
+
+        `total`: amount of work; 0 if unknown.
+        `unit`: plural of what is counted; "B" for bytes.
+        """
         self.total = total
         self.unit = unit
         self.began = time.monotonic()
@@ -216,25 +229,28 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """0 as long as it is unknown."""
+        """Work done per second; 0 if unknown."""
         if len(self.points) < 2:
             return 0.0
-        (began, first), (ended, last) = self.points[0], self.points[-1]
-        return (last - first) / max(ended - began, 1e-9)
+        first_time, first_done = self.points[0]
+        last_time, last_done = self.points[-1]
+        return (last_done - first_done) / max(last_time - first_time, 1e-9)
 
     def text(self) -> str:
-        """Return what is done of the total, the rate and the remaining time.
+        """Return the amount done, the rate and the remaining time, as text.
 
-        Return the time that has passed if the total is unknown.
+        If the total is unknown, return the elapsed time.
         """
         if not self.total:
             return duration(time.monotonic() - self.began)
         done = self.points[-1][1] if self.points else 0
         parts = [self._amount(done)]
-        if rate := self.per_second:
-            speed = f"{rate / 1e6:,.0f} MB/s" if self.unit == "B" else f"{rate:,.1f} {self.unit}/s"
-            if self.unit != "s":  # a rate of seconds says nothing
-                parts.append(speed)
+        rate = self.per_second
+        if rate:
+            if self.unit == "B":
+                parts.append(f"{rate / 1e6:,.0f} MB/s")
+            elif self.unit != "s":  # seconds per second mean nothing
+                parts.append(f"{rate:,.1f} {self.unit}/s")
             parts.append(f"{duration((self.total - done) / rate)} left")
         return " · ".join(parts)
 
@@ -252,11 +268,12 @@ def progress_row(title: str, rate: Rate, width: int) -> RenderableType:
 
     done = rate.points[-1][1] if rate.points else 0
     text = rate.text()
-    room = width - len(title) - len(text) - 2
+    bar_width = width - len(title) - len(text) - 2
     row = Table.grid(padding=(0, 1, 0, 0))
     row.add_column(no_wrap=True, overflow="ellipsis")
-    if room >= 8:
-        bar = ProgressBar(rate.total or None, done, width=min(room, 30))  # None: it pulses
+    if bar_width >= 8:
+        # A bar without a total pulses.
+        bar = ProgressBar(rate.total or None, done, width=min(bar_width, 30))
         row.add_row(title, bar, text)
     else:
         row.add_row(Text(f"{title} {text}", no_wrap=True, overflow="ellipsis"))
@@ -264,16 +281,16 @@ def progress_row(title: str, rate: Rate, width: int) -> RenderableType:
 
 
 class Progress:
-    """Progress of long work on stderr: one bar on a terminal, elsewhere a line every 30 seconds.
+    """Progress of long work on stderr: a bar on a terminal, otherwise a line every 30 seconds.
 
-    Use it as a context manager. The bar disappears at the end.
+    Use it as a context manager. The bar is erased at the end.
     """
 
     REDRAW_S = 0.1
     LINE_S = 30.0
 
     def __init__(self, title: str, total: float, unit: str, is_shown: bool = True):
-        """`unit`: plural of what is counted; "B" for bytes."""
+        """Prepare the display. `total`, `unit`: see Rate."""
         self.title = title
         self.rate = Rate(total, unit)
         self.is_shown = is_shown and not is_quiet()
@@ -292,11 +309,11 @@ class Progress:
             stop_live(self.live)
 
     def advance(self, done: float) -> None:
-        """Show that `done` more is done."""
+        """Show that `done` more units are done."""
         self.at(self.rate.points[-1][1] + done)
 
     def at(self, done: float, title: str = "", total: float | None = None) -> None:
-        """Show that `done` of the total is done. A new title or total starts another rate."""
+        """Show that `done` units are done in total. A new title or total restarts the rate."""
         if (title and title != self.title) or (total is not None and total != self.rate.total):
             self.title = title or self.title
             self.rate = Rate(self.rate.total if total is None else total, self.rate.unit)
@@ -311,11 +328,11 @@ class Progress:
         draw(self.live, lambda width: progress_row(self.title, self.rate, width))
 
 
-# --- readers that end -----------------------------------------------------------------------------
+# --- readers that exit ----------------------------------------------------------------------------
 
 
 class Copy:
-    """A text stream that is redirected to /dev/null when it can no longer be written.
+    """A text stream that is redirected to /dev/null as soon as it can no longer be written.
 
     Processes started after that inherit the redirection.
     """
@@ -336,9 +353,9 @@ class Copy:
         try:
             return do(*text)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
 
 def outlive_readers() -> None:

@@ -1,6 +1,6 @@
-"""Markdown tables. Standard library only. Tables for a terminal are in common/terminal.py.
+"""Markdown tables (tables for a terminal: common/terminal.py). Standard library only.
 
-`alignment` has one character per column: "<" puts cells to the left, ">" to the right.
+`alignment` has one character per column: "<" aligns cells to the left, ">" to the right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def align(rows: Rows, alignment: str) -> list[list[str]]:
 def markdown(heads: Sequence[str], rows: Rows, alignment: str = "") -> str:
     """Return a Markdown table, left-aligned if no alignment is given.
 
-    The rule has the widths of the heads: a table made of aligned rows stays aligned.
+    The dashes below the heads are as wide as the heads, so aligned rows give an aligned table.
     """
     rule = []
     for head, side in zip(heads, alignment or "<" * len(heads), strict=True):

@@ -1,11 +1,12 @@
-"""HTML pages: sections of blocks, rendered by templates/page.html, for reports of runs and for
-results of `throughput`.
+"""HTML pages for reports of runs and results of `throughput`, rendered by templates/page.html.
 
-A page is self-contained: style, script and data are in it, and its Content-Security-Policy forbids
-it to load anything. Charts are drawn by uPlot (templates/uPlot.iife.min.js, MIT license), which a
-page without charts does not include. A block is a dictionary whose first key names its type
-(banner, tiles, steps, notes, text, table, shares, chart, links, drawing). A block without content
-is left out.
+A page is self-contained: it includes its style, script and data, and its Content-Security-Policy
+does not allow it to load anything. Charts are drawn by uPlot (templates/uPlot.iife.min.js, MIT
+license), which is included only in pages with charts.
+
+A page has sections of blocks. A block is a dictionary whose first key names its type (banner,
+tiles, steps, notes, text, table, shares, chart, links, drawing). A block without content is
+omitted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_POINTS = 500  # points of a curve: half of its pixels on a wide screen
 SPAN = "least / median / most"
 
 Block = dict[str, Any]
-Section = tuple[str, list[Block]]  # title and blocks; a section without blocks is left out
+Section = tuple[str, list[Block]]  # title and blocks; a section without blocks is omitted
 
 
 class Link(NamedTuple):
@@ -39,15 +40,13 @@ class Link(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line of a chart. `color`: index into COLORS. Beyond their number the line is also
-    dashed. `scatter`: dots that no line joins.
-    """
+    """A curve of a chart."""
 
     name: str
     points: list[tuple[float, float]]
-    color: int = 0
+    color: int = 0  # index into COLORS; larger numbers start again, with a dashed line
     dots: bool = False
-    scatter: bool = False
+    scatter: bool = False  # dots without a line
 
 
 def render(
@@ -55,8 +54,10 @@ def render(
 ) -> str:
     """Return the page as HTML text. All text in it is escaped.
 
-    `about`: a line below the title. `refresh_s`: seconds after which a browser reads the page
-    again. Raises PreflightError without jinja2.
+    `about`: a line below the title.
+    `refresh_s`: seconds after which a browser reloads the page.
+
+    Raises PreflightError if jinja2 is not installed.
     """
     try:
         import jinja2
@@ -72,18 +73,18 @@ def render(
     environment.globals["source"] = lambda name: Markup(
         (TEMPLATES / name).read_text(encoding="utf-8")
     )
-    shown = [
-        (title, found)
-        for title, blocks in sections
-        if (found := [block for block in blocks if next(iter(block.values()))])
-    ]
-    charts = any("chart" in block for _, blocks in shown for block in blocks)
-    return (
-        environment.get_template("page.html").render(
-            title=title, about=about, sections=shown, charts=charts, refresh_s=refresh_s
-        )
-        + "\n"
+    shown = []
+    has_charts = False
+    for heading, blocks in sections:
+        with_content = [block for block in blocks if next(iter(block.values()))]
+        if with_content:
+            shown.append((heading, with_content))
+        has_charts |= any("chart" in block for block in with_content)
+    template = environment.get_template("page.html")
+    page = template.render(
+        title=title, about=about, sections=shown, charts=has_charts, refresh_s=refresh_s
     )
+    return page + "\n"
 
 
 def banner(state: str, *lines: str) -> Block:
@@ -106,12 +107,12 @@ def table(
 
 
 def shares(parts: dict[str, float]) -> Block:
-    """Return one bar that represents all seconds, divided like `parts`."""
-    bar = [
-        (name, f"{value / sum(parts.values()):.1%}", f"{value:,.1f}", COLORS[at])
-        for at, (name, value) in enumerate(parts.items())
-        if value
-    ]
+    """Return a bar divided into parts. `parts`: name -> seconds."""
+    total = sum(parts.values())
+    bar = []
+    for index, (name, value) in enumerate(parts.items()):
+        if value:
+            bar.append((name, f"{value / total:.1%}", f"{value:,.1f}", COLORS[index]))
     return {"shares": bar}
 
 
@@ -127,25 +128,34 @@ def chart(
     series = []
     for curve in curves:
         spots = sorted(dict(curve.points).items())
-        size = -(-len(spots) // MAX_POINTS)
-        parts = [spots[start : start + size] for start in range(0, len(spots), size or 1)]
-        ys = [reduce([y for _, y in part]) for part in parts]
-        data = [
-            [float(f"{value:.6g}") for value in column]
-            for column in ([part[0][0] for part in parts], ys)
-        ]
-        look = {
-            "color": COLORS[curve.color % len(COLORS)],
-            "dashed": curve.color >= len(COLORS),
-            "dots": curve.dots or curve.scatter,
-            "scatter": curve.scatter,
-        }
-        if parts:
-            series.append({"name": curve.name, "data": data, **look})
+        if not spots:
+            continue
+        size = -(-len(spots) // MAX_POINTS)  # points combined into one, rounded up
+        xs = []
+        ys = []
+        for start in range(0, len(spots), size):
+            part = spots[start : start + size]
+            xs.append(_rounded(part[0][0]))
+            ys.append(_rounded(reduce([y for _, y in part])))
+        series.append(
+            {
+                "name": curve.name,
+                "data": [xs, ys],
+                "color": COLORS[curve.color % len(COLORS)],
+                "dashed": curve.color >= len(COLORS),
+                "dots": curve.dots or curve.scatter,
+                "scatter": curve.scatter,
+            }
+        )
     return {"chart": series and {"label": label, "x": x, "series": series, **more}}
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]:
+    """Return (x, y) of each record in which both keys have finite numbers."""
     return [
         (record[x], record[y])
         for record in records
@@ -154,20 +164,18 @@ def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]
 
 
 def span(values: Sequence[float], form: str = ",.0f") -> str:
-    """Return minimum, median and maximum of `values` as text."""
-    return (
-        " / ".join(format(value, form) for value in (min(values), median(values), max(values)))
-        if values
-        else "-"
-    )
+    """Return minimum, median and maximum of `values` as text, or a dash if there are none."""
+    if not values:
+        return "-"
+    return " / ".join(format(value, form) for value in (min(values), median(values), max(values)))
 
 
 def number(value: object) -> str:
-    """Return whole numbers in full, others with about four digits, and a dash for a missing
-    value.
-    """
-    if value is None or not finite(value):
-        return "-" if value is None else str(value)
+    """Return a number as text: integers in full, others with about four digits; a dash for None."""
+    if value is None:
+        return "-"
+    if not finite(value):
+        return str(value)
     if isinstance(value, int):
         return f"{value:,}"
     if abs(value) >= 100:  # type: ignore[arg-type]
