@@ -1,4 +1,4 @@
-"""Parts that all fused blocks share: the table of kernels, saved tensors, and RoPE."""
+"""Parts that all fused blocks share: the tables of kernels, saved tensors, and RoPE."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from common.model.shapes import ModelShape
 
 
 class SavedTensors:
-    """Base of dataclasses of tensors that a forward keeps for its backward.
-
-    The backward removes the members one by one.
-    """
+    """Base class of the dataclasses that hold the tensors a forward keeps for its backward."""
 
     def pop(self, name: str) -> Any:
-        """Return a member and drop the reference to it, so that the caller can free its memory."""
+        """Return a member and remove it, so that the caller's reference is the last one."""
         return self.__dict__.pop(name)
 
 
 @dataclass(frozen=True)
 class KernelEngine:
-    """The operations of common/kernels/ in one of their two implementations."""
+    """The functions of common/kernels/ in one of their two implementations.
+
+    The reference functions document the arguments.
+    """
 
     quantize: Callable[..., QuantizedTensor]
     add_rms_norm: Callable[..., tuple[Tensor, QuantizedTensor, Tensor]]
@@ -35,7 +35,7 @@ class KernelEngine:
     rope_backward: Callable[..., QuantizedTensor]
     swiglu: Callable[..., tuple[QuantizedTensor, Tensor | QuantizedTensor]]
     swiglu_backward: Callable[..., QuantizedTensor]
-    # Whether FP8 products may compute SwiGLU in their epilogues where an engine does.
+    # Whether FP8 products may compute SwiGLU in their epilogues, if an engine supports it.
     fuses: bool
 
 
@@ -74,8 +74,7 @@ class RotaryEmbedding(nn.Module):
     def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
         """Rotate the query and key heads of `qkv` [M, qkv_size] in place.
 
-        Returns a tensor that the backward needs besides the result, if there is one and `keep` is
-        set. Plain RoPE needs none.
+        With `keep`, returns the tensor that `backward` needs. Plain RoPE needs none.
         """
         self.ops.rope_(qkv, cos, sin, self.shape.num_heads, self.shape.num_kv_heads)
         return None
@@ -88,10 +87,11 @@ class RotaryEmbedding(nn.Module):
         sin: Tensor,
         quantizer: Quantizer | None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        """Return the gradient of qkv, and the gradients of this module's trained parameters.
+        """Return the gradient of qkv [M, qkv_size] and those of this module's parameters.
 
-        `gradients`: those of the queries, keys and values.
+        `gradients`: gradients of the rotated queries, keys and values, each [batch, sequence,
+            heads, head_dim].
         `qk_before_norm`: result of `rotate_`.
-        `quantizer`: of the gradient of qkv.
+        `quantizer`: quantizer of the gradient of qkv.
         """
         return self.ops.rope_backward(*gradients, cos, sin, quantizer), ()

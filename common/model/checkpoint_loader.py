@@ -4,8 +4,8 @@ Each rank reads its own rows of the FrozenBase. Rows of our parameters are conti
 files. A few threads read them with `preadv` into one buffer of CHUNK bytes each and convert them on
 the target's device. Host memory is therefore threads x CHUNK for a model of any size.
 
-The files are not memory-mapped. Page faults are served one by one, while a few threads with large
-reads saturate an NVMe drive. A failing disk would end the process with SIGBUS.
+The files are not memory-mapped, because page faults are served one by one, while a few threads with
+large reads saturate an NVMe drive. Also, a failing disk would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def load_base(
     `frozen`: this rank's rows are filled.
     `on_layer`: called with the number of layers of `frozen` that are filled, and of all layers.
 
-    Every rank calls this and reads all of the parameters. Everything is checked before the first
-    weight is read.
+    Every rank calls this function and reads all parameters of `model`. The checkpoint is checked
+    before the first weight is read.
 
     Raises WeightsError if the checkpoint does not fit the model, and StorageError if reading fails.
     """
@@ -89,10 +89,10 @@ def load_base(
 def load_weights(
     model: Llama, folder: Path, set_weight: Callable[[torch.nn.Parameter, Tensor], None]
 ) -> LoadReport:
-    """Hand each weight of the safetensors checkpoint in `folder` to `set_weight(parameter, full)`.
+    """Call `set_weight(parameter, full)` for each weight of the safetensors checkpoint in `folder`.
 
-    `full`: the whole weight in fp32, on the parameter's device, one at a time. Everything is
-    checked before the first weight is read. Every rank calls this and reads all weights.
+    `full` is the whole weight in fp32, on the parameter's device, one at a time. The checkpoint is
+    checked before the first weight is read. Every rank calls this function and reads all weights.
 
     Raises WeightsError if the checkpoint does not fit the model, and StorageError if reading fails.
     """
@@ -114,7 +114,7 @@ def _fill(
 ) -> int:
     """Fill `frozen` layer by layer and return the bytes read.
 
-    The next layer is read while one is added, so at most two layers exist unquantized.
+    The next layer is read while one is added, so at most two unquantized layers exist at a time.
     """
 
     def read(layer: int) -> tuple[dict[str, Tensor], int]:
@@ -148,11 +148,11 @@ def _fill(
 
 @dataclass(frozen=True)
 class Read:
-    """Rows of a stored tensor, from row `first`, to copy into `target` [rows, ...]."""
+    """Rows of a stored tensor to be copied."""
 
     stored: StoredTensor
-    first: int
-    target: Tensor
+    first: int  # number of the first row
+    target: Tensor  # [rows, ...]
 
     @property
     def row_bytes(self) -> int:
@@ -188,15 +188,15 @@ def _execute(reads: list[Read]) -> int:
 
     Raises StorageError, WeightsError.
     """
-    if not reads:  # a rank can have none if there are more ranks than rows
+    if not reads:  # with more ranks than rows, some ranks have none
         return 0
     reads = sorted(reads, key=lambda read: (read.stored.file, read.stored.offset, read.first))
     device = reads[0].target.device
     files: dict[Path, int] = {}
     local = threading.local()
 
-    # Per thread: otherwise the allocation of pinned memory would create a context on GPU 0 for
-    # every rank.
+    # A thread has its own current device. Without this, pinning memory would open a context on
+    # GPU 0 for every rank.
     def use_device() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -208,20 +208,23 @@ def _execute(reads: list[Read]) -> int:
             local.buffer = torch.empty(
                 max(size, CHUNK), dtype=torch.uint8, pin_memory=device.type == "cuda"
             )
-        # The next call of this thread overwrites the buffer, so the copies below are synchronous.
+        # The copies below must be synchronous, because the next read of this thread overwrites the
+        # buffer.
         raw = local.buffer[:size]
         offset = read.stored.offset + read.first * read.row_bytes
         _read_exactly(files[read.stored.file], read.stored.file, raw, offset)
         rows = raw.view(DTYPES[read.stored.dtype]).view(read.target.shape)
-        # Converted on the target's device. Without a conversion there is no second copy on it.
-        read.target.copy_(rows if rows.dtype == read.target.dtype else rows.to(device))
+        if rows.dtype != read.target.dtype:
+            rows = rows.to(device)  # convert on the device, which is faster than on the host
+        read.target.copy_(rows)
         return size
 
+    chunks = (chunk for read in reads for chunk in read.chunks())
     try:
         for path in dict.fromkeys(read.stored.file for read in reads):
             files[path] = os.open(path, os.O_RDONLY)
         with ThreadPoolExecutor(thread_count(), initializer=use_device) as pool:
-            return sum(pool.map(copy, (chunk for read in reads for chunk in read.chunks())))
+            return sum(pool.map(copy, chunks))
     except OSError as error:
         raise StorageError(
             f"{error.filename}: {error.strerror}",
@@ -234,16 +237,17 @@ def _execute(reads: list[Read]) -> int:
 
 
 def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
-    """Fill `raw`, uint8 [n], with the bytes from `offset`. Raises StorageError, WeightsError."""
+    """Fill `raw`, uint8 [n], with the bytes at `offset`. Raises StorageError, WeightsError."""
     view = memoryview(raw.numpy().data)
     done = 0
     while done < len(view):  # one call reads at most 2 GiB
         try:
             size = os.preadv(file, [view[done:]], offset + done)
         except OSError as error:
-            why = f"reading at byte {offset + done} failed"
             raise StorageError(
-                f"{path}: {error.strerror}", why, "check the disk or the mount"
+                f"{path}: {error.strerror}",
+                f"reading at byte {offset + done} failed",
+                "check the disk or the mount",
             ) from error
         if not size:
             refuse(

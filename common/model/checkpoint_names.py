@@ -1,4 +1,4 @@
-"""Names of a Hugging Face Llama checkpoint's tensors, and our parameters that they make up.
+"""Names of the tensors in a Hugging Face Llama checkpoint, and our parameters.
 
     our parameter                     tensors of the checkpoint
     embedding.weight                  model.embed_tokens.weight
@@ -18,9 +18,9 @@ Two layouts exist, which differ only in the input projection of the attention:
     "ordinary"   Hugging Face: q_proj.weight, k_proj.weight, v_proj.weight
     "fused"      MLCommons' "fused-qkv" copy: qkv_proj.weight
 
-MLCommons' fused projection has all rows of Q, then K, then V, as ours, and not Megatron's
-interleaved groups. So each of our parameters is one tensor of the checkpoint, or several tensors
-concatenated along dimension 0.
+MLCommons' fused projection has all rows of Q, then K, then V, as ours has. Megatron, in contrast,
+interleaves groups of heads. So each of our parameters is one tensor of the checkpoint, or several
+tensors concatenated along dimension 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ORDINARY = "ordinary"
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint. Its rows are the next rows of one of our parameters."""
+    """A tensor of the checkpoint, whose rows are rows of one of our parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,9 +50,9 @@ class Part(NamedTuple):
 
 @cache
 def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
-    """Return the tensors of the checkpoint that make up each parameter, by our name of it.
+    """Return our name of each parameter -> the tensors of the checkpoint, in the order of its rows.
 
-    Concatenated, the tensors are the parameter. The model has no adapters.
+    The model has no adapters.
     """
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
@@ -68,10 +68,8 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
         "down": [Part("mlp.down_proj", (hidden, ffn))],
     }
     if shape.qk_norm:
-        block |= {
-            f"rotation.{name}": [Part(f"self_attn.{name}", (shape.head_dim,))]
-            for name in ("q_norm", "k_norm")
-        }
+        block["rotation.q_norm"] = [Part("self_attn.q_norm", (shape.head_dim,))]
+        block["rotation.k_norm"] = [Part("self_attn.k_norm", (shape.head_dim,))]
     table = (shape.vocab_size, hidden)
     parameters = {"embedding.weight": [Part("model.embed_tokens.weight", table)]}
     for layer in range(shape.num_layers):
@@ -86,7 +84,7 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """Return the model's entries of config.json, under the names of transformers' LlamaConfig."""
+    """Return a model's entries of config.json, with the names of transformers' LlamaConfig."""
     return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -103,5 +101,9 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 
 def tensor_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that a checkpoint of this layout must have, by name."""
-    return {part.name: part.shape for parts in parts_of(shape, layout).values() for part in parts}
+    """Return name -> shape of all tensors that a checkpoint of this layout must have."""
+    shapes = {}
+    for parts in parts_of(shape, layout).values():
+        for part in parts:
+            shapes[part.name] = part.shape
+    return shapes

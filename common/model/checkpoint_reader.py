@@ -2,12 +2,12 @@
 
 A safetensors file (github.com/huggingface/safetensors, README) has these parts in this order:
 
-    a number N, u64, little endian
-    N bytes of JSON: by name of a tensor its dtype, its shape and its data_offsets [begin, end),
+    N, the size of the header, u64, little endian
+    N bytes of JSON: for each tensor name its dtype, its shape and its data_offsets [begin, end),
         which are relative to byte 8 + N
     the data, without holes
 
-Nothing in it can execute code.
+Reading it cannot execute code.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 from common.terminal import Progress
 
-# torch's dtypes by their names in safetensors.
-DTYPES = {
+DTYPES = {  # name in safetensors -> dtype of torch
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
 }
-# Old files have these tensors. We compute them from rope_theta.
+# Tensors of old files that are not read, because they follow from rope_theta.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 FETCH_AGAIN = "fetch the checkpoint again"
 CHECK_MODEL = "check that it is the right model, without biases and adapters"
@@ -45,31 +44,32 @@ CHECK_MODEL = "check that it is the right model, without biases and adapters"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `bytes` bytes from byte `offset`. `dtype` is its name in safetensors."""
+    """The place of a tensor in a file."""
 
     file: Path
-    dtype: str
+    dtype: str  # name in safetensors
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of its first byte
     bytes: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint. `layout` is "fused" or "ordinary" (checkpoint_names.py)."""
+    """A checkpoint whose headers were checked."""
 
     folder: Path
-    layout: str
-    tensors: dict[str, StoredTensor]
+    layout: str  # "fused" or "ordinary" (checkpoint_names.py)
+    tensors: dict[str, StoredTensor]  # by name
     files: tuple[Path, ...]
 
 
 def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
-    """Read and check the headers of the checkpoint in `folder`, but not its data.
+    """Check the checkpoint in `folder` against `shape`, without reading its data.
 
-    Checks headers and file sizes, that the index names no missing tensors, and the layout, names,
-    shapes and dtypes of all tensors. Also checks config.json if there is one, because head counts,
-    norm epsilon and rotation base do not show in the shapes. Takes a fraction of a second.
+    Checks headers and file sizes, that no tensor of the index is missing, and the layout, names,
+    shapes and dtypes of all tensors. Also checks config.json if there is one, because the shapes do
+    not show the head counts, the norms' epsilon and the base of the rotation. Takes a fraction of a
+    second.
 
     Raises WeightsError.
     """
@@ -82,7 +82,7 @@ def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
-    """Return all tensors in the safetensors files of `folder` by name, and these files.
+    """Return (tensors by name, files) of the safetensors files in `folder`.
 
     Raises WeightsError if there are no such files, if two of them have the same tensor, or if an
     index names tensors that no file has.
@@ -109,8 +109,11 @@ def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...
         if isinstance(weight_map, dict):
             missing = [name for name in weight_map if name not in tensors]
         if missing:
-            what = f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {some(missing)}"
-            refuse(what, "a file is missing, or the index is damaged", FETCH_AGAIN)
+            refuse(
+                f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {some(missing)}",
+                "a file is missing, or the index is damaged",
+                FETCH_AGAIN,
+            )
     return tensors, files
 
 
@@ -124,7 +127,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             raw = file.read(8)
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
-            # The library checks the header: JSON, dtypes, shapes, offsets, holes, file size.
+            # safe_open checks the header: JSON, dtypes, shapes, offsets, holes, file size.
             with safe_open(path, framework="numpy"):
                 header = json.loads(file.read(length))
     except OSError as error:
@@ -136,7 +139,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, ValueError) as error:
         refuse(
             f"{path}: not a valid safetensors file: {error}",
-            "it is incomplete, damaged or of another kind",
+            "it is incomplete, damaged or in another format",
             FETCH_AGAIN,
         )
     header.pop("__metadata__", None)
@@ -155,10 +158,10 @@ def _check_tensors(
     expected: dict[str, tuple[int, ...]],
     layout: str,
 ) -> None:
-    if missing := [name for name in expected if name not in tensors]:
-        what = f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {some(missing)}"
+    missing = [name for name in expected if name not in tensors]
+    if missing:
         refuse(
-            what,
+            f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {some(missing)}",
             f"the {layout} layout of this model needs them",
             f"{CHECK_MODEL}; or {FETCH_AGAIN}",
         )
@@ -187,25 +190,26 @@ def _check_tensors(
 
 
 def _check_config(path: Path, shape: ModelShape) -> None:
-    """Check that the model agrees with config.json, in keys that the file has.
-
-    Raises WeightsError if it does not.
-    """
+    """Raise WeightsError if config.json exists and one of its keys does not fit the model."""
     if not path.exists():
         return
     config = read_json(path)
     rope = config.get("rope_parameters")  # transformers 5 has rope_theta there
-    config |= rope if isinstance(rope, dict) else {}
+    if isinstance(rope, dict):
+        config |= rope
     for key, value in config_of(shape).items():
         if config.get(key) is not None and config[key] != value:
-            what = f"{path}: {key} is {config[key]!r}, this model has {value!r}"
-            refuse(what, "the same weights would compute something else", CHECK_MODEL)
+            refuse(
+                f"{path}: {key} is {config[key]!r}, this model has {value!r}",
+                "the same weights would compute something else",
+                CHECK_MODEL,
+            )
 
 
 def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
-    """Check that the manifest has a SHA-256 and the right size of every file, and return it.
+    """Return the manifest at `manifest_path`, after checking it and the sizes of all files.
 
-    Raises WeightsError if it has not.
+    Raises WeightsError if the manifest lacks the SHA-256 of a file, or if a size differs.
     """
     manifest = Manifest.read(manifest_path)
     for file in checkpoint.files:
@@ -216,7 +220,8 @@ def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
                 "the manifest is of another checkpoint, or incomplete",
                 "write a manifest of a copy that you trust",
             )
-        if listed.size not in (None, size := file.stat().st_size):
+        size = file.stat().st_size
+        if listed.size not in (None, size):
             refuse(
                 f"{file}: expected {listed.size} bytes by {manifest_path}, got {size}",
                 "it is not the file in the manifest",
@@ -230,15 +235,16 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
 
     Each rank hashes a part of the files, and all ranks get the result.
 
-    `device`: the one on which the ranks exchange results.
+    `device`: device on which the ranks exchange results.
 
     Raises WeightsError on every rank if a file differs or is not in the manifest.
     """
     manifest = check_sizes(checkpoint, manifest_path)
     files = checkpoint.files
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    differs = torch.zeros(len(files), dtype=torch.int32)
-    own = range(rank, len(files), world)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    differs = torch.zeros(len(files), dtype=torch.int32)  # 1 for a file that differs
+    own = range(rank, len(files), world_size)
     with ThreadPoolExecutor(thread_count()) as pool:  # hashing releases the GIL
         digests = pool.map(sha256_of, [files[number] for number in own])
         with Progress("SHA-256", len(own), "files", is_shown=rank == 0) as progress:
@@ -271,14 +277,20 @@ def read_json(path: Path) -> dict:
     except (ValueError, RecursionError) as error:
         refuse(f"{path}: not valid JSON: {error}", "the file is damaged", FETCH_AGAIN)
     if not isinstance(content, dict):
-        refuse(f"{path}: not a JSON object", "the file is damaged or of another kind", FETCH_AGAIN)
+        refuse(
+            f"{path}: not a JSON object", "the file is damaged or in another format", FETCH_AGAIN
+        )
     return content
 
 
 def some(names: list[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return the first three names and the number of the others, as text."""
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 def refuse(what: str, why: str, do: str) -> NoReturn:
+    """Raise WeightsError."""
     raise WeightsError(what, why, do)

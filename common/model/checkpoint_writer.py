@@ -1,6 +1,6 @@
 """Write a model as a Hugging Face safetensors checkpoint: weights, their index, and config.json.
 
-Tensors are written one after another, so host memory holds a copy of at most one of them.
+Tensors are written one after another, so host memory holds a copy of at most one tensor.
 checkpoint_reader.py describes the format.
 """
 
@@ -20,8 +20,7 @@ from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 
-# Names in safetensors of torch's dtypes.
-NAMES = {
+NAMES = {  # dtype of torch -> name in safetensors
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -42,12 +41,12 @@ def write_checkpoint(
 ) -> list[Path]:
     """Write a model without adapters to `folder` and return the paths of the files.
 
-    These are at most `files` files of weights, config.json with a LlamaConfig or Qwen3Config, and
-    the index, which is written last.
+    Writes at most `files` files of weights, config.json with a LlamaConfig or Qwen3Config, and
+    last the index.
 
     `layout`: FUSED as in MLCommons' copy, or ORDINARY for `LlamaForCausalLM.from_pretrained`.
-    `dtype`: of the stored weights (default: that of the parameters).
-    `on_tensor`: called before each tensor.
+    `dtype`: dtype of the stored weights (default: that of the parameters).
+    `on_tensor`: called before each tensor is written.
 
     Raises OSError if writing fails, for example on a full disk.
     """
@@ -77,10 +76,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
-    """Return the tensors of the checkpoint by name, in the order of the forward.
-
-    They are views of the parameters.
-    """
+    """Return views of the parameters as tensors of the checkpoint, in the order of the forward."""
     tensors: dict[str, Tensor] = {}
     for name, parts in parts_of(model.shape, layout).items():
         views = model.get_parameter(name).split([part.rows for part in parts])
@@ -96,41 +92,38 @@ def write_file(
     on_tensor: Callable[[], object] = lambda: None,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, which is on disk when this returns.
+    """Write a safetensors file and sync it to the disk.
 
-    `dtype`: of all stored tensors (default: each its own).
+    `dtype`: dtype of all stored tensors (default: for each tensor its own).
 
     Raises OSError.
     """
     # transformers requires this metadata.
     header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
-    end = 0
+    begin = 0
     for name, rows in tensors.items():
         kind = dtype or rows.dtype
-        begin, end = end, end + rows.numel() * kind.itemsize
+        end = begin + rows.numel() * kind.itemsize
         header[name] = {
             "dtype": NAMES[kind],
             "shape": list(rows.shape),
             "data_offsets": [begin, end],
         }
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
             on_tensor()
-            file.write(
-                rows.to("cpu", dtype or rows.dtype).contiguous().view(torch.uint8).numpy().data
-            )
+            on_host = rows.to("cpu", dtype or rows.dtype).contiguous()
+            file.write(on_host.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())  # some file systems report a full disk only here
 
 
 def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:
-    """Split the names, in their order, into at most `count` groups of about equal bytes.
-
-    No group is empty.
-    """
+    """Split the names, in order, into at most `count` non-empty groups of about equal bytes."""
     share = sum(sizes.values()) / count
     done = 0
     groups: list[list[str]] = [[]]
@@ -148,7 +141,8 @@ def llama_config(shape: ModelShape, max_sequence_length: int, dtype: torch.dtype
     IDs of special tokens are None, because the tokenizer defines them.
     """
     scaling = None
-    if rope := shape.rope_scaling:
+    rope = shape.rope_scaling
+    if rope:
         scaling = {
             "rope_type": "llama3",
             "factor": rope.factor,

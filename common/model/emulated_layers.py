@@ -1,14 +1,14 @@
-"""Linear layers in an emulated block format, and the later return to FP8 or bf16 ("healing").
+"""Linear layers in an emulated block format, and the later switch to FP8 or bf16 ("healing").
 
 Until healing, the kernels store operands in the precision of the run. Each product first quantizes
 and dequantizes its factors along the dimension that it sums over (kernels/block_formats.py). After
-healing, the products are those of the format `then`. FP8's scales begin at that point.
+healing, products are computed in the format `then`. The history of FP8's scales begins there.
 
-Emulation shows numerics only: it is slower than native products would be, and it keeps two copies
-of each weight in the precision of the run. This module is imported only if a config uses it.
+Emulation shows the numerics only. It is slower than native products would be, and it keeps two
+copies of each weight in the precision of the run. This module is imported only if a config uses it.
 
-Not emulated are attention, head, embedding, LoRA's adapters, and the copy of SwiGLU's input that
-LoRA keeps, which no product reads.
+Attention, head, embedding and LoRA's adapters are not emulated. Neither is the copy of SwiGLU's
+input that LoRA keeps, because no product reads it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class EmulatedLayers(DelayedScaling):
         self.blocks = block_formats.FORMATS[form.name]
         self.stochastic = "stochastic" in form.options
         self.square_weights = "square_weights" in form.options
-        self.transform = next(
-            (option for option in form.options if option.endswith("hadamard")), ""
-        )
+        self.transform = ""
+        for option in ("hadamard", "random_hadamard"):
+            if option in form.options:
+                self.transform = option
+        # Heal after `point` steps if `until` is "step", at a loss of `point` if it is "loss".
         self.until, _, point = form.until.partition(" ")
         self.point = float(point or 0)
         self.steps_done = 0
@@ -52,9 +54,9 @@ class EmulatedLayers(DelayedScaling):
         gradient: bool = False,
         weight: bool = False,
     ) -> Tensor:
-        """Quantize and dequantize `x`, whose last dimension is the summed one.
+        """Quantize and dequantize `x` along its last dimension, over which the product sums.
 
-        The result is in `dtype`, by default in x's dtype.
+        `dtype`: dtype of the result (default: that of `x`).
         """
         element = self.blocks.gradient_element if gradient else self.blocks.element
         return block_formats.emulate(
@@ -67,7 +69,7 @@ class EmulatedLayers(DelayedScaling):
         )
 
     def _columns(self, x: Tensor, *, gradient: bool = False) -> QuantizedTensor:
-        """Return a factor of wgrad, cast along its rows.
+        """Return a factor of wgrad, which sums over rows: only the cast transpose of `x`.
 
         A Hadamard transform pads the rows to a multiple of 16.
         """
@@ -83,9 +85,9 @@ class EmulatedLayers(DelayedScaling):
     def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
         if not self.format.stores_fp8:
             return BlockQuantizers()
-        return (
-            quantizers if self.healed else BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
-        )
+        if not self.healed:
+            return BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
+        return quantizers
 
     def weight(
         self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize
@@ -95,11 +97,11 @@ class EmulatedLayers(DelayedScaling):
             return super().weight(weight, quantizer if self.format.stores_fp8 else None, quantize)
         if quantizer.cached is None:
             rowwise = self._cast(weight, weight=True)
-            columnwise = (
-                rowwise.t().contiguous()
-                if self.square_weights
-                else self._cast(weight.t(), weight=True)
-            )
+            if self.square_weights:
+                # Square blocks are the same in both layouts.
+                columnwise = rowwise.t().contiguous()
+            else:
+                columnwise = self._cast(weight.t(), weight=True)
             quantizer.cached = QuantizedTensor(rowwise, columnwise)
         return quantizer.cached
 
@@ -107,12 +109,14 @@ class EmulatedLayers(DelayedScaling):
         return EmulatedBase(base, self)
 
     def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        return super().fprop(x if self.healed else QuantizedTensor(self._cast(x.rowwise)), weight)
+        if not self.healed:
+            x = QuantizedTensor(self._cast(x.rowwise))
+        return super().fprop(x, weight)
 
     def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        return super().dgrad(
-            g if self.healed else QuantizedTensor(self._cast(g.rowwise, gradient=True)), weight
-        )
+        if not self.healed:
+            g = QuantizedTensor(self._cast(g.rowwise, gradient=True))
+        return super().dgrad(g, weight)
 
     def wgrad(self, g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
         if self.healed:
@@ -122,18 +126,18 @@ class EmulatedLayers(DelayedScaling):
     # State.
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate FP8's state with one more row, whose scale is the step of healing, or 0.
+        """Allocate the state of FP8 with one more row, whose scale is the step of healing, or 0.
 
-        In this way every checkpoint holds that step.
+        That step is thereby part of every checkpoint.
         """
-        # A weight's quantizer, because no optimizer step changes its scale.
+        # The quantizer of a weight, because `step_done` does not change its scale.
         self.quantizers.append(Quantizer(weight=True))
         super().allocate(device)
 
     def heal(self) -> None:
         """Compute products in the format `then` from now on."""
         self.healed = True
-        # FP8 has no history yet: the first step takes its scales from the tensors themselves.
+        # There is no history yet, so the next step scales every tensor by its own amax.
         super().reset()
         self.scales[-1, SCALE] = self.steps_done
 
@@ -157,7 +161,7 @@ class EmulatedLayers(DelayedScaling):
             self.heal()
 
     def evaluated(self, loss: float) -> dict[str, object]:
-        """Return also the format of this evaluation's products."""
+        """Return entries for the run's records, with the format of this evaluation's products."""
         name = self.format.then if self.healed else f"{self.format.name}, emulated"
         entries = {"linear_format": name, **super().evaluated(loss)}
         if self.until == "loss" and not self.healed and loss <= self.point:
@@ -166,10 +170,10 @@ class EmulatedLayers(DelayedScaling):
 
 
 class EmulatedBase:
-    """LoRA's frozen weights in the block format until healing.
+    """LoRA's frozen weights, in the emulated format until healing.
 
-    They are cast from the stored weights whenever a layer is read. A base that is stored in FP8 has
-    been rounded to e4m3 before.
+    The weights of a layer are cast whenever they are read. A base that is stored in FP8 was rounded
+    to e4m3 before.
     """
 
     def __init__(self, base: FrozenWeights, linear: EmulatedLayers):
@@ -189,21 +193,19 @@ class EmulatedBase:
         stored = self.base.backward_weights(layer)
         if self.linear.healed:
             return stored
-        empty = torch.empty(0, 0)
-        columnwise = {
-            name: w.rowwise.t() if w.columnwise is None else w.columnwise
-            for name, w in stored.items()
-        }
-        return {
-            name: QuantizedTensor(empty, self._cast(columnwise[name], w.scale))
-            for name, w in stored.items()
-        }
+        weights = {}
+        for name, weight in stored.items():
+            columnwise = weight.columnwise
+            if columnwise is None:
+                columnwise = weight.rowwise.t()
+            weights[name] = QuantizedTensor(torch.empty(0, 0), self._cast(columnwise, weight.scale))
+        return weights
 
     def release(self, layer: int) -> None:
         self.base.release(layer)
 
     def _cast(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """Cast a stored matrix. The result is in its dtype, or in bf16 if it is stored in FP8."""
+        """Cast a stored matrix. The result has its dtype, or is bf16 if it is stored in FP8."""
         if scale is None:
             return self.linear._cast(stored, weight=True)
         return self.linear._cast(stored.float() * scale, torch.bfloat16, weight=True)

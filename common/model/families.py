@@ -1,9 +1,8 @@
 """Shapes of public Llama-like models, by name or from a Hugging Face config.json.
 
+The numbers are from the config.json that each publisher ships with the weights.
+tests/model/test_families.py compares the resulting numbers of parameters with published ones.
 Standard library only.
-
-The numbers are those of the config.json that each publisher ships with the weights.
-tests/model/test_families.py compares the resulting totals with published ones.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 
 @dataclass(frozen=True)
 class Family:
-    """A model as its publisher describes it."""
+    """A published model."""
 
     name: str
     shape: ModelShape
-    # Tokens that the attention of the model sees. Ours sees all tokens, so they differ only
-    # in longer sequences.
+    # Number of tokens that the published model's attention sees. Our attention sees all tokens,
+    # which is the same in sequences of at most this length.
     sliding_window: int | None = None
 
 
@@ -77,8 +76,8 @@ FAMILIES = {
 }
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
-# The only supported values of these keys. A key that is missing in config.json, or null there, has
-# the value here.
+# The only supported values of these keys. They are also the defaults of keys that are missing or
+# null in config.json.
 COMPUTED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -97,19 +96,20 @@ SIZES = (
 
 
 def shape_of(name_or_path: str) -> ModelShape:
-    """Return only the shape of `family_of`. Raises ConfigError as it does."""
+    """Return the shape of a model. Argument and errors: see `family_of`."""
     return family_of(name_or_path).shape
 
 
 def family_of(name_or_path: str) -> Family:
     """Return a model of FAMILIES, or one that a Hugging Face config.json describes.
 
-    `name_or_path`: a name, or the path of a config.json or of the folder that holds it.
+    `name_or_path`: a name, or the path of a config.json or of its folder.
 
     Raises ConfigError if the name is unknown, the file cannot be read, or our blocks do not support
     the model.
     """
-    if (family := FAMILIES.get(name_or_path.lower())) is not None:
+    family = FAMILIES.get(name_or_path.lower())
+    if family is not None:
         return family
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
@@ -155,7 +155,7 @@ def _from_config(path: Path) -> Family:
 
 def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     qwen3 = config["model_type"] == "qwen3"
-    # transformers has this default for llama only.
+    # As in transformers, whose config class has this default only for llama.
     if config["model_type"] == "llama" and config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config.get("num_attention_heads")
     missing = [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]
@@ -166,9 +166,12 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             "check the file",
         )
     layers, hidden, ffn, heads, kv_heads, vocab = (config[key] for key in SIZES)
-    head_dim = config.get("head_dim") or (128 if qwen3 else None)  # transformers' default for qwen3
-    # transformers 5 has rope_theta and rope_scaling in rope_parameters.
+    head_dim = config.get("head_dim")
+    if not head_dim and qwen3:
+        head_dim = 128  # the default of transformers
+    # transformers 5 has rope_theta and the scaling in rope_parameters.
     rope = config.get("rope_parameters") or {}
+    scaling = rope if rope.get("rope_type") else config.get("rope_scaling") or {}
     try:
         return ModelShape(
             layers,
@@ -178,9 +181,7 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             kv_heads,
             vocab,
             rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(
-                path, rope if rope.get("rope_type") else config.get("rope_scaling") or {}
-            ),
+            rope_scaling=_rope_scaling(path, scaling),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             explicit_head_dim=head_dim if head_dim and head_dim * heads != hidden else None,
             qk_norm=qwen3,
@@ -188,7 +189,7 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}: not a valid shape of a model",
+            f"{path}: not a valid model shape",
             f"{type(error).__name__}: {error}",
             "check the file",
         ) from None
@@ -209,9 +210,9 @@ def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
 
 
 def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
-    """Return the sliding window of all layers, or None if the model has none.
+    """Return the sliding window of all layers in tokens, or None if the model has none.
 
-    Qwen3's configs name a window that `use_sliding_window` turns off.
+    Configs of Qwen3 have a window that `use_sliding_window` turns off.
     """
     on = config.get("use_sliding_window", config["model_type"] == "mistral")
     if on and config["model_type"] == "qwen3":

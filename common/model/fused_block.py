@@ -1,14 +1,18 @@
 """The transformer block of pre-training, in FP8, bf16 or fp32.
 
-Forward and backward are each a straight list of kernel launches. The block computes
-x + attention(norm(x)), then the same with the feed-forward. Query, key and value projections are
-one matrix (rows: all of Q, then K, then V), and so are gate and up (gate first). Kernels write the
-inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
-attention and at the block's boundary. The tensors that the backward needs are chosen here by hand
-instead of by autograd.
+    residual = x + W_o attention(rope(W_qkv norm(x)))
+    out = residual + W_down swiglu(W_gate_up norm(residual))
 
-M is the number of tokens (batch x sequence), D the hidden size, F the ffn size. n, h and o are
-inputs of matrix products. The name of a gradient starts with d_.
+Forward and backward are straight lists of kernel launches. autograd sees one function per block
+(`FusedBlockFunction`), and the tensors that its backward needs are chosen here by hand.
+
+W_qkv has the rows of Q, then K, then V. W_gate_up has the rows of gate, then up. Kernels write the
+inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
+attention and at the block's boundary.
+
+Names: M is the number of tokens (batch x sequence), D the hidden size, F the ffn size. The inputs
+of the four matrices are n_1 (norm of x), o (attention's output), n_2 (norm of the residual) and h
+(output of SwiGLU). The name of a gradient starts with d_.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,17 @@ from common.model.shapes import ModelShape
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
+class AttentionGraph(NamedTuple):
+    """An autograd graph of attention alone. `out` was computed from the leaves `inputs`."""
+
+    out: Tensor  # [batch, sequence, heads, head_dim]
+    inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, sequence, heads, head_dim]
+
+    def backward(self, d_out: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k and v. `d_out`: the gradient of `out`, of any shape."""
+        return torch.autograd.grad(self.out, self.inputs, d_out.view_as(self.out))
+
+
 @dataclass
 class SavedByBlock(SavedTensors):
     """Tensors that a block keeps for its backward.
@@ -42,17 +57,16 @@ class SavedByBlock(SavedTensors):
     """
 
     x: Tensor  # [M, D], the block's input
-    rstd_1: Tensor
-    n_1: QuantizedTensor  # normalized x
+    rstd_1: Tensor  # fp32 [M], 1 / RMS of x
+    n_1: QuantizedTensor  # [M, D]
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    # The output, with autograd's graph, and the leaves q, k, v.
-    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
-    o: QuantizedTensor
-    residual: Tensor  # [M, D], x plus attention
-    rstd_2: Tensor
-    n_2: QuantizedTensor
-    gate_up: Tensor
-    h: QuantizedTensor  # SwiGLU's result
+    attention: AttentionGraph
+    o: QuantizedTensor  # [M, attention_size]
+    residual: Tensor  # [M, D]
+    rstd_2: Tensor  # fp32 [M], 1 / RMS of the residual
+    n_2: QuantizedTensor  # [M, D]
+    gate_up: Tensor  # [M, 2 F]
+    h: QuantizedTensor  # [M, F]
 
 
 def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
@@ -71,10 +85,12 @@ def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
 
 
 class FusedBlock(nn.Module):
+    """A transformer block whose matrices train."""
+
     def __init__(
         self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False
     ):
-        """Make a block with undefined weights.
+        """Create a block with undefined weights.
 
         `kernels`: "reference" or "triton".
         `linear`: the linear layers' format, shared by all blocks.
@@ -96,6 +112,10 @@ class FusedBlock(nn.Module):
         self.weight_quantizers = {name: linear.quantizer(weight=True) for name in LINEARS}
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the block's output, shaped like `x_BSD`.
+
+        `cos`, `sin`: RoPE's tables of these positions, fp32 [sequence, head_dim / 2].
+        """
         weights = [
             self.attention_norm.weight,
             self.ffn_norm.weight,
@@ -106,9 +126,9 @@ class FusedBlock(nn.Module):
         return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the four matrices in the form that products read.
+        """Return the four matrices in the form that matrix products read.
 
-        In FP8 they are cast once per optimizer step.
+        In FP8, they are cast once per optimizer step.
         """
         weights = {}
         for name in LINEARS:
@@ -127,26 +147,40 @@ class FusedBlock(nn.Module):
         weights = self.weights()
         quantizers = linear.stored(self.quantizers)
         x = x_BSD.flatten(0, 1)
+
+        # Attention.
         _, n_1, rstd_1 = ops.add_rms_norm(
             x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1
         )
         qkv = linear.fprop(n_1, weights["qkv"])
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
-        o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
+        o = ops.quantize(attention.out.detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = linear.fprop(o, weights["o"])
+
+        # Feed-forward. The norm's kernel also computes residual = x + branch.
         residual, n_2, rstd_2 = ops.add_rms_norm(
             x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
         )
         del branch
         gate_up, h = linear.gate_up_swiglu(ops, n_2, weights["gate_up"], quantizers.h)
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
-        saved = None
-        if keep:
-            n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
-            saved = SavedByBlock(
-                x, rstd_1, n_1, qk_before_norm, attention, o, residual, rstd_2, n_2, gate_up, h
-            )
+
+        if not keep:
+            return out, None
+        saved = SavedByBlock(
+            x=x,
+            rstd_1=rstd_1,
+            n_1=n_1.for_wgrad(),
+            qk_before_norm=qk_before_norm,
+            attention=attention,
+            o=o.for_wgrad(),
+            residual=residual,
+            rstd_2=rstd_2,
+            n_2=n_2.for_wgrad(),
+            gate_up=gate_up,
+            h=h.for_wgrad(),
+        )
         return out, saved
 
     def run_backward(
@@ -160,10 +194,11 @@ class FusedBlock(nn.Module):
         linear = self.linear
         weights = self.weights()
         quantizers = linear.stored(self.quantizers)
-        batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
+
+        # Feed-forward.
         g = ops.quantize(d_out, quantizers.d_out)
-        d_down = linear.wgrad(g, saved.pop("h"))
+        d_down_weight = linear.wgrad(g, saved.pop("h"))
         d_gate_up = linear.down_swiglu_backward(
             ops, g, weights["down"], saved.pop("gate_up"), quantizers.d_gate_up
         )
@@ -171,16 +206,24 @@ class FusedBlock(nn.Module):
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         d_gate_up_weight = linear.wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up
-        residual = saved.pop("residual")
-        d_residual, quantized, d_norm_2 = ops.rms_norm_backward(
-            d_n, residual, saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention
+        # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and
+        # quantizes the sum.
+        d_residual, d_branch, d_norm_2 = ops.rms_norm_backward(
+            d_n,
+            saved.pop("residual"),
+            saved.rstd_2,
+            self.ffn_norm.weight,
+            d_out,
+            quantizers.d_branch,
         )
-        g = quantized or QuantizedTensor(d_residual)
-        d_attention = linear.dgrad(g, weights["o"])
-        d_o = linear.wgrad(g, saved.pop("o"))
-        out, leaves = saved.pop("attention")
-        gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
-        del residual, out, leaves, quantized, g, d_attention
+
+        # Attention. d_branch equals d_residual, because residual = x + branch.
+        if d_branch is None:
+            d_branch = QuantizedTensor(d_residual)
+        d_o = linear.dgrad(d_branch, weights["o"])
+        d_o_weight = linear.wgrad(d_branch, saved.pop("o"))
+        gradients = saved.pop("attention").backward(d_o)
+        del d_branch, d_o
         d_qkv, d_head_norms = self.rotation.backward(
             gradients, saved.pop("qk_before_norm"), cos, sin, quantizers.d_qkv
         )
@@ -191,46 +234,43 @@ class FusedBlock(nn.Module):
             d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None
         )
         return (
-            d_x.view(batch, sequence, -1),
+            d_x.view_as(d_out_BSD),
             d_norm_1,
             d_norm_2,
             d_qkv_weight,
-            d_o,
+            d_o_weight,
             d_gate_up_weight,
-            d_down,
+            d_down_weight,
             *d_head_norms,
         )
 
 
 def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:
-    """Return a Llama of fused blocks without FP8, with undefined weights.
+    """Return a Llama of fused blocks with undefined weights, without FP8.
 
-    It has the default dtype and is on the default device.
+    It has torch's default dtype and is on the default device.
     """
     linear = LinearLayers()
     blocks = [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)]
     return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
 
 
-def attend(
-    shape: ModelShape, qkv_BSE: Tensor, keep: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return attention of the rotated projection, and its inputs q, k and v.
+def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> AttentionGraph:
+    """Return attention of the rotated projection, [batch, sequence, qkv_size].
 
-    With `keep`, the output carries a separate autograd graph, whose leaves are q, k and v. The
-    backward lets torch compute the gradients through this graph, because only torch's kernels know
-    what their forward saved.
+    With `keep`, autograd records a separate graph from q, k and v to the output. The block's
+    backward calls it, because only torch's attention kernels know what their forward saved.
     """
     packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
     parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
     q, k, v = (part.detach().requires_grad_(keep) for part in parts)
     with torch.set_grad_enabled(keep):
-        return causal_attention(q, k, v), (q, k, v)
+        return AttentionGraph(causal_attention(q, k, v), (q, k, v))
 
 
 @contextmanager
 def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
-    """Turn off the recording of amaxes, which a recomputed forward must not record again."""
+    """Do not record amaxes inside the block: a recomputed forward must not count them twice."""
     present = [quantizer for quantizer in vars(quantizers).values() if quantizer is not None]
     before = [quantizer.recording for quantizer in present]
     for quantizer in present:
@@ -241,7 +281,7 @@ def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
 
 
 class FusedBlockFunction(torch.autograd.Function):
-    """The single autograd function of a fused block, of pre-training or LoRA."""
+    """The autograd function of a whole block, of pre-training or LoRA."""
 
     @staticmethod
     def forward(
@@ -256,12 +296,15 @@ class FusedBlockFunction(torch.autograd.Function):
     ) -> Tensor:
         """Run the block's forward.
 
-        `trained`: the tensors that get a gradient, in the order in which the block's `run_backward`
-            returns their gradients after that of x.
+        `block`: has `run` and `run_backward`.
+        `keep`: there will be a backward.
+        `recompute`: keep only x, and run the forward again in the backward.
+        `trained`: the parameters that get a gradient, in the order in which `run_backward` returns
+            their gradients after that of x.
         """
         out, saved = block.run(x, cos, sin, keep and not recompute)
         if keep:
-            # Attributes, not save_for_backward: backward drops each tensor as soon as it is used.
+            # Not by save_for_backward, so that the backward can free each tensor after its use.
             ctx.block = block
             ctx.saved = saved
             ctx.x = x if recompute else None

@@ -1,9 +1,15 @@
 """The transformer block of LoRA fine-tuning: frozen matrices with trainable adapters.
 
-Forward and backward are each a straight list of kernel launches. Names are those of fused_block.py.
-The frozen matrices come from a `FrozenBase`, in FP8 or not. They have no gradient, so the backward
-does not need their inputs. It recomputes the adapters' inputs: n_1 from x, and the dropout mask
-from a seed (kernels/lora.py).
+The block computes what fused_block.py does, and the names are those of that file. W_qkv and W_o
+have adapters (model/lora.py):
+
+    qkv    = W_qkv n_1 + scale * B_qkv t_qkv,  t_qkv = A_qkv dropout(n_1)
+    branch = W_o o     + scale * B_o t_o,      t_o   = A_o dropout(o)
+
+Forward and backward are straight lists of kernel launches. The frozen matrices come from a
+`FrozenBase`, in FP8 or not. They have no gradient, so the backward does not need their inputs. It
+recomputes the inputs of the adapters: n_1 from x, and the dropout masks from a seed
+(kernels/lora.py).
 """
 
 from __future__ import annotations
@@ -17,7 +23,12 @@ from common.kernels import lora
 from common.kernels.fp8 import QuantizedTensor
 from common.kernels.lora import Dropout, Norm, up_
 from common.model.block_ops import ENGINES, SavedTensors
-from common.model.fused_block import FusedBlockFunction, attend, rotary_embedding
+from common.model.fused_block import (
+    AttentionGraph,
+    FusedBlockFunction,
+    attend,
+    rotary_embedding,
+)
 from common.model.linear_layers import BlockQuantizers, FrozenWeights, LinearLayers
 from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
@@ -30,16 +41,15 @@ class SavedByLoraBlock(SavedTensors):
     """Tensors that a block keeps for its backward, counted by `saved_bytes_per_token`."""
 
     x: Tensor  # [M, D], the block's input
-    rstd_1: Tensor
-    t_qkv: Tensor  # [M, rank], D(n_1) A^T
+    rstd_1: Tensor  # fp32 [M], 1 / RMS of x
+    t_qkv: Tensor  # [M, rank]
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    # The output, with autograd's graph, and the leaves q, k, v.
-    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
-    t_o: Tensor
-    residual: Tensor  # [M, D], x plus attention
-    rstd_2: Tensor
-    gate_up: Tensor | QuantizedTensor  # its rowwise tensor is empty while it is offloaded
-    dropouts: tuple[Dropout | None, Dropout | None]  # those of the two adapters
+    attention: AttentionGraph
+    t_o: Tensor  # [M, rank]
+    residual: Tensor  # [M, D]
+    rstd_2: Tensor  # fp32 [M], 1 / RMS of the residual
+    gate_up: Tensor | QuantizedTensor  # [M, 2 F]; `rowwise` is empty while it is offloaded
+    dropouts: tuple[Dropout | None, Dropout | None]  # of the adapters of qkv and o
 
 
 def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int = 2) -> int:
@@ -49,16 +59,22 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int
     `itemsize`: bytes of an element of the activations, 2 for bf16.
 
     Example: Llama 2 70B, rank 16, bf16. x, attention's output and the residual 49,152, q, k and v
-    20,480, gate_up 57,344 in 8 bits (114,688 otherwise), both T 64, fp32 log-sum-exp of attention
-    256 and rstd of the norms 8. Total: 127,304, or 83.4 GB for 80 layers of a sequence of 8192.
+    20,480, gate_up 57,344 in 8 bits (114,688 otherwise), t_qkv and t_o 64, fp32 log-sum-exp of
+    attention 256 and rstd of the norms 8. Total: 127,304, or 83.4 GB for 80 layers of a sequence of
+    8192.
     """
-    tensors = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
-    tensors += (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.qk_norm else 0
+    elements = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
+    if shape.qk_norm:
+        elements += (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     gate_up = 2 * shape.ffn_hidden_size * (1 if fp8 else itemsize)
-    return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
+    log_sum_exp = 4 * shape.num_heads
+    rstd = 2 * 4
+    return elements * itemsize + gate_up + log_sum_exp + rstd
 
 
 class FusedLoraBlock(nn.Module):
+    """A transformer block with frozen matrices and two trainable adapters."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -70,12 +86,13 @@ class FusedLoraBlock(nn.Module):
         offloader: ActivationOffloader | None = None,
         offloads: bool = False,
     ):
-        """Make a block with undefined weights.
+        """Create a block with undefined adapters.
 
-        `layer`: its number in `base`.
+        `layer`: number of the layer in `base`.
+        `base`: the frozen matrices of all layers.
         `kernels`: "reference" or "triton".
         `linear`: the linear layers' format, shared by all blocks.
-        `offloader`: shared by all blocks.
+        `offloader`: shared by all blocks; None if no block offloads.
         `offloads`: keep this block's gate_up in host memory until the backward.
         """
         super().__init__()
@@ -97,13 +114,16 @@ class FusedLoraBlock(nn.Module):
         self.o = Adapter(shape.attention_size, shape.hidden_size, adapters.rank)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Run the block. Without gradients there is no dropout, and nothing is kept."""
+        """Return the block's output, shaped like `x_BSD`. Dropout is applied only with gradients.
+
+        `cos`, `sin`: RoPE's tables of these positions, fp32 [sequence, head_dim / 2].
+        """
         adapters = [self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
         return FusedBlockFunction.apply(self, keep, False, x_BSD, cos, sin, *adapters)
 
     def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
-        """Draw the seeds of both masks for one forward from the device's generator."""
+        """Return the dropouts of qkv and o, with new seeds from the device's generator."""
         if not (self.training and self.dropout):
             return None, None
         seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
@@ -111,11 +131,12 @@ class FusedLoraBlock(nn.Module):
 
     def cast_adapters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return A and B of qkv, then A and B of o, in the dtype in which the kernels compute."""
-        a_qkv, b_qkv, a_o, b_o = (
-            t.detach().to(dtype)
-            for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b)
+        return (
+            self.qkv.lora_a.detach().to(dtype),
+            self.qkv.lora_b.detach().to(dtype),
+            self.o.lora_a.detach().to(dtype),
+            self.o.lora_b.detach().to(dtype),
         )
-        return a_qkv, b_qkv, a_o, b_o
 
     def run(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
@@ -129,6 +150,8 @@ class FusedLoraBlock(nn.Module):
         dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
+
+        # Attention. `lora.down` computes t from x again, because n_1 may be stored in FP8.
         _, n_1, rstd_1 = ops.add_rms_norm(
             x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1
         )
@@ -139,40 +162,60 @@ class FusedLoraBlock(nn.Module):
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
-        o = attention[0].detach().flatten(2).flatten(0, 1)
+        o = attention.out.detach().flatten(2).flatten(0, 1)
         branch = linear.fprop(ops.quantize(o, quantizers.o), weights["o"])
         t_o = self.lora.down(o, None, a_o, dropouts[1])
         up_(branch, t_o, b_o, self.scale)
         del o
+
+        # Feed-forward. The norm's kernel also computes residual = x + branch.
         residual, n_2, rstd_2 = ops.add_rms_norm(
             x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
         )
         del branch
         gate_up = linear.fprop(n_2, weights["gate_up"])
         del n_2
-        # An evaluation keeps nothing.
+        # An evaluation keeps nothing, so it does not quantize gate_up.
         kept_quantizer = quantizers.stored_gate_up if self.training else None
-        h, kept = ops.swiglu(gate_up, quantizers.h, kept_quantizer)
+        h, kept_gate_up = ops.swiglu(gate_up, quantizers.h, kept_quantizer)
         del gate_up
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
-        if keep and self.offloads:
-            assert self.offloader is not None and isinstance(kept, QuantizedTensor)
-            self.offloader.offload(kept.rowwise)
-            kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
-        saved = None
-        if keep:
-            saved = SavedByLoraBlock(
-                x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts
-            )
+
+        if not keep:
+            return out, None
+        saved = SavedByLoraBlock(
+            x=x,
+            rstd_1=rstd_1,
+            t_qkv=t_qkv,
+            qk_before_norm=qk_before_norm,
+            attention=attention,
+            t_o=t_o,
+            residual=residual,
+            rstd_2=rstd_2,
+            gate_up=self._offloaded(kept_gate_up) if self.offloads else kept_gate_up,
+            dropouts=dropouts,
+        )
         return out, saved
+
+    def _offloaded(self, gate_up: Tensor | QuantizedTensor) -> QuantizedTensor:
+        """Start to copy gate_up to host memory. Return it without its values."""
+        assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
+        self.offloader.offload(gate_up.rowwise)
+        return gate_up._replace(rowwise=gate_up.rowwise.new_empty(0))
+
+    def _reloaded(self, gate_up: Tensor | QuantizedTensor) -> QuantizedTensor:
+        """Return the argument of `_offloaded` from its result."""
+        assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
+        return gate_up._replace(rowwise=self.offloader.reload())
 
     def run_backward(
         self, saved: SavedByLoraBlock, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of the input, of A and B of qkv, and of A and B of o.
 
-        Those of the adapters are in fp32. Removes the members of `saved` as soon as they are used.
+        The gradients of the adapters are in fp32. Removes the members of `saved` as soon as they
+        are used.
         """
         ops = self.ops
         linear = self.linear
@@ -181,42 +224,51 @@ class FusedLoraBlock(nn.Module):
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.offloader is not None:
-            # Also in blocks that offload nothing: the copy then has the time of a whole block.
+            # Also in blocks that do not offload, so that the copy can take as long as a block.
             self.offloader.prefetch()
+
+        # Feed-forward.
         d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
         gate_up = saved.pop("gate_up")
         if self.offloads:
-            assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
-            gate_up = gate_up._replace(rowwise=self.offloader.reload())
+            gate_up = self._reloaded(gate_up)
         d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
         del d_h, gate_up
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
-        d_residual, g, _ = ops.rms_norm_backward(
+        # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and
+        # quantizes the sum.
+        d_residual, d_branch, _ = ops.rms_norm_backward(
             d_n,
             saved.pop("residual"),
             saved.rstd_2,
             self.ffn_norm.weight,
             d_out,
-            quantizers.d_attention,
+            quantizers.d_branch,
             weight_grad=False,
         )
         del d_n, d_out
-        d_attention = linear.dgrad(g or QuantizedTensor(d_residual), weights["o"])
-        del g
+
+        # Attention. d_branch equals d_residual, because residual = x + branch.
+        if d_branch is None:
+            d_branch = QuantizedTensor(d_residual)
+        d_o = linear.dgrad(d_branch, weights["o"])
+        del d_branch
         p, d_b_o, _ = self.lora.up_backward(
             d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None
         )
-        out, leaves = saved.pop("attention")
-        o = out.detach().flatten(2).flatten(0, 1)
-        d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
-        gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
-        del out, leaves, o, d_attention
+        attention = saved.pop("attention")
+        o = attention.out.detach().flatten(2).flatten(0, 1)
+        # Also adds the adapter's part to d_o.
+        d_a_o = self.lora.down_backward_(d_o, o, None, p, a_o, saved.dropouts[1])
+        gradients = attention.backward(d_o)
+        del attention, o, d_o
         d_qkv_unquantized, _ = self.rotation.backward(
             gradients, saved.pop("qk_before_norm"), cos, sin, None
         )
         d_qkv = d_qkv_unquantized.rowwise
         del gradients, d_qkv_unquantized
+        # Also quantizes d_qkv.
         p, d_b_qkv, g = self.lora.up_backward(
             d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv
         )

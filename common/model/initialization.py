@@ -1,6 +1,6 @@
-"""Initial weights, equal for any number of ranks and on any device.
+"""Initial weights, with the same bits for any number of ranks and on any device.
 
-Each tensor has its own generator and is drawn whole on the CPU.
+Each tensor is drawn whole on the CPU, by its own generator.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def init_weights(
     std: float,
     set_weight: Callable[[nn.Parameter, Tensor], None],
 ) -> None:
-    """Draw all weights and pass each to `set_weight(parameter, full)`.
+    """Draw all weights and pass each to `set_weight(parameter, full)`, with `full` in fp32.
 
-    Matrices are drawn from N(0, std), output projections of blocks from
-    N(0, std / sqrt(2 * num_layers)). Norms are 1.
+    The standard deviation of matrices is `std`, that of the output projections of blocks
+    std / sqrt(2 * num_layers). Norms are 1.
 
     Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual
     outputs (GPT-2, section 2.3).
@@ -41,11 +41,11 @@ def init_weights(
             full = torch.ones(parameter.shape)
         else:
             generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-            scaled = name.endswith((".o.weight", ".down.weight"))
+            is_residual_output = name.endswith((".o.weight", ".down.weight"))
             full = torch.empty(parameter.shape)
-            full.normal_(0.0, residual_std if scaled else std, generator=generator)
-            # Turns -0.0 into 0.0: a step at learning rate 0 would flip its sign bit, and warmup.py
-            # compares bits.
+            full.normal_(0.0, residual_std if is_residual_output else std, generator=generator)
+            # Turn -0.0 into 0.0. A warm-up step at learning rate 0 would change the sign bit, and
+            # warmup.py verifies that no bit of a weight changes.
             full += 0.0
         set_weight(parameter, full)
 
@@ -55,7 +55,7 @@ def init_weights(
 
 @torch.no_grad()
 def copy_weight(parameter: nn.Parameter, full: Tensor) -> None:
-    """Copy `full` to the parameter: `set_weight` of `init_weights` without sharding."""
+    """Copy `full` to the parameter: a `set_weight` for `init_weights` without sharding."""
     parameter.copy_(full)
 
 

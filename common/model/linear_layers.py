@@ -1,12 +1,12 @@
 """Linear layers of a model's blocks in one number format: operands, products and state.
 
 One LinearLayers object serves all blocks of a model. `LinearLayers` itself computes in the
-precision of the run and is the base class of every format. `DelayedScaling` computes in FP8.
+precision of the run and is the base class of all formats. `DelayedScaling` computes in FP8.
 common/linear_formats.py lists the formats by their names in a config.
 
-A block makes a quantizer for each operand, and its kernels store the operand as the quantizer says.
-Without a quantizer they store it in the precision of the run. A format that no kernel can store
-returns no quantizers and casts in the products instead.
+A block has a quantizer for each operand of its products. The kernel that computes an operand stores
+it in the quantizer's format, or without a quantizer in the precision of the run. A format that no
+kernel can store has no quantizers and casts the operands before each product instead.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of
 
 @dataclass(frozen=True)
 class BlockQuantizers:
-    """Quantizers of a block's operands. None: kernels store it in the precision of the run."""
+    """Quantizers of a block's operands, by their names in fused_block.py.
+
+    None: kernels store the operand in the precision of the run.
+    """
 
     n_1: Quantizer | None = None
     o: Quantizer | None = None
     n_2: Quantizer | None = None
     h: Quantizer | None = None
     d_qkv: Quantizer | None = None
-    d_attention: Quantizer | None = None  # gradient of the output projection's result
+    d_branch: Quantizer | None = None
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
     # LoRA only: SwiGLU's input, kept in 8 bits for the backward.
@@ -57,28 +60,28 @@ class BlockQuantizers:
     @staticmethod
     def training(linear: LinearLayers) -> BlockQuantizers:
         """Return the quantizers of a block whose matrices train."""
-        forward = {name: linear.quantizer() for name in ("n_1", "o", "n_2", "h")}
-        names = [field.name for field in fields(BlockQuantizers)]
-        backward = {
-            name: linear.quantizer(gradient=True) for name in names if name.startswith("d_")
-        }
-        return BlockQuantizers(**forward, **backward)
+        quantizers = {}
+        for field in fields(BlockQuantizers):
+            if field.name != "stored_gate_up":
+                is_gradient = field.name.startswith("d_")
+                quantizers[field.name] = linear.quantizer(gradient=is_gradient)
+        return BlockQuantizers(**quantizers)
 
     @staticmethod
     def frozen(linear: LinearLayers) -> BlockQuantizers:
         """Return the quantizers of a block whose matrices are frozen.
 
-        They store rowwise only, because columnwise copies are for gradients of weights.
+        They store no columnwise copies, which only the gradients of weights need.
         """
         quantizers = {}
         for field in fields(BlockQuantizers):
-            gradient = field.name.startswith("d_")
-            quantizers[field.name] = linear.quantizer(gradient=gradient, transposed=False)
+            is_gradient = field.name.startswith("d_")
+            quantizers[field.name] = linear.quantizer(gradient=is_gradient, transposed=False)
         return BlockQuantizers(**quantizers)
 
 
 class FrozenWeights(Protocol):
-    """LoRA's frozen matrices: qkv, o, gate_up and down of every layer, [N, K] each."""
+    """The frozen matrices of LoRA: qkv, o, gate_up and down of every layer, [N, K] each."""
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
         """Return the layer's matrices, rowwise [N, K]."""
@@ -90,14 +93,14 @@ class FrozenWeights(Protocol):
         """
 
     def release(self, layer: int) -> None:
-        """Call when the current pass no longer needs the layer's matrices."""
+        """Tell that the current pass no longer needs the layer's matrices."""
 
 
 class LinearLayers:
     """Linear layers in the precision of the run, without state."""
 
     def __init__(self, form: LinearFormat | None = None):
-        """Prepare the format `form`, which only a class that implements several formats needs."""
+        """Create the layers. `form`: used by classes that implement several formats."""
         self.quantizers: list[Quantizer] = []
 
     # Operands.
@@ -105,27 +108,27 @@ class LinearLayers:
     def quantizer(
         self, gradient: bool = False, transposed: bool = True, weight: bool = False
     ) -> Quantizer | None:
-        """Return a new quantizer of one tensor of the network. Arguments as in `Quantizer`."""
+        """Return a new quantizer of one tensor of the network. Arguments: see `Quantizer`."""
         return None
 
     def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
-        """Return the quantizers with which a block's kernels store operands at this time."""
+        """Return the quantizers that a block's kernels use in the current step."""
         return quantizers
 
     def weight(
         self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize
     ) -> QuantizedTensor:
-        """Return `weight` [N, K] in the form that products read, cast once per optimizer step.
+        """Return `weight` [N, K] in the form that matrix products read.
 
-        `quantize`: the function that casts.
+        It is cast once per optimizer step. `quantize`: the function that casts.
         """
         return fp8.quantize_weight(weight, quantizer, quantize)
 
     def frozen_base(self, base: FrozenWeights) -> FrozenWeights:
-        """Return a frozen base whose weights have the form that products read."""
+        """Return a view of `base` whose weights have the form that matrix products read."""
         return base
 
-    # Products, as in kernels/fp8.py.
+    # Matrix products, as in kernels/fp8.py.
 
     def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         """Return x W^T, [M, N], of `x` [M, K] and `weight` [N, K]."""
@@ -148,7 +151,10 @@ class LinearLayers:
         weight: QuantizedTensor,
         quantizer: Quantizer | None,
     ) -> tuple[Tensor, QuantizedTensor]:
-        """Return (gate_up = x W^T [M, 2 * ffn], h [M, ffn] as stored by `quantizer`)."""
+        """Return (gate_up = x W^T [M, 2 * ffn], h = swiglu(gate_up) [M, ffn]).
+
+        `quantizer`: quantizer of h.
+        """
         gate_up = self.fprop(x, weight)
         h, _ = ops.swiglu(gate_up, quantizer)
         return gate_up, h
@@ -161,7 +167,11 @@ class LinearLayers:
         gate_up: Tensor,
         quantizer: Quantizer | None,
     ) -> QuantizedTensor:
-        """Return the gradient of gate_up, [M, 2 * ffn], from `g`, the gradient of h W^T."""
+        """Return the gradient of gate_up, [M, 2 * ffn].
+
+        `g`: gradient of h W^T, the output of `down`.
+        `quantizer`: quantizer of the result.
+        """
         d_h = self.dgrad(g, weight)
         return ops.swiglu_backward(d_h, gate_up, quantizer)
 
@@ -174,38 +184,39 @@ class LinearLayers:
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that training changes in place, float or uint8, by name.
+        """Return name -> tensor (float or uint8) of the state that training changes in place.
 
-        Each rank has its own. Checkpoints use the names.
+        Each rank has its own state. Checkpoints use the names.
         """
         return {}
 
     def reset(self) -> None:
-        """Restore the state from before the first step."""
+        """Restore the state that was before the first step."""
 
     def resume(
         self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
         """Continue from a saved state.
 
-        `ranks`: `state()` of this rank only, or of all ranks of a run with another number of ranks.
-        `steps`: the optimizer steps that were done.
-        `gradient_ratio`: how many times larger gradients are now. It is not 1 if the number of
-            ranks changes, because the loss is multiplied by that number before the backward.
+        `ranks`: saved `state()` of this rank only, or of all ranks if their number has changed.
+        `steps`: number of optimizer steps that were done.
+        `gradient_ratio`: factor by which gradients are larger than in the saved run. It is not 1 if
+            the number of ranks has changed, because the loss is multiplied by that number before
+            the backward.
         """
 
     def start_pass(self, training: bool) -> None:
-        """Call before each forward of the model.
+        """Prepare for a forward of the model. Called before each one.
 
-        `training`: a micro-batch's forward. Otherwise it is an evaluation's, which must not change
-            the state.
+        `training`: a forward of training. Otherwise it belongs to an evaluation, which must not
+            change the state.
         """
 
     def step_done(self) -> None:
-        """Call after each optimizer step."""
+        """Update the state. Called after each optimizer step."""
 
     def evaluated(self, loss: float) -> dict[str, object]:
-        """Call after each evaluation. Returns entries for the run's records.
+        """Return entries for the run's records. Called after each evaluation.
 
         The host may wait for the device.
         """
@@ -213,9 +224,10 @@ class LinearLayers:
 
 
 class DelayedScaling(LinearLayers):
-    """Linear layers in FP8, with the scales of all quantizers of a model on one device.
+    """Linear layers in FP8 with delayed scaling (kernels/fp8.py).
 
-    The scales follow the amaxes of the last HISTORY steps (kernels/fp8.py).
+    The states of all quantizers of the model are the rows of one tensor, so that few kernels update
+    all scales after a step.
     """
 
     def quantizer(
@@ -231,8 +243,9 @@ class DelayedScaling(LinearLayers):
         weight: QuantizedTensor,
         quantizer: Quantizer | None,
     ) -> tuple[Tensor, QuantizedTensor]:
-        if fused := epilogues(ops, x, quantizer):
-            return fused.gate_up_fprop(x, weight, quantizer)
+        epilogues = swiglu_epilogues(ops, x, quantizer)
+        if epilogues is not None:
+            return epilogues.gate_up_fprop(x, weight, quantizer)
         return super().gate_up_swiglu(ops, x, weight, quantizer)
 
     def down_swiglu_backward(
@@ -243,21 +256,23 @@ class DelayedScaling(LinearLayers):
         gate_up: Tensor,
         quantizer: Quantizer | None,
     ) -> QuantizedTensor:
-        if fused := epilogues(ops, g, quantizer):
-            return fused.down_dgrad(g, weight, gate_up, quantizer)
+        epilogues = swiglu_epilogues(ops, g, quantizer)
+        if epilogues is not None:
+            return epilogues.down_dgrad(g, weight, gate_up, quantizer)
         return super().down_swiglu_backward(ops, g, weight, gate_up, quantizer)
 
     def allocate(self, device: torch.device) -> None:
-        formats = fp8.fp8_dtypes(device)
+        e4m3, e5m2 = fp8.fp8_dtypes(device)
         every_layout = fp8.takes_every_layout(device)
         for quantizer in self.quantizers:
-            quantizer.dtype = formats[quantizer.gradient]
+            quantizer.dtype = e5m2 if quantizer.gradient else e4m3
             quantizer.transposed &= not every_layout
+        # Columns: INVERSE, SCALE, AMAX, CLIPPED.
         self.scales = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
         self.history = torch.zeros(
             HISTORY, len(self.quantizers), dtype=torch.float32, device=device
         )
-        # Weights keep the scale of their last cast.
+        # `step_done` changes all scales but those of weights, which every cast computes anew.
         self.delayed = torch.tensor(
             [not quantizer.weight for quantizer in self.quantizers], device=device
         )
@@ -269,25 +284,25 @@ class DelayedScaling(LinearLayers):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the history and the cast weights, as before the first step."""
+        """Clear the history and the cast weights, as before the first step."""
         self.scales.zero_()
         self.history.zero_()
         self.steps = 0
         self._start_step()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the states of the quantizers and the amaxes of earlier steps.
+        """Return the quantizers' states [quantizers, 4] and the history of amaxes.
 
-        They are fp32, [quantizers, 4] and [HISTORY, quantizers].
+        The history is [HISTORY, quantizers], the last step first. Both are fp32.
         """
         return {"fp8_state": self.scales, "fp8_history": self.history}
 
     def resume(
         self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
-        """Continue with the smallest scale and the largest amaxes that any of the ranks had.
+        """Continue with the smallest scale and the largest amaxes of all saved ranks.
 
-        Those of gradients are adapted to `gradient_ratio`.
+        Scales and amaxes of gradients are adapted to `gradient_ratio`.
         """
         scales = torch.stack([rank["fp8_state"] for rank in ranks])
         history = torch.stack([rank["fp8_history"] for rank in ranks])
@@ -305,12 +320,13 @@ class DelayedScaling(LinearLayers):
         self._start_step()
 
     def _start_step(self) -> None:
+        """Drop the cast weights. In the first step, scale every tensor by its own amax."""
         for quantizer in self.quantizers:
             quantizer.two_pass = quantizer.weight or self.steps == 0
             quantizer.cached = None
 
     def start_pass(self, training: bool) -> None:
-        """Turn the recording of amaxes on for training and off for an evaluation."""
+        """Record amaxes in forwards of training, but not in those of evaluations."""
         for quantizer in self.quantizers:
             quantizer.recording = training
 
@@ -319,9 +335,8 @@ class DelayedScaling(LinearLayers):
         self.history[1:] = self.history[:-1].clone()
         self.history[0] = self.scales[:, AMAX]
         old = self.scales[:, SCALE]
-        scale = torch.where(
-            self.delayed, new_scale(self.largest, self.history.amax(0) * HEADROOM, old), old
-        )
+        new = new_scale(self.largest, self.history.amax(0) * HEADROOM, old)
+        scale = torch.where(self.delayed, new, old)
         self.scales[:, SCALE] = scale
         self.scales[:, INVERSE] = 1.0 / scale
         self.scales[:, AMAX] = 0.0
@@ -332,19 +347,18 @@ class DelayedScaling(LinearLayers):
         return {"clipped_elements": self.take_clipped()}
 
     def take_clipped(self) -> int:
-        """Return the number of elements that saturated since the last call.
-
-        The host waits for the device.
-        """
+        """Return how many elements saturated since the last call. Waits for the device."""
         clipped = int(self.scales[:, CLIPPED].sum())
         self.scales[:, CLIPPED] = 0.0
         return clipped
 
 
-def epilogues(ops: KernelEngine, operand: QuantizedTensor, quantizer: Quantizer | None) -> Any:
+def swiglu_epilogues(
+    ops: KernelEngine, operand: QuantizedTensor, quantizer: Quantizer | None
+) -> Any:
     """Return the module whose FP8 products compute SwiGLU in their epilogues, or None.
 
-    None also in a first step, in which the quantizer needs its amax before it stores.
+    Also returns None in the first step, when the quantizer must know the amax before it stores.
     """
     if not ops.fuses or quantizer is None or quantizer.two_pass or operand.scale is None:
         return None

@@ -1,7 +1,8 @@
 """The Llama model of all benchmarks: embedding, given blocks, output head.
 
-Suffixes of tensor names: B batch, S sequence, D hidden. common/training/build.py decides how blocks
-compute, in which precision, and how weights are sharded. Nothing here depends on that.
+Suffixes of tensor names are dimensions: B batch, S sequence, D hidden size. Nothing here depends on
+how the blocks compute, in which precision, or how weights are sharded. common/training/build.py
+decides that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from common.model.shapes import ModelShape
 
 
 class RMSNorm(nn.Module):
-    """A root-mean-square norm over the last dimension (kernels/rms_norm.py)."""
+    """Root-mean-square norm over the last dimension (kernels/rms_norm.py)."""
 
     def __init__(self, hidden_size: int, eps: float, kernels: str = "reference"):
         super().__init__()
@@ -33,9 +34,12 @@ class RMSNorm(nn.Module):
 
 
 class Output(torch.autograd.Function):
-    """Output projection by the engine of matrix products: x W^T.
+    """Output projection x W^T, computed by the engine of matrix products (kernels/fp8.py).
 
-    x: [tokens, D], W: [vocab, D] -> [tokens, vocab].
+    `x`: [tokens, D].
+    `weight`: [vocab, D].
+
+    Returns [tokens, vocab].
     """
 
     @staticmethod
@@ -55,7 +59,7 @@ class Output(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    """Final norm, output projection and loss."""
+    """Final norm, output projection and cross entropy."""
 
     def __init__(self, shape: ModelShape, kernels: str):
         super().__init__()
@@ -64,6 +68,7 @@ class Head(nn.Module):
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return what `Llama.forward` returns."""
         normed = self.norm(x_BSD)
         logits = Output.apply(normed.flatten(0, 1), self.output.weight)
         logits = logits.view(*normed.shape[:2], -1)
@@ -79,7 +84,7 @@ class Llama(nn.Module):
     def __init__(
         self, shape: ModelShape, max_sequence_length: int, blocks: Sequence[nn.Module], head: Head
     ):
-        """Build the model. `blocks` are called as block(x_BSD, cos, sin), one after the other."""
+        """Build the model. Its forward calls block(x_BSD, cos, sin) for each of `blocks`."""
         super().__init__()
         self.shape = shape
         self.max_sequence_length = max_sequence_length
@@ -90,17 +95,17 @@ class Llama(nn.Module):
         self.make_rope_tables("cpu")
 
     def tie_embedding(self) -> None:
-        """Make the head's projection the embedding's parameter, in shapes with `tied_embedding`.
+        """In shapes with `tied_embedding`, use the embedding's parameter as output projection.
 
-        Call it again after moving a meta model to memory, which makes two parameters of it.
+        Call it again after `to_empty` of a meta model, which creates two parameters.
         """
         if self.shape.tied_embedding:
             self.head.output.weight = self.embedding.weight
 
     def make_rope_tables(self, device: torch.device | str) -> None:
-        """Compute cos and sin of all positions in fp32 on `device`. They are equal on every device.
+        """Compute cos and sin of all positions on `device`, fp32, with the same bits on any device.
 
-        Call it again after moving a meta model to memory, which loses them.
+        Call it again after `to_empty` of a meta model, which does not keep their values.
         """
         cos, sin = rope_tables(self.shape, self.max_sequence_length, device)
         self.register_buffer("cos", cos, persistent=False)
@@ -109,11 +114,12 @@ class Llama(nn.Module):
     def forward(
         self, tokens_BS: Tensor, labels_BS: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the losses of the sequences or, without labels, logits [batch, sequence, vocab].
+        """Return (loss_sum, count), both fp32 [batch], or the logits if there are no labels.
 
         `tokens_BS`, `labels_BS`: int [batch, sequence]. Tokens with label -100 do not count.
 
-        The losses are (loss_sum, count), both fp32 [batch].
+        `loss_sum` is the sum of a sequence's cross entropies, and `count` the number of its tokens
+        that count. The logits are [batch, sequence, vocab].
         """
         sequence_length = tokens_BS.shape[1]
         cos = self.cos[:sequence_length]

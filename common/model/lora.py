@@ -2,9 +2,10 @@
 
     y = x W^T + (alpha / rank) * dropout(x) A^T B^T
 
-The fused query, key and value projection has one adapter with one A and one B for all three, and
-the attention's output projection has one. Only A and B train. They are fp32 and whole on every
-rank. Only they have optimizer state, and only their gradients are communicated.
+There are two adapters per block: one for the fused query, key and value projection, with one A and
+one B for all three, and one for the output projection of attention. Only A and B train. They are
+fp32 and whole on every rank. Only they have optimizer state, and only their gradients are
+communicated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from common.model.initialization import parameter_seed
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The adapters' settings, which the rules fix."""
+    """Settings of the adapters. The rules fix them."""
 
     rank: int
     alpha: int  # the adapter's output is multiplied by alpha / rank
@@ -28,7 +29,7 @@ class AdapterSettings:
 
 
 class Adapter(nn.Module):
-    """An adapter's weights: `lora_a`, fp32 [rank, inputs], and `lora_b`, fp32 [outputs, rank]."""
+    """The weights of an adapter: `lora_a`, fp32 [rank, inputs]; `lora_b`, fp32 [outputs, rank]."""
 
     def __init__(self, inputs: int, outputs: int, rank: int):
         super().__init__()
@@ -37,9 +38,11 @@ class Adapter(nn.Module):
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all adapters, by their names in `model.named_parameters()`."""
+    """Return the parameters of all adapters by their names in `model.named_parameters()`."""
     return {
-        name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith((".lora_a", ".lora_b"))
     }
 
 
@@ -48,7 +51,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     """Initialize all adapters as peft and NeMo do.
 
     A: Kaiming uniform with a = sqrt(5), that is U(-1/sqrt(inputs), 1/sqrt(inputs)). B: zero, so
-    that the model starts as its base.
+    that the initial model computes the same as its base.
     """
     for name, parameter in adapter_parameters(model).items():
         full = torch.zeros(parameter.shape)
@@ -56,5 +59,5 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             bound = 1 / math.sqrt(parameter.shape[1])
             generator = torch.Generator().manual_seed(parameter_seed(seed, name))
             full.uniform_(-bound, bound, generator=generator)
-            full += 0.0  # turns -0.0 into 0.0, as in `init_weights`
+            full += 0.0  # turn -0.0 into 0.0, as in `init_weights`
         parameter.copy_(full)

@@ -3,8 +3,8 @@
 The format is that of peft 0.21: `PeftModel.save_pretrained` and `LoraConfig`.
 
 We train one adapter on the fused query, key and value projection, A [rank, hidden] and
-B [query, key and value rows, rank], and one on the output projection. In `peft`, q_proj, k_proj and
-v_proj have one adapter each: all three get the same A, and their rows of B.
+B [qkv_size, rank], and one on the output projection. In `peft`, q_proj, k_proj and v_proj have an
+adapter each. All three get the same A, and each gets its rows of B.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SPLIT = ("q_proj", "k_proj", "v_proj")
 OUTPUT = "o_proj"
-# Plain LoRA: alpha / rank * B @ A, without variants.
+# Plain LoRA, W + alpha / rank * B A, without the variants that peft supports.
 PLAIN_LORA = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -45,9 +45,9 @@ def save_peft_adapter(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors into the new `folder`.
 
-    The folder exists only when both files are complete.
+    The folder exists only when both files are complete. Tensors keep their dtype.
 
-    `tensors`: for every block N, whole tensors that are stored in their own dtype:
+    `tensors`: for each block N:
         `blocks.N.qkv.lora_a` [rank, hidden]
         `blocks.N.qkv.lora_b` [qkv_size, rank], with the rows of Q, K, V in this order
         `blocks.N.o.lora_a` [rank, attention_size]

@@ -1,6 +1,6 @@
-"""Norms of query and key heads in a fused block (kernels/qk_norm.py).
+"""Norms of the query and key heads of a block (kernels/qk_norm.py).
 
-Imported only for a shape that has them.
+This module is imported only for shapes with such norms.
 """
 
 from __future__ import annotations

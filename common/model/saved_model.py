@@ -1,9 +1,8 @@
-"""`--save`: write the trained model after the clock, as a Hugging Face checkpoint in `model/` of
-the run's directory.
+"""Save the trained model of a run as a Hugging Face checkpoint, after run_stop (`--save`).
 
-The checkpoint holds the module's parameters, which every rank has whole. These are the weights of
-the last evaluation, bf16 on a GPU, fp32 on a CPU. The fp32 masters, of which each rank has a part,
-are not saved. Only rank 0 writes.
+The checkpoint is the folder `model/` in the run directory. It holds the parameters of the module,
+which every rank has whole: bf16 on a GPU, fp32 on a CPU, as in the last evaluation. The sharded
+fp32 masters are not saved. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from common.terminal import data_size
 
 FOLDER = "model"
 PARTIAL = "model.partial"  # name of the folder until it is complete
-# A file ends with the tensor that reaches its share: at most 5.05 GB, with the embedding of the 8B.
+# Bytes per file. Files end with a whole tensor, so a file of the 8B may reach 5.05 GB.
 FILE_BYTES = 4_000_000_000
 
 
 def require_absent(run_dir: Path) -> None:
-    """Raise ConfigError if the folder of the model exists."""
+    """Raise ConfigError if the run directory already has a saved model, or a part of one."""
     for folder in (run_dir / FOLDER, run_dir / PARTIAL):
         if folder.exists():
             raise ConfigError(
@@ -36,9 +35,9 @@ def require_absent(run_dir: Path) -> None:
 
 
 def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> Path:
-    """Write the model and return its folder. `on_tensor`: called before each tensor.
+    """Write the model and return its folder. `on_tensor`: called before each tensor is written.
 
-    Raises StorageError. After any failure no part of the model is left.
+    Raises StorageError. After a failure, no part of the model is left.
     """
     partial = run_dir / PARTIAL
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -50,9 +49,8 @@ def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> 
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            what = f"the trained model was not saved in {run_dir / FOLDER}: {error.strerror}"
             raise StorageError(
-                what,
+                f"the trained model was not saved in {run_dir / FOLDER}: {error.strerror}",
                 f"it needs {data_size(total)}; the disk is full or read-only",
                 "free space before the next run",
             ) from error

@@ -1,6 +1,6 @@
 """Shapes of Llama models, with their numbers of parameters and FLOPs.
 
-Standard library only, because the launcher and `plan` use it, too.
+Standard library only, because the launcher and `plan` use it too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class RopeScaling:
 class ModelShape:
     """Sizes and variants of a Llama-like model.
 
-    Raises ValueError if the hidden size is not a multiple of the number of heads, unless
-    `explicit_head_dim` is set, or if the query heads are not a multiple of the key heads, or if the
-    head dimension is odd.
+    Raises ValueError if the number of query heads is not a multiple of the number of key heads, the
+    head dimension is odd, or the hidden size is not a multiple of the number of heads and
+    `explicit_head_dim` is not set.
     """
 
     num_layers: int
@@ -40,11 +40,10 @@ class ModelShape:
     rope_base: float
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    # None: hidden_size / num_heads. Not the field `head_dim` itself, so that replace(shape,
-    # hidden_size=...) changes that.
+    # None: hidden_size / num_heads. The property `head_dim` is computed from this field, so that
+    # replace(shape, hidden_size=...) changes it.
     explicit_head_dim: int | None = None
-    # An RMSNorm over each query and key head, before the rotation (Qwen3).
-    qk_norm: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head, before the rotation (Qwen3)
     tied_embedding: bool = False  # the head's projection is the embedding's weight
 
     def __post_init__(self):
@@ -58,7 +57,7 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of all query heads: of attention's output, and of the output projection's input."""
+        """Width of all query heads, which is that of attention's output."""
         return self.num_heads * self.head_dim
 
     @property
@@ -73,13 +72,13 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one block: four matrices, two norms, and with `qk_norm` two norms of heads."""
+        """Weights of one block: four matrices, two norms, and with `qk_norm` two head norms."""
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         return self.matrix_parameters + 2 * self.hidden_size + head_norms
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that each token is multiplied with: all linear layers and the head."""
+        """Weights that each token is multiplied by: all linear layers of blocks, and the head."""
         return self.num_layers * self.matrix_parameters + self.vocab_size * self.hidden_size
 
     @property
@@ -88,20 +87,21 @@ class ModelShape:
         tables = 1 if self.tied_embedding else 2
         return (
             self.num_layers * self.layer_parameters
-            + self.hidden_size
+            + self.hidden_size  # final norm
             + tables * self.vocab_size * self.hidden_size
         )
 
     def attention_flops_per_token(self, sequence_length: int) -> int:
         """Return the FLOPs of causal attention, forward and backward: 6*L*S*H.
 
-        Half of the square counts, once for the forward and twice for the backward. H is the width
-        of all query heads, which is the hidden size unless the shape has `explicit_head_dim`.
+        Only half of the S x S scores is computed. The backward counts twice as much as the forward.
+        H is the width of all query heads, which is the hidden size unless the shape has
+        `explicit_head_dim`.
         """
         return 6 * self.num_layers * sequence_length * self.attention_size
 
     def training_flops_per_token(self, sequence_length: int) -> int:
-        """Return 6*N + 6*L*S*H, where a multiply-add counts as 2 FLOPs.
+        """Return 6*N + 6*L*S*H, where N is `matmul_parameters` and a multiply-add is 2 FLOPs.
 
         Source: PaLM, arXiv:2204.02311, appendix B, with causal attention halved.
         """
@@ -114,9 +114,9 @@ class ModelShape:
         return self.num_layers * rank * (qkv + output)
 
     def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
-        """Return 4*N + 6*N_lora + 6*L*S*H.
+        """Return 4*N + 6*N_lora + 6*L*S*H, where N is `matmul_parameters`.
 
-        Frozen weights have no gradient, so they take part in two products instead of three.
+        Frozen weights have no gradient, so they take part in two matrix products instead of three.
         """
         return (
             4 * self.matmul_parameters
