@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from common.command_line import Parser, program
@@ -147,41 +148,43 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     weights.add_argument("--weights", type=Path, help="directory of the checkpoint")
     small = Parser("", add_help=False)
     small.add_argument("--miniature", action="store_true", help="expect the miniature's sizes")
-    command = commands.add_parser(
-        "miniature", parents=[data], help="build the base and data of the CPU miniature"
+
+    def add_command(
+        name: str, text: str, work: Callable[[argparse.Namespace, Rules], None], *parents: Parser
+    ) -> Parser:
+        command = commands.add_parser(name, parents=parents, help=text, description=text)
+        command.set_defaults(work=work)
+        return command
+
+    add_command(
+        "miniature",
+        "build the base and data of the CPU miniature",
+        lambda args, rules: miniature(args.data_dir),
+        data,
     )
-    command.set_defaults(work=lambda args, rules: miniature(args.data_dir))
-    command = commands.add_parser(
-        "convert-npy", parents=[data], help="convert AMD's packed .npy files to parquet"
-    )
-    command.add_argument(
+    packed = add_command("convert-npy", "convert AMD's packed .npy files to parquet", convert, data)
+    packed.add_argument(
         "--npy-dir", type=Path, required=True, help="directory of train.npy and validation.npy"
     )
-    command.set_defaults(work=convert)
-    command = commands.add_parser(
-        "verify", parents=[data, weights, small], help="check data and weights"
+    files = add_command("verify", "check data and weights", verify, data, weights, small)
+    files.add_argument("--manifest", type=Path, help="manifest written by write-manifest")
+    files.add_argument("--full", action="store_true", help="also read every byte of the weights")
+    hashes = add_command(
+        "write-manifest", "write sizes and SHA-256 of the weights (reads every byte)", write, small
     )
-    command.add_argument("--manifest", type=Path, help="manifest written by write-manifest")
-    command.add_argument("--full", action="store_true", help="also read every byte of the weights")
-    command.set_defaults(work=verify)
-    command = commands.add_parser(
-        "write-manifest",
-        parents=[small],
-        help="write sizes and SHA-256 of the weights (reads every byte)",
-    )
-    command.add_argument("--weights", type=Path, required=True, help="directory of the checkpoint")
-    command.add_argument("--output", type=Path, required=True, help="manifest to write")
-    command.set_defaults(work=write)
-    command = commands.add_parser(
-        "fetch", parents=[data, weights], help="print how to get data and weights"
-    )
-    command.add_argument(
-        "--download", action="store_true", help=f"download the data from {DATA_REPOSITORY}"
-    )
-    command.set_defaults(
-        work=lambda args, rules: fetch(
+    hashes.add_argument("--weights", type=Path, required=True, help="directory of the checkpoint")
+    hashes.add_argument("--output", type=Path, required=True, help="manifest to write")
+    how = add_command(
+        "fetch",
+        "print how to get data and weights",
+        lambda args, rules: fetch(
             args.data_dir, args.weights or args.data_dir / "base", args.download
-        )
+        ),
+        data,
+        weights,
+    )
+    how.add_argument(
+        "--download", action="store_true", help=f"download the data from {DATA_REPOSITORY}"
     )
     return parser
 
