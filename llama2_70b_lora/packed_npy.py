@@ -16,7 +16,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -121,12 +121,7 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     try:
         _try_to_load(path)
         with path.open("rb") as file:
-            version = npy.read_magic(file)  # a Python literal follows, then the pickle
-            _, _, dtype = (
-                npy.read_array_header_1_0(file)
-                if version == (1, 0)
-                else npy.read_array_header_2_0(file)
-            )
+            dtype = _dtype_of(file)
             content = _Unpickler(file).load() if dtype == np.dtype("O") else None
         rows = content.state[4] if isinstance(content, Stored) and content.state else content
         for row in rows if isinstance(rows, list) else [None]:
@@ -156,6 +151,15 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
+def _dtype_of(file: BinaryIO) -> np.dtype:
+    """Read the header, a Python literal that the pickle follows, and return the array's dtype."""
+    read_header = npy.read_array_header_2_0
+    if npy.read_magic(file) == (1, 0):
+        read_header = npy.read_array_header_1_0
+    _, _, dtype = read_header(file)
+    return dtype
+
+
 def _try_to_load(path: Path) -> None:
     """Raise Refused if the pickle cannot be read in time.
 
@@ -166,13 +170,7 @@ def _try_to_load(path: Path) -> None:
     if child == 0:
         try:
             with path.open("rb") as file:
-                version = npy.read_magic(file)
-                _, _, dtype = (
-                    npy.read_array_header_1_0(file)
-                    if version == (1, 0)
-                    else npy.read_array_header_2_0(file)
-                )
-                if dtype == np.dtype("O"):
+                if _dtype_of(file) == np.dtype("O"):
                     _Unpickler(file).load()
         finally:
             os._exit(0)  # the parent reports what is wrong with it

@@ -60,8 +60,9 @@ def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> Non
         name: read_master(folder, name, torch.Size(size))
         for name, size in adapter_sizes(rules.shape, config.lora_rank).items()
     }
-    alpha, dropout = config.lora_alpha, config.lora_dropout
-    save_peft_adapter(out, tensors, rules.shape, config.lora_rank, alpha, dropout)
+    save_peft_adapter(
+        out, tensors, rules.shape, config.lora_rank, config.lora_alpha, config.lora_dropout
+    )
 
 
 def adapter_sizes(shape: ModelShape, rank: int) -> dict[str, tuple[int, int]]:

@@ -43,7 +43,8 @@ BATCH_DOCUMENTS = 256  # encoded in one call
 LONGEST_TEXT = 1 << 20
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
 SPLITS = ("train", "validation")
-PARTS, RECORD = ".parts", "text.json"
+PARTS = ".parts"  # folder of the tokenized parts in DATADIR
+RECORD = "text.json"  # identity of the preparation that made the files beside it
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -458,7 +459,8 @@ def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
 def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:
     for path in paths:
         with np.load(path) as arrays:
-            tokens, lengths = arrays[f"{split}_tokens"], arrays[f"{split}_lengths"]
+            tokens = arrays[f"{split}_tokens"]
+            lengths = arrays[f"{split}_lengths"]
         ends = np.cumsum(lengths)
         for start, end in zip(ends - lengths, ends, strict=True):
             yield tokens[start:end]

@@ -91,11 +91,9 @@ def assemble_random(config: Config, rules: Rules, processes: Processes, seed: in
 
 def learning_rate(config: Config) -> Callable[[int], float]:
     """Return lr_at(step), with steps counted from 0: linear warm-up, then the config's schedule."""
-    base, warmup, steps = (
-        config.opt_base_learning_rate,
-        config.opt_learning_rate_warmup_steps,
-        config.steps,
-    )
+    base = config.opt_base_learning_rate
+    warmup = config.opt_learning_rate_warmup_steps
+    steps = config.steps
     end = base * config.end_learning_rate_ratio
     if config.schedule == "cosine":
         return warmup_cosine(base, end, warmup, steps)
@@ -148,10 +146,10 @@ def open_data(
     """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
     device. Call it after the clock has started.
     """
-    config, data_dir = run.config, run.data_dir
+    config = run.config
     assert isinstance(config, Config)
-    batches = training_batches(config, rules, data_dir, run.seed, processes.rank, step)
-    validation = validation_pairs(config, rules, data_dir)
+    batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
+    validation = validation_pairs(config, rules, run.data_dir)
     return Prefetcher(batches, processes.device), pad_for_ranks(
         validation, processes, config.eval_micro_batch_size
     )
