@@ -1,4 +1,4 @@
-"""Objects of a training run, and the division of a global batch into micro-batches."""
+"""The objects that a training loop works on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.sharding.optimizer import require_owner
 
-if TYPE_CHECKING:  # For annotations only: a rank imports just the optimizer that it uses.
+if TYPE_CHECKING:  # not at run time: a rank imports only the optimizer that it uses
     from common.sharding.replicated import ReplicatedOptimizer
     from common.sharding.zero import ZeroOptimizer
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # For annotations only: a rank imports just the optimizer tha
 
 @dataclass(frozen=True)
 class Assembly:
-    """Objects of a run. Raises ValueError if a parameter that trains is not in `optimizer`."""
+    """A model, its optimizer and the state of its linear layers.
+
+    Raises ValueError if a parameter that trains is not in `optimizer`.
+    """
 
     model: Llama
     optimizer: Optimizer
@@ -30,17 +33,16 @@ class Assembly:
         require_owner(self.model, self.optimizer)
 
     def step(self, learning_rate: float) -> Tensor:
-        """Update the weights after the last backward of a step, then the state of the linear
-        layers.
+        """Update the weights and the state of the linear layers, after the last backward of a step.
 
-        Returns the gradient norm, fp32 [] on the device.
+        Returns the gradient norm before clipping, fp32 [] on the device.
         """
         norm = self.optimizer.step(learning_rate)
         self.linear.step_done()
         return norm
 
     def state_tensors(self) -> list[Tensor]:
-        """Return all that training changes in place: weights, optimizer state, FP8 scales."""
+        """Return all tensors that training changes: weights, optimizer state, FP8 scales."""
         return [
             *self.optimizer.weights,
             *self.optimizer.state_tensors(),
@@ -48,14 +50,14 @@ class Assembly:
         ]
 
     def reset(self) -> None:
-        """Reset optimizer state and scales to those before the first step. Keeps the weights."""
+        """Reset optimizer state and scales to those before the first step, but not the weights."""
         self.optimizer.reset_state()
         self.linear.reset()
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Division of a global batch: sequences per step, and micro-batches per rank and step."""
+    """The division of a global batch into micro-batches."""
 
-    global_batch_size: int
-    gradient_accumulation_steps: int
+    global_batch_size: int  # sequences per optimizer step, on all ranks together
+    gradient_accumulation_steps: int  # micro-batches per rank and optimizer step

@@ -15,7 +15,7 @@ from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
 from common.training.assembly import Assembly
 
-if TYPE_CHECKING:  # exists only for type checkers
+if TYPE_CHECKING:  # a name that exists only for type checkers
     from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,12 +36,12 @@ def build(
 ) -> Assembly:
     """Build the model on the meta device, allocate memory, shard with the optimizer, load weights.
 
-    `linear`: the format of the blocks' linear layers.
-    `layers`: makes the blocks and the head.
-    `optimizer`: shards the trained weights or takes them whole.
+    `linear`: the linear layers' format, shared by all blocks.
+    `layers`: creates the blocks and the head.
+    `optimizer`: creates the optimizer, which shards the trained weights or takes them whole.
     `weights`: fills all weights, through the optimizer if it holds masters.
-    `before_each_pass`: called with `model.training` at the start of each forward, of a micro-batch
-        or of an evaluation.
+    `before_each_pass`: functions that are called with `model.training` before each forward, of a
+        micro-batch or of an evaluation.
     """
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
         model = Llama(shape, sequence_length, *layers())
@@ -53,9 +53,9 @@ def build(
         model.register_forward_pre_hook(
             lambda model, _, start_pass=start_pass: start_pass(model.training)
         )
-    # Use a sparse embedding gradient (kernels/accumulate.py) unless the rows of all ranks' tokens
-    # take more bytes than the dense gradient, which must also be zeroed and accumulated. A tied
-    # embedding shares its gradient with the head, which is dense.
+    # Use a sparse embedding gradient (kernels/accumulate.py) unless its rows, one for each token of
+    # all ranks, are more than twice those of the dense gradient, which must also be zeroed and
+    # accumulated. A tied embedding shares its gradient with the head, which is dense.
     tokens = config.world_size * config.micro_batch_size * sequence_length
     model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding
     trained_by = optimizer(model)

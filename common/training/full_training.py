@@ -27,7 +27,7 @@ def assemble_full(
 ) -> Assembly:
     """Assemble model and optimizer.
 
-    `fill`: sets every master with `set_weight` of the optimizer.
+    `fill`: sets every weight by the optimizer's `set_weight`.
     """
     shape = rules.shape
     kernels = config.kernels
@@ -65,11 +65,10 @@ def assemble_full(
 
 
 def high_priority_compute(config: RunConfig) -> bool:
-    """Return whether the compute stream gets a high priority: only if no NCCL kernel runs
-    concurrently.
+    """Return whether compute kernels run on a high-priority stream.
 
-    With copy engines, or on one GPU, only sums of gradients run concurrently. High priority then
-    saves 10 ms of a step of 2,120 ms, and 12 ms of 5,440 ms (docs/log.md). NCCL's kernels must not
-    wait for compute.
+    They do if no NCCL kernel runs at the same time, because NCCL must not wait for compute. With
+    copy engines, or on one GPU, only sums of gradients run at the same time. High priority then
+    saves 10 ms of a step of 2,120 ms, and 12 ms of 5,440 ms (docs/log.md).
     """
     return config.reduce_scatter == "copy_engine" or config.world_size == 1

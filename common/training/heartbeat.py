@@ -1,4 +1,4 @@
-"""Heartbeat file of a rank. It tells the launcher that the rank is alive, and its phase."""
+"""Heartbeat file of a rank, which tells the launcher that the rank is alive, and its phase."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 class Heartbeat:
-    """The file `ranks/rank_<k>.heartbeat`, rewritten at every micro-step.
+    """The file `ranks/rank_<k>.heartbeat`, rewritten at every micro-batch.
 
-    The launcher reads from it which rank hangs, and in which phase. Each update is one small write
-    to an open file, some 10 us.
+    The launcher reads from it which rank hangs, and in which phase. An update is one small write to
+    an open file and takes some 10 us.
     """
 
     def __init__(self, run_dir: Path, rank: int):
@@ -35,6 +35,5 @@ class Heartbeat:
             "done": done,
             "total": total,
         }
-        # One write of fixed length: a reader never sees the rest of an older record after a new
-        # one.
+        # The length is fixed, so that the rest of an older, longer record never remains.
         os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

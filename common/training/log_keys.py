@@ -1,10 +1,10 @@
-"""Hyperparameter lines of a log: the closed division's keys, the precision and parallelism that 6.1
-requires, and the target.
+"""The hyperparameters that a log must state.
 
-Sources of the keys: the MLPerf compliance checker (training_6.1.0/common.yaml, closed_common.yaml
-and each benchmark's closed_*.yaml) and the published logs. All keys are always logged, so that one
-log passes 5.1.0, 6.0.0 and 6.1.0. The checker ignores keys that it does not know. Other values that
-the rules fix are logged so that the project's own log check can verify them. Standard library only.
+They are the keys of the closed division, the precision and parallelism that 6.1 requires, and the
+target. Sources: the MLPerf compliance checker (training_6.1.0/common.yaml, closed_common.yaml and
+each benchmark's closed_*.yaml) and the published logs. All keys are always logged, so that one log
+passes 5.1.0, 6.0.0 and 6.1.0. The checker ignores keys that it does not know. Some are logged only
+for `submission.check`, which verifies all values that the rules fix. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # config value -> name in the
 def hyperparameters(
     config: RunConfig, rules: Rules, train_samples: int, config_filename: str
 ) -> list[tuple[str, LogValue]]:
-    """Return (key, value) pairs in the order of emission.
+    """Return (key, value) pairs in the order of the log.
 
-    Only data and weights are sharded, so all four model parallelisms are 1.
     `train_samples`: training sequences in the data set.
     `config_filename`: name of the TOML under configs/<benchmark>/.
+
+    All model parallelisms are 1, because this package shards only data and weights.
     """
     linear = config.linear_format
     return [

@@ -1,9 +1,8 @@
-"""Training loop of every benchmark: train() and evaluate(). It works on finished objects and knows
-no benchmark.
+"""The training loop of every benchmark: `train`, `train_step` and `evaluate`.
 
-The loss of a step is the mean over the global batch of each sequence's mean over its valid tokens.
-If all tokens count, as in pre-training, that is the mean over all tokens. If a mask excludes some,
-it is the loss of the LoRA reference.
+A sequence's loss is the mean over its valid tokens. The loss of a step is the mean of these over
+the global batch. If all tokens are valid, as in pre-training, that is the mean over all tokens. If
+labels mask some tokens, it is the loss of the LoRA reference.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from common.training.assembly import Assembly, Batching
 from common.training.metrics import Meter
 from common.training.reports import Reports
 
-if TYPE_CHECKING:  # for an annotation only: most runs have no checkpoints
+if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
     from common.training.checkpoint import Checkpoints
 
-LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
+LOG_EVERY_STEPS = 10  # the host waits for the device only at these steps and at evaluations
 
 
 def train_step(
@@ -44,20 +43,20 @@ def train_step(
     """Do one optimizer step.
 
     `batches`: yields int [micro batch, 2, sequence] on the device: tokens and labels.
-    `on_phase`: called with the name of each phase as it begins.
+    `on_phase`: called with the name of each phase when it begins.
 
-    Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device. The host
-    waits for neither.
+    Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device. The host does
+    not wait for them.
     """
     loss_part = torch.zeros((), device=processes.device)
     for _ in range(batching.gradient_accumulation_steps):
         on_phase("data")
-        batch = next(batches)
+        tokens, labels = next(batches).unbind(1)
         on_phase("compute")
-        loss_sum, count = assembly.model(*batch.unbind(1))
+        loss_sum, count = assembly.model(tokens, labels)
         loss = (loss_sum / count).sum() / batching.global_batch_size
-        # Gradients are averaged over the ranks. Each rank's loss is its part of the total, so the
-        # average must become a sum.
+        # `loss` is this rank's part of the total, so gradients must be summed over the ranks. The
+        # optimizer averages them, which the factor compensates.
         (loss * processes.world_size).backward()
         loss_part += loss.detach()
     on_phase("optimizer")
@@ -71,23 +70,25 @@ def evaluate(
     processes: Processes,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> float:
-    """Return the mean over all sequences of all ranks of each sequence's mean loss over its valid
-    tokens.
+    """Return the mean loss over all sequences of all ranks.
 
-    A sequence without valid tokens has no weight. `batches`: int [sequences, 2, length], tokens and
-    labels, resident on the device. Label -100 does not count. Sums are fp64.
+    `batches`: int [sequences, 2, length] on the device: tokens and labels.
+
+    The loss of a sequence is its mean over the valid tokens. Label -100 marks tokens that are not
+    valid. A sequence without valid tokens does not count. Sums over sequences are fp64.
     """
     model.eval()  # no dropout
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     for batch in batches:
         on_phase("evaluation")
-        loss_sum, count = model(*batch.unbind(1))
-        weighs = count > 0
-        totals[0] += torch.where(weighs, loss_sum / count.clamp(min=1), 0.0).double().sum()
-        totals[1] += weighs.sum()
+        tokens, labels = batch.unbind(1)
+        loss_sum, count = model(tokens, labels)
+        counts = count > 0
+        totals[0] += torch.where(counts, loss_sum / count.clamp(min=1), 0.0).double().sum()
+        totals[1] += counts.sum()
     model.train()
-    total, sequences = processes.sum(totals).tolist()
-    return total / sequences
+    loss, sequences = processes.sum(totals).tolist()
+    return loss / sequences
 
 
 def next_token_pairs(windows: np.ndarray) -> np.ndarray:
@@ -98,37 +99,38 @@ def next_token_pairs(windows: np.ndarray) -> np.ndarray:
 def pad_for_ranks(
     sequences: np.ndarray, processes: Processes, micro_batch_size: int
 ) -> list[Tensor]:
-    """Cut int [sequences, 2, length] into this rank's micro-batches, on the device.
+    """Return this rank's share of int [sequences, 2, length] as micro-batches on the device.
 
-    If the sequences do not divide evenly, sequences of ignored labels are added. Every rank then
-    runs the same number of forwards, and padding has no weight.
+    If the sequences cannot be divided evenly, sequences with ignored labels are added. Every rank
+    then runs the same number of forwards, and the padding does not count.
     """
     missing = -len(sequences) % (processes.world_size * micro_batch_size)
     padding = np.zeros((missing, *sequences.shape[1:]), sequences.dtype)
     padding[:, 1] = IGNORE_INDEX
-    mine = np.split(np.concatenate((sequences, padding)), processes.world_size)[processes.rank]
-    return list(torch.from_numpy(mine).to(processes.device).split(micro_batch_size))
+    shares = np.split(np.concatenate((sequences, padding)), processes.world_size)
+    own = torch.from_numpy(shares[processes.rank]).to(processes.device)
+    return list(own.split(micro_batch_size))
 
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    samples: int  # train sequences consumed
-    loss: float  # loss of the last evaluation
+    """The result of a successful training."""
+
+    samples: int  # training sequences consumed
+    loss: float  # of the last evaluation
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Schedule of evaluations and the end of training, in training sequences.
-
-    `first_evaluation` is a multiple of `eval_interval`.
-    """
+    """When to evaluate and when to stop, in training sequences."""
 
     eval_interval: int
-    first_evaluation: int
-    target_loss: float  # stop at a loss <= this; 0: no target
-    max_samples: int  # stop after this many, without success if there is a target
+    first_evaluation: int  # a multiple of eval_interval
+    target_loss: float  # stop at a loss at or below it; 0: no target
+    max_samples: int  # stop here; the run has then failed if there is a target
 
     def evaluates_at(self, samples: int) -> bool:
+        """Return whether an evaluation follows after `samples` training sequences."""
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
 
     def reached(self, samples: int, loss: float) -> bool:
@@ -149,29 +151,30 @@ def train(
     reports: Reports,
     checkpoints: Checkpoints | None = None,
 ) -> TrainingOutcome:
-    """Train until an evaluation is <= the target.
+    """Train until an evaluation reaches the target.
 
-    `lr_at`: learning rate of a step, counted from 0.
-    `reports`: has a meter. Its log is at run_start, before the first block.
-    `checkpoints`: already loaded. Training begins after their step.
+    `lr_at`: returns the learning rate of a step. Steps count from 0.
+    `batches`: this rank's micro-batches, see `train_step`.
+    `eval_batches`: this rank's micro-batches of every evaluation, see `evaluate`.
+    `reports`: has a meter, and a log whose last line is run_start.
+    `checkpoints`: already loaded; training begins after their step.
 
-    Raises TargetMissed after `goal.max_samples` sequences, NonFinite if a loss, gradient norm or
-    evaluation is not finite.
+    Raises TargetMissed if the target was not reached after `goal.max_samples` sequences, and
+    NonFinite if a loss, a gradient norm or an evaluation is not finite.
     """
     step = checkpoints.step if checkpoints else 0
     samples = step * batching.global_batch_size
     log = reports.log
     meter = reports.meter
     assert meter is not None
-    # The lambda reads the current step.
-    on_phase = lambda phase: reports.heartbeat.write(step, phase)  # noqa: E731
-    phases = {"train": 0.0, "eval": 0.0}
-    # A garbage collection in the middle of a step stalls all ranks. Existing objects are frozen,
-    # the rest is collected at evaluations.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+    seconds = {"train": 0.0, "eval": 0.0}
+
+    def on_phase(phase: str) -> None:
+        reports.heartbeat.write(step, phase)  # the current step, not that of the definition
+
+    _collect_garbage_only_at_evaluations()
     meter.start()
+    # MLPerf calls the training between two evaluations a block.
     log.block_start(samples)
     block_samples = samples
     block_began = time.monotonic()
@@ -195,11 +198,11 @@ def train(
         loss, eval_s = _evaluate_and_log(
             assembly, eval_batches, processes, reports, meter, step, samples
         )
-        phases["train"] += block_s
-        phases["eval"] += eval_s
+        seconds["train"] += block_s
+        seconds["eval"] += eval_s
         if goal.reached(samples, loss):
-            for name, seconds in phases.items():
-                meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
+            for name, total in seconds.items():
+                meter.events.write("phase", name=name, seconds=total, time_s=meter.seconds())
             return TrainingOutcome(samples, loss)
         if checkpoints:
             checkpoints.offer(step, evaluated=True)
@@ -215,6 +218,16 @@ def train(
         "compare the loss curve in report.html with an earlier run; "
         "raise max_samples if it is still falling",
     )
+
+
+def _collect_garbage_only_at_evaluations() -> None:
+    """Disable Python's automatic garbage collection, which would stall all ranks within a step.
+
+    `_evaluate_and_log` collects explicitly, without the objects that exist now.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
 
 
 def _evaluate_and_log(
@@ -238,7 +251,8 @@ def _evaluate_and_log(
     meter.events.write(
         "eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds()
     )
-    if fields := assembly.linear.evaluated(loss):
+    fields = assembly.linear.evaluated(loss)
+    if fields:
         meter.events.write("linear", step=step, **fields, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(

@@ -35,11 +35,14 @@ def assemble_lora(
     seed: int,
     load: Callable[[Llama, FrozenBase], object],
 ) -> tuple[Assembly, FrozenBase]:
-    """Assemble adapters that train, on a frozen base that `load` fills.
+    """Assemble a model with adapters that train, its optimizer and its frozen base.
 
-    The FrozenBase holds the matrices of the blocks. The other frozen weights, embedding, norms and
-    head (1.05 GB at 70B in bf16), are whole on every rank. Sharding them would save less than a
-    gigabyte, for two collectives in every pass.
+    `seed`: seed of the adapters.
+    `load`: fills the frozen base and the other frozen weights of the model.
+
+    The FrozenBase holds the matrices of the blocks. The other frozen weights, that is embedding,
+    norms and head (1.05 GB at 70B in bf16), are whole on every rank. Sharding them would save less
+    than a gigabyte and need two collectives in every pass.
     """
     shape = rules.shape
     kernels = config.kernels
@@ -54,44 +57,50 @@ def assemble_lora(
         timeout_s=config.hang_timeout_s,
     )
     linear = linear_layers(config.linear_format)
-    read_base = linear.frozen_base(base)
-    offloaded = (
-        layers_to_offload(config.offload_layers, shape.num_layers)
-        if config.offload_layers
-        else set()
-    )
-    gate_up = (config.micro_batch_size * rules.sequence_length, 2 * shape.ffn_hidden_size)
-    offloader = (
-        ActivationOffloader(len(offloaded), gate_up, fp8_dtypes(device)[0], device)
-        if offloaded
-        else None
-    )
+    weights_of_base = linear.frozen_base(base)
+    offloaded: set[int] = set()
+    offloader = None
+    if config.offload_layers:
+        offloaded = layers_to_offload(config.offload_layers, shape.num_layers)
+    if offloaded:
+        tokens = config.micro_batch_size * rules.sequence_length
+        e4m3, _ = fp8_dtypes(device)
+        offloader = ActivationOffloader(
+            len(offloaded), (tokens, 2 * shape.ffn_hidden_size), e4m3, device
+        )
 
     def layers() -> tuple[list[FusedLoraBlock], Head]:
-        blocks = [
-            FusedLoraBlock(
-                shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded
+        blocks = []
+        for layer in range(shape.num_layers):
+            block = FusedLoraBlock(
+                shape,
+                layer,
+                weights_of_base,
+                kernels,
+                adapters,
+                linear,
+                offloader,
+                offloads=layer in offloaded,
             )
-            for layer in range(shape.num_layers)
-        ]
+            blocks.append(block)
         return blocks, Head(shape, kernels)
 
     def optimizer(model: Llama) -> ReplicatedOptimizer:
         trained = adapter_parameters(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
-        return ReplicatedOptimizer(
-            trained.values(), processes, UPDATES[rules.opt_name](rules, kernels, torch.float32)
-        )
+        update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
+        return ReplicatedOptimizer(trained.values(), processes, update)
 
     def weights(model: Llama, optimizer: object) -> None:
         load(model, base)
         init_adapters(model, seed)
 
-    passes = [
-        base.start_pass,
-        *([lambda training: offloader.start_pass()] if offloader is not None else []),
-    ]
+    def start_pass(training: bool) -> None:
+        base.start_pass(training)
+        if offloader is not None:
+            offloader.start_pass()
+
     assembly = build(
         config,
         shape,
@@ -101,32 +110,30 @@ def assemble_lora(
         layers=layers,
         optimizer=optimizer,
         weights=weights,
-        before_each_pass=passes,
+        before_each_pass=[start_pass],
     )
     return assembly, base
 
 
 @torch.no_grad()
 def load_random(model: Llama, base: FrozenBase) -> None:
-    """Draw the whole base from N(0, 0.02), one layer at a time."""
+    """Draw all frozen weights with a standard deviation of 0.02, one layer at a time."""
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
     for layer in range(base.num_layers):
-        sizes = {name: base.shard_rows(name)[1:] for name in base.matrices}
-        shards = {
-            name: torch.empty(size, dtype=torch.bfloat16, device=base.device).normal_(0.0, 0.02)
-            for name, size in sizes.items()
-        }
+        shards = {}
+        for name in base.matrices:
+            _, rows, columns = base.shard_rows(name)
+            shard = torch.empty(rows, columns, dtype=torch.bfloat16, device=base.device)
+            shards[name] = shard.normal_(0.0, 0.02)
         base.add_layer(layer, shards)
     base.finalize()
 
 
 def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
     """Return a hash of each frozen tensor's bits on this rank."""
-    return [
-        fingerprint(tensor)
-        for tensor in (*(p for p in model.parameters() if not p.requires_grad), *base.tensors())
-    ]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return [fingerprint(tensor) for tensor in (*frozen, *base.tensors())]
 
 
 def save_adapter(
@@ -137,21 +144,21 @@ def save_adapter(
     base: FrozenBase,
     base_before: list[int],
 ) -> None:
-    """Verify that the base is unchanged, and save the adapter in peft's format, after the clock has
-    stopped.
+    """Save the adapters in the format of peft, after run_stop.
 
-    Raises RunError if the base changed.
+    `base_before`: `base_fingerprints` before training.
+
+    Raises RunError if the frozen base has changed since then.
     """
     unchanged = base_fingerprints(model, base) == base_before
     reports.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
         raise RunError(
             "the frozen base changed during training",
-            "its bits differ from those loaded",
-            "this is a defect: report it",
+            "its bits differ from those that were loaded",
+            "this is an internal error: please report it",
         )
     if run.rank == 0:
-        # A failure from here on does not affect the run.
         reports.heartbeat.write(reports.step, "save")
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()

@@ -1,9 +1,9 @@
 """Step time, tokens/s, TFLOP/s and MFU, and the file events.jsonl.
 
-MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token
-= 6N + 6LSH. That counts all matrix weights forward and backward, and causal attention as half of
-the square. Recomputation is not counted (common/model/shapes.py). Values stay on the device until a
-step logs. The host waits for the device only then.
+    MFU = tokens/s per GPU * training FLOPs per token / dense bf16 peak of one GPU
+
+common/model/shapes.py counts the FLOPs per token, without those of recomputation. Losses and norms
+stay on the device until `Meter.flush` writes them. The host waits for the device only then.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class Events:
         self.file = LineFile(path) if path is not None else None
 
     def write(self, event: str, **values) -> None:
-        if self.file is not None:
-            # JSON has neither NaN nor infinity: null replaces them.
-            values = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in values.items()
-            }
-            self.file.write(
-                (json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode()
-            )
+        """Append an event. NaN and infinity, which JSON does not have, become null."""
+        if self.file is None:
+            return
+        record = {"event": event, **values}
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
+        self.file.write((json.dumps(record, allow_nan=False) + "\n").encode())
 
 
 class ProgressLog:
@@ -54,8 +53,9 @@ class ProgressLog:
         self.enabled = enabled
 
     def show(self, text: str) -> None:
+        """Print a line. Does nothing on other ranks."""
         if self.enabled:
-            # the terminal was closed, or the reader of a pipe ended
+            # The terminal may be closed, or the reader of a pipe may have exited.
             with contextlib.suppress(OSError):
                 print(text, file=self.stream, flush=True)
 
@@ -72,32 +72,36 @@ class StepClock:
 
         After a pause, such as an evaluation, call `restart` instead.
         """
-        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-        self.marks.append(
-            torch.cuda.current_stream().record_event(event) if event else time.perf_counter()
-        )
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
 
     def restart(self) -> None:
+        """Forget all marks and record a new one: the start of the next step."""
         self.marks.clear()
         self.mark()
 
     def drain_ms(self) -> list[float]:
         """Return the milliseconds of each step since the last call. Waits for the device."""
         marks = self.marks
-        self.marks = self.marks[-1:]
-        if self.on_gpu:
-            marks[-1].synchronize()
-        return [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)]
+        self.marks = self.marks[-1:]  # the start of the next step
+        if not self.on_gpu:
+            return [1e3 * (end - begin) for begin, end in pairwise(marks)]
+        marks[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
 @dataclass(frozen=True)
 class StepRate:
-    """Throughput of one GPU over the steps since the last log."""
+    """Throughput of one GPU: the mean over some steps."""
 
     step_time_ms: float
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
-    mfu: float | None  # None if no peak is known (CPU)
+    mfu: float | None  # None if the peak is unknown, as on a CPU
 
     @staticmethod
     def of(
@@ -107,12 +111,14 @@ class StepRate:
         flops_per_token: int,
         peak_tflops: float | None,
     ) -> StepRate:
-        tokens = tokens_per_step / gpus / (step_time_ms / 1e3)
-        tflops = tokens * flops_per_token / 1e12
-        return StepRate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
+        """Compute the rate of steps that took `step_time_ms` on average."""
+        tokens_per_s = tokens_per_step / gpus / (step_time_ms / 1e3)
+        tflops = tokens_per_s * flops_per_token / 1e12
+        mfu = tflops / peak_tflops if peak_tflops else None
+        return StepRate(step_time_ms, tokens_per_s, tflops, mfu)
 
     def text(self, one: str = "GPU") -> str:
-        """Format the rate. `one`: the unit that computes, a GPU or a process."""
+        """Return the rate as text. `one`: what computes, "GPU" or "process"."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         return (
             f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, "
@@ -121,7 +127,7 @@ class StepRate:
 
 
 class Meter:
-    """Collects per-step values on the device and writes them as events when a step logs."""
+    """Collects the values of each step on the device. `flush` writes them to events.jsonl."""
 
     def __init__(
         self,
@@ -144,14 +150,16 @@ class Meter:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []
         self.step_times_ms: list[float] = []
         self.rate: StepRate | None = None
-        self.samples = 0  # train sequences consumed: steps done x global batch
+        self.samples = 0  # training sequences consumed: steps done x global batch
         self.started = time.monotonic()
 
     def start(self) -> None:
+        """Start the clock, immediately before the first step."""
         self.started = time.monotonic()
         self.clock.restart()
 
     def seconds(self) -> float:
+        """Return the seconds since `start`."""
         return time.monotonic() - self.started
 
     def record(self, step: int, learning_rate: float, loss: Tensor, grad_norm: Tensor) -> None:
@@ -164,7 +172,10 @@ class Meter:
         self.clock.mark()
 
     def flush(self) -> None:
-        """Write all pending values. Raises NonFinite at the first non-finite loss or norm."""
+        """Write all collected values. Raises NonFinite at the first non-finite loss or norm.
+
+        All ranks call it at the same step. The host waits for the device.
+        """
         if not self.pending:
             return
         times_ms = self.clock.drain_ms()
@@ -186,31 +197,32 @@ class Meter:
                 "samples": step * self.samples_per_step,
                 "loss": losses[index],
                 "grad_norm": norms[index],
-            }
-            values |= {
                 "learning_rate": learning_rate,
                 "step_time_ms": times_ms[index],
-                "time_s": now - sum(times_ms[index + 1 :]) / 1e3,
+                "time_s": now - sum(times_ms[index + 1 :]) / 1e3,  # when the step ended
             }
             if index == len(self.pending) - 1:
-                values |= {
-                    "tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu,
-                    "tflops_per_gpu": self.rate.tflops_per_gpu,
-                }
-                values |= {"mfu": self.rate.mfu, **memory_gib(self.processes.device)}
+                values["tokens_per_s_per_gpu"] = self.rate.tokens_per_s_per_gpu
+                values["tflops_per_gpu"] = self.rate.tflops_per_gpu
+                values["mfu"] = self.rate.mfu
+                values |= memory_gib(self.processes.device)
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
-                why = "the gradient norm is finite: this step updated the weights"
-                if not math.isfinite(norms[index]):
-                    # AdamW's `skip` left the weights unchanged.
-                    why = "this step did not update the weights"
-                raise NonFinite(
-                    f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
-                    why,
-                    f"look at events.jsonl before step {step}; "
-                    "a lower learning rate or a longer warm-up is the usual cure",
-                )
+                raise _non_finite(step, losses[index], norms[index])
         self.pending.clear()
+
+
+def _non_finite(step: int, loss: float, norm: float) -> NonFinite:
+    why = "the gradient norm is finite: this step updated the weights"
+    if not math.isfinite(norm):
+        # The update rule skips such a step on the device.
+        why = "this step did not update the weights"
+    return NonFinite(
+        f"step {step}: loss {loss}, gradient norm {norm}",
+        why,
+        f"look at events.jsonl before step {step}; "
+        "a lower learning rate or a longer warm-up usually helps",
+    )
 
 
 def make_meter(
@@ -221,16 +233,17 @@ def make_meter(
     events: Events,
 ) -> Meter:
     """Return the meter of a run with this config, without MFU if the GPU's peak is unknown."""
-    # No peak, so no MFU, if the run is not on the GPU of its config: for example the miniature on a
-    # GPU.
-    known = processes.device.type == "cuda" and config.gpu in KINDS
+    peak_tflops = None
+    # The config of the miniature, for example, is for a CPU, but may run on a GPU.
+    if processes.device.type == "cuda" and config.gpu in KINDS:
+        peak_tflops = KINDS[config.gpu].peak_bf16_tflops
     return Meter(
         processes,
         events,
         tokens_per_step=config.global_batch_size * sequence_length,
         samples_per_step=config.global_batch_size,
         flops_per_token=flops_per_token,
-        peak_tflops=KINDS[config.gpu].peak_bf16_tflops if known else None,
+        peak_tflops=peak_tflops,
     )
 
 

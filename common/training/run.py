@@ -1,4 +1,4 @@
-"""Arguments of one rank of a timed run. Outputs: reports.py. Stages: timed_run.py."""
+"""Arguments of one rank of a timed run (outputs: reports.py, stages: timed_run.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Run:
 
     benchmark: str
     config: RunConfig
-    config_name: str  # name of the TOML in the log
+    config_name: str  # name of the TOML, for the log
     seed: int
     rank: int
     device: str  # "cpu" or "cuda"
-    run_dir: Path  # results go here
+    run_dir: Path  # directory of the results
     data_dir: Path
-    checkpoint: str | None = None  # --checkpoint: when to save the state of training
-    # --continue: the run directory with the checkpoint to continue from
+    checkpoint: str | None = None  # --checkpoint: when to save the training state
+    # --continue: directory of the run whose checkpoint is continued
     continues: Path | None = None
-    save: bool = False  # --save: write the trained model after the clock
+    save: bool = False  # --save: write the trained model after run_stop

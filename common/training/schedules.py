@@ -11,8 +11,8 @@ def warmup_cosine(
 ) -> Callable[[int], float]:
     """Return lr_at(step), with steps counted from 0: a linear warm-up, then a half cosine.
 
-    The rate is base*(s+1)/(W+1) for s <= W, then a half cosine from base to end over max_steps - W
-    steps.
+    The rate is base*(s+1)/(W+1) up to step s = W = `warmup_steps`. A half cosine from base to end
+    follows, up to `max_steps`.
 
     Source: NeMo 2, core/optim/lr_scheduler.py (CosineAnnealing with linear warm-up), as used by the
     llama31_8b reference.
@@ -24,27 +24,24 @@ def warmup_cosine(
             return base * (step + 1) / (warmup_steps + 1)
         if step >= max_steps:
             return end
-        return (
-            end + (base - end) * (1 + math.cos(math.pi * (step - warmup_steps) / decay_steps)) / 2
-        )
+        angle = math.pi * (step - warmup_steps) / decay_steps
+        return end + (base - end) * (1 + math.cos(angle)) / 2
 
     return lr_at
 
 
 def cosine_to_zero(base: float, training_steps: int) -> Callable[[int], float]:
-    """Return lr_at(step), with steps counted from 0: base*(1 + cos(pi*s/T))/2, and 0 from T =
-    `training_steps` on.
+    """Return lr_at(step), with steps counted from 0: a half cosine from `base` to 0.
+
+    The rate is base*(1 + cos(pi*s/T))/2 in step s, and 0 from step T = `training_steps` on.
 
     Source: transformers, `get_cosine_schedule_with_warmup` without warm-up, as used by the
-    llama2_70b_lora reference. Unlike there, the rate stays 0 after T, where the formula would rise
-    again.
+    llama2_70b_lora reference, whose rate would rise again after T.
     """
 
     def lr_at(step: int) -> float:
-        return (
-            base * (1 + math.cos(math.pi * step / training_steps)) / 2
-            if step < training_steps
-            else 0.0
-        )
+        if step >= training_steps:
+            return 0.0
+        return base * (1 + math.cos(math.pi * step / training_steps)) / 2
 
     return lr_at

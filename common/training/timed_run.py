@@ -1,7 +1,8 @@
 """Stages of a timed run on one rank: start, log, warm-up, clock, training and end.
 
-A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls these stages
-in order. It ends with `main(sys.argv[1:], BENCHMARK, Config, run)`.
+A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls `start`,
+`log_submission` and `train` in this order. As a program, it calls
+`main(sys.argv[1:], BENCHMARK, Config, run)`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Pr
 
 
 def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> None:
-    """Log submission, seed and hyperparameters. `train_samples`: sequences in the data set."""
+    """Log submission, seed and hyperparameters.
+
+    `train_samples`: training sequences in the data set.
+    """
     config = run.config
     platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
@@ -72,11 +76,12 @@ def train(
     open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
     save: Callable[[], None],
 ) -> None:
-    """Run all stages from the synthetic steps to run_stop.
+    """Warm up, start the clock, train, stop the clock and save.
 
-    `open_data`: opens the token files once the clock runs; returns the training micro-batches after
-        the given number of steps, and all micro-batches of an evaluation.
-    `save`: saves the trained weights after run_stop, also if the run missed its target.
+    `lr_at`: returns the learning rate of a step. Steps count from 0.
+    `open_data`: called after run_start with the number of steps already done. Opens the token files
+        and returns the remaining training micro-batches, and all micro-batches of an evaluation.
+    `save`: called after run_stop, even if the run missed its target.
     """
     config = run.config
     log = reports.log
@@ -102,24 +107,23 @@ def train(
     log.init_stop()
     log.run_start()
     on_phase("open data")
-    batches, validation = open_data(step)
-    size = config.global_batch_size
+    batches, eval_batches = open_data(step)
     goal = Goal(
-        rules.eval_interval(size),
-        rules.first_evaluation(size),
-        rules.target_loss,
-        config.max_samples,
+        eval_interval=rules.eval_interval(config.global_batch_size),
+        first_evaluation=rules.first_evaluation(config.global_batch_size),
+        target_loss=rules.target_loss,
+        max_samples=config.max_samples,
     )
     reports.ranks = compare_ranks(processes, reports.events, reports.progress, assembly.model)
     try:
         outcome = loop.train(
-            assembly, lr_at, batches, validation, batching, goal, processes, reports, checkpoints
+            assembly, lr_at, batches, eval_batches, batching, goal, processes, reports, checkpoints
         )
     except TargetMissed:
         reports.abort()
         reports.heartbeat.write(reports.step, "save")
         save()
-        # Otherwise torchrun would kill the saving rank once another one has ended.
+        # If a rank ended now, torchrun would kill rank 0 while it saves.
         processes.barrier()
         raise
     reports.succeed(outcome.samples, outcome.loss)
@@ -136,40 +140,12 @@ def main(
     run: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
-    """Run a rank's `run` under the guard. Does not return. `saves`: accept --save."""
-    program = f"python -m {benchmark}.train"
-    parser = argparse.ArgumentParser(
-        prog=program, description="One rank of a timed run; ./run_and_time.sh starts it."
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        required=True,
-        help="run directory with config.toml; receives the results",
-    )
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument(
-        "--config-name", required=True, help="name of the TOML, as it goes into the log"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument(
-        "--checkpoint",
-        metavar="WHEN",
-        help="save the state of training: after N evaluations, or every Ns, seconds",
-    )
-    parser.add_argument(
-        "--continue",
-        dest="continues",
-        type=Path,
-        metavar="RUN",
-        help="go on from the checkpoint of this run",
-    )
-    if saves:
-        parser.add_argument(
-            "--save", action="store_true", help="write the trained model when the clock has stopped"
-        )
-    args = parser.parse_args(argv)
+    """Run one rank: parse `argv`, call `run`, record failures and end the process.
+
+    `kind`: the `rules.Config` of the benchmark.
+    `saves`: accept --save.
+    """
+    args = _parser(benchmark, saves).parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     reports: Reports | None = None  # None until the config is read
 
@@ -184,3 +160,37 @@ def main(
             reports.abort()
 
     run_guarded(args.run_dir, rank, work, abort, lambda: reports.step if reports else 0)
+
+
+def _parser(benchmark: str, saves: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {benchmark}.train",
+        description="One rank of a timed run; ./run_and_time.sh starts it.",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        required=True,
+        help="run directory with config.toml; receives the results",
+    )
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--config-name", required=True, help="name of the config file in the log")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHEN",
+        help="save the training state every N evaluations (N) or seconds (Ns)",
+    )
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        type=Path,
+        metavar="RUN",
+        help="continue from the checkpoint in this run directory",
+    )
+    if saves:
+        parser.add_argument(
+            "--save", action="store_true", help="write the trained model after run_stop"
+        )
+    return parser

@@ -1,10 +1,10 @@
-"""Run synthetic steps before the clock (kernels, compilation, communicators, allocator), then
-restore the state exactly.
+"""Warm-up: run synthetic steps before run_start, then restore the training state exactly.
 
-The warm-up is allowed before run_start because it reads no data and the state afterwards equals the
-freshly initialized one. Weights are never copied. The warm-up steps run at learning rate 0, where
-AdamW leaves every bit of a weight unchanged (w -= 0*wd*w + 0*update). Moments, step counts, FP8
-scales and random generators are reset. `state_digest` before and after must agree.
+The first steps are slow, because kernels are compiled and communicators and memory are set up. The
+rules allow a warm-up before run_start, because it reads no data and leaves the state as freshly
+initialized. Weights are not copied and restored: the steps run at learning rate 0, where AdamW
+leaves every bit of a weight unchanged (w -= 0*wd*w + 0*update). Moments, step counts, FP8 scales
+and random generators are reset. `state_digest` must be the same before and after.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from common.training.loop import evaluate, train_step
 
 TRAIN_STEPS = 2
 EVAL_STEPS = 1
-# Micro-batches of a synthetic step: the first one, and one that adds to its gradients. Further ones
-# launch no other kernels. On one H200 with 16 of 0.6 s they would take 17 s.
+# Micro-batches of a synthetic step: the first one, and one that adds to its gradients. More would
+# launch the same kernels again: all 16 of a step would take 17 s more on one H200.
 MICRO_BATCHES = 2
 
 
@@ -37,32 +37,31 @@ def warm_up(
     processes: Processes,
     on_phase: Callable[[str], None],
 ) -> str:
-    """Run synthetic training steps at learning rate 0 and evaluation micro-batches, then restore
-    the state.
+    """Run synthetic training steps at learning rate 0 and an evaluation, then restore the state.
 
-    `micro_batch_sizes`: of training and of evaluation.
+    `micro_batch_sizes`: sequences per micro-batch of training and of evaluation.
 
-    Returns the digest. Raises PreflightError if the state afterwards differs from the state before,
-    and NonFinite if a loss or norm is not finite: the run must not start then.
+    Returns the digest of the state. Raises PreflightError if the state has changed, and NonFinite
+    if a loss or a gradient norm is not finite. In both cases the run must not start.
     """
     device = processes.device
     model = assembly.model
+    vocab_size = model.shape.vocab_size
+    length = model.max_sequence_length
+    train_size, eval_size = micro_batch_sizes
+    batches = synthetic_batches(vocab_size, length, processes, train_size)
+    eval_batches = synthetic_batches(vocab_size, length, processes, eval_size)
     count = min(MICRO_BATCHES, batching.gradient_accumulation_steps)
     batching = replace(batching, gradient_accumulation_steps=count)
-    batches, eval_batches = (
-        synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
-        for size in micro_batch_sizes
-    )
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        values: list[Tensor] = []
+        results: list[Tensor | float] = []  # losses and gradient norms
         for _ in range(TRAIN_STEPS):
-            values.extend(train_step(assembly, batches, batching, 0.0, processes, on_phase))
-        losses = [
-            evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)
-        ]
-    if not all(map(math.isfinite, [*map(float, values), *losses])):
+            results += train_step(assembly, batches, batching, 0.0, processes, on_phase)
+        for _ in range(EVAL_STEPS):
+            results.append(evaluate(model, [next(eval_batches)], processes, on_phase))
+    if not all(math.isfinite(result) for result in results):
         raise NonFinite(
             "the synthetic warm-up gave a loss or a gradient norm that is not finite",
             "a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not "
@@ -70,7 +69,8 @@ def warm_up(
             'run preflight; try linear = "bf16"',
         )
     assembly.reset()
-    if (after := state_digest(state, device)) != before:
+    after = state_digest(state, device)
+    if after != before:
         raise PreflightError(
             "the synthetic warm-up changed the training state",
             "the digest of weights, optimizer, scales and generators "
@@ -83,11 +83,11 @@ def warm_up(
 def synthetic_batches(
     vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int
 ) -> Iterator[Tensor]:
-    """Yield random tokens and labels without end, int32 [micro batch, 2, sequence] on the device.
+    """Yield random tokens and labels forever, int32 [micro batch, 2, sequence] on the device.
 
-    Four batches are made once and repeated.
+    The same four batches are repeated.
     """
-    # a separate generator: torch's global one must not change
+    # Not torch's global generator, which must not change.
     generator = np.random.default_rng(processes.rank)
     shape = (micro_batch_size, 2, sequence_length)
     batches = [
