@@ -16,11 +16,17 @@ from throughput.tables import Section
 
 NAME = "profile.json"
 MAX_NAME = 90  # characters of a kernel's name, which may hold all of its template arguments
+MAX_TILE = 48  # the same in the headline
 NEGLIGIBLE_MS = 0.0005  # changes below are not listed
 NOTES = (
     "Milliseconds per step that belong to the kernel (docs/profile.md). They add up to the step.",
     "The largest changes come first. new: only in the second profile. gone: only in the first.",
 )
+
+
+def cut(name: str, limit: int) -> str:
+    """Return `name` with at most `limit` characters, the last one "…" if some are left out."""
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def _headline(before: dict[str, Any], after: dict[str, Any]) -> Section:
         ("Change", f"{second - first:+,.1f} ms ({second / first - 1:+.1%})"),
     ]
     for change in largest:
-        tiles.append(("Largest change", f"{change.name[:40]}: {change.ms:+,.1f} ms"))
+        tiles.append(("Largest change", f"{cut(change.name, MAX_TILE)}: {change.ms:+,.1f} ms"))
     return Section("Headline", "", ("", ""), (False, False), tuple(tiles), tiles=True)
 
 
@@ -135,7 +141,7 @@ def _table(name: str, before: dict[str, Any], after: dict[str, Any], part: str) 
         if abs(change.ms) < NEGLIGIBLE_MS and not change.status:
             continue
         cells = [
-            change.name[:MAX_NAME],
+            cut(change.name, MAX_NAME),
             f"{change.before_ms:,.3f}" if change.in_before else "-",
             f"{change.before_ms / before['window_ms']:.1%}" if change.in_before else "-",
             f"{change.after_ms:,.3f}" if change.in_after else "-",

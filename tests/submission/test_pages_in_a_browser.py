@@ -146,10 +146,28 @@ def test_a_table_that_goes_on_has_a_shadow_at_its_edge(opened, pages, name, sche
         if not table.is_visible():
             continue
         table.scroll_into_view_if_needed()
+        table.evaluate("box => box.scrollTop = box.scrollHeight")  # no shadow below
         assert (_edge(table, "right") != _edge(table, "middle")) == (hidden > 1)
         table.evaluate("box => box.scrollLeft = box.scrollWidth")
         assert _edge(table, "right") == _edge(table, "middle")
         assert (_edge(table, "left") != _edge(table, "middle")) == (hidden > 1)
+
+
+def test_a_table_that_goes_on_below_has_a_shadow_until_its_end_is_shown(opened, tmp_path):
+    rows = tuple((str(number), "x") for number in range(60))
+    table = Section("Rows", "", ("number", "name"), (True, False), rows)
+    throughput_report.write(tmp_path, "rows", [table])
+    shown = opened(tmp_path / "page.html", 1280, "light").locator(".scroll").last
+    assert shown.evaluate("box => box.scrollHeight > box.clientHeight")
+    assert _bottom(shown) != (255, 255, 255)
+    shown.evaluate("box => box.scrollTop = box.scrollHeight - box.clientHeight")
+    assert _bottom(shown) == (255, 255, 255)
+
+
+def _bottom(table) -> tuple[int, ...]:
+    """Return the color of a pixel near the lower edge, above the line of a row."""
+    with Image.open(io.BytesIO(table.screenshot())) as image:
+        return image.convert("RGB").getpixel((image.width // 3, image.height - 4))
 
 
 def _edge(table, place: str) -> tuple[int, ...]:

@@ -714,3 +714,8 @@ def test_print_says_where_it_would_go(tmp_path):
         and done.stdout.endswith(f"--profile {tmp_path / 'new'}\n")
         and not (tmp_path / "new").exists()
     )
+
+
+def test_a_name_that_is_cut_ends_in_an_ellipsis():
+    assert profile_comparison.cut("o dgrad", 7) == "o dgrad"
+    assert profile_comparison.cut("head: 2048 x 128 x 2048", 21) == "head: 2048 x 128 x 2…"
