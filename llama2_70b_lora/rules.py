@@ -139,9 +139,9 @@ MINIATURE = replace(
     train_samples=1024,
     eval_samples=48,
     eval_interval_samples=128,
-    # With Python 3.11's texts the base alone has a loss of 4.95, adapters reach 4.6, full-rank
-    # training 4.5.
-    target_loss=4.68,
+    # The texts are those of the running Python, and so is the loss. With Python 3.11 the base alone
+    # has 4.94 and adapters reach 4.6, with 3.12 5.04 and 4.68.
+    target_loss=4.75,
     base_files=("base/manifest.json",),
     manifests=(
         "base/manifest.json",
