@@ -13,7 +13,7 @@ import sys
 from common.command_line import exit_code_of
 from common.paths import ROOT
 from launch import cli, environment
-from launch.processes.ranks import finding_modules
+from launch.processes.ranks import module_search_path
 from launch.processes.supervise import raise_at_signals
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
         if needs == environment.ALL:
             environment.add_hopper_packages(found, ROOT, folder)
         python = str(found)
-    os.execve(python, [python, *words], os.environ | finding_modules(os.environ))
+    os.execve(python, [python, *words], os.environ | module_search_path(os.environ))
 
 
 if __name__ == "__main__":

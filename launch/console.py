@@ -10,7 +10,7 @@ from common.benchmarks import Rules
 from common.records import ledger, rcp, windows
 from common.terminal import shown
 from launch.diagnosis import RunResult
-from launch.processes.ranks import numbers
+from launch.processes.ranks import parse_cpu_list
 from launch.select_config import Selection
 
 MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, not for submission."
@@ -55,9 +55,8 @@ def header(
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
     if cpus:
-        lines.append(
-            f"CPUs       each rank on the NUMA node of its GPU, {len(numbers(cpus[0]))} of them"
-        )
+        count = len(parse_cpu_list(cpus[0]))
+        lines.append(f"CPUs       {count} for each rank, on the NUMA node of its GPU")
     if directories:
         places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
         lines += [*places, f"target     {expectation(selection, rules)}"]

@@ -1,4 +1,4 @@
-"""Diagnosis of how a run ended: what its log says, which rank failed first, and why.
+"""Diagnosis of a run that ended: the result in its log, which rank failed first, and why.
 
 torchrun reports every failure with exit code 1 and usually names a victim. The ranks' own records
 (`common.errors.write_rank_record`) say more. If a rank left no record, torchrun.json has its exit
@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,9 @@ class RunResult:
 
 
 def read_result(path: Path) -> RunResult:
-    """Return what the log at `path` says, an empty Result if it is missing or damaged.
+    """Return the outcome in the log at `path`, an empty RunResult if it is missing or damaged.
 
-    An unreadable log raises no error, because each attempt needs an end in the ledger.
+    An unreadable log raises no error, because every attempt needs an entry in the ledger.
     """
     try:
         log = mlperf_log.read(path, repeated=())
@@ -54,53 +55,56 @@ def read_result(path: Path) -> RunResult:
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
-    """Return the error of the rank that failed first, with its `rank`, `step` and `time`.
+    """Return the error of the rank that failed first, and a dict with `rank`, `step` and `time`.
 
-    Values that are not known are missing.
+    The dict lacks values that are unknown.
     """
     records = {
         rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)
     }
-    exits = {
-        entry["rank"]: entry
-        for path in run_dir.glob("torchrun*.json")
-        for entry in _read_json(path, [])
-    }
-
-    def earliest(outcome: str, no_victims: bool = False) -> dict | None:
-        ended = [
-            each
-            for each in records.values()
-            if each.get("outcome") == outcome and not (no_victims and each.get("secondary"))
-        ]
-        return min(ended, key=lambda record: record.get("time", 0), default=None)
-
-    if failed := earliest("failed", no_victims=True):
+    exits: dict[int, dict] = {}  # torchrun's entries by rank
+    for path in run_dir.glob("torchrun*.json"):
+        for entry in _read_json(path, []):
+            exits[entry["rank"]] = entry
+    # A rank whose failure is secondary only noticed that another one was gone.
+    primary = [record for record in records.values() if not record.get("secondary")]
+    if failed := _earliest(primary, "failed"):
         return _as_error(failed), failed
-    # A rank without a record was killed from outside, or died before the trainer handled signals.
-    # torchrun ends the other ranks with SIGTERM. If there is another candidate, a rank that died of
-    # SIGTERM, or that torchrun does not list, is therefore a victim.
-    silent = [
-        rank for rank, record in records.items() if not record and (rank in exits or not exits)
-    ]
-    if silent:
-        rank = min(
-            silent,
-            key=lambda r: (
-                exits.get(r, {}).get("exit_code") == -signal.SIGTERM,
-                exits.get(r, {}).get("time", 0),
-            ),
-        )
-        beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
-        return _died_silently(rank, run_dir, exits.get(rank)), {**beat, "rank": rank}
-    if other := earliest("interrupted") or earliest("failed"):
+    silent = _first_silent_rank(records, exits)
+    if silent is not None:
+        beat = _read_json(run_dir / "ranks" / f"rank_{silent}.heartbeat", {})
+        return _died_silently(silent, run_dir, exits.get(silent)), {**beat, "rank": silent}
+    if other := _earliest(records.values(), "interrupted") or _earliest(records.values(), "failed"):
         return _as_error(other), other
-    what = "the processes ended without reaching the target and without a reason"
     return RunError(
-        what,
-        "no rank left a record of a failure",
-        f"see {run_dir}/torchrun.log, and report this as a defect",
+        "the processes ended before the target was reached, for an unknown reason",
+        "no rank left a failure record",
+        f"please report this with {run_dir}/torchrun.log",
     ), {}
+
+
+def _earliest(records: Iterable[dict], outcome: str) -> dict | None:
+    """Return the earliest record with this outcome, None if there is none."""
+    chosen = [record for record in records if record.get("outcome") == outcome]
+    return min(chosen, key=lambda record: record.get("time", 0), default=None)
+
+
+def _first_silent_rank(records: dict[int, dict], exits: dict[int, dict]) -> int | None:
+    """Return the rank without a record that died first, None if every rank has a record.
+
+    Such a rank was killed from outside, or died before the trainer handled signals. torchrun ends
+    the other ranks with SIGTERM. Where there is another candidate, a rank that died of SIGTERM, or
+    that torchrun does not list, is therefore a victim.
+    """
+    silent = [rank for rank, record in records.items() if not record]
+    if exits:
+        silent = [rank for rank in silent if rank in exits]
+
+    def victims_last(rank: int) -> tuple[bool, float]:
+        entry = exits.get(rank, {})
+        return entry.get("exit_code") == -signal.SIGTERM, entry.get("time", 0)
+
+    return min(silent, key=victims_last, default=None)
 
 
 def finished(run_dir: Path, world_size: int) -> bool:
@@ -110,13 +114,12 @@ def finished(run_dir: Path, world_size: int) -> bool:
     that failed or vanished while it saved the model or a checkpoint counts as finished.
     """
     for rank in range(world_size):
-        record, beat = (
-            _read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {})
-            for kind in ("json", "heartbeat")
-        )
-        if record.get("outcome") not in ("done", "interrupted" if rank else "done") and beat.get(
-            "phase"
-        ) not in ("save", "checkpoint"):
+        record = _read_json(run_dir / "ranks" / f"rank_{rank}.json", {})
+        beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
+        accepted = ("done",) if rank == 0 else ("done", "interrupted")
+        ended_well = record.get("outcome") in accepted
+        was_saving = beat.get("phase") in ("save", "checkpoint")
+        if not ended_well and not was_saving:
             return False
     return True
 
@@ -124,8 +127,8 @@ def finished(run_dir: Path, world_size: int) -> bool:
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     """Write failure.json: kind, exit_code, what, why, do, and rank, step and time if known.
 
-    `time` is in seconds since 1970. A hang also has its collectives. This function does not raise
-    OSError: if the directory is gone, the failure is only on stderr and in the ledger.
+    `time` is in seconds since 1970. The record of a hang also lists the collectives that hang. No
+    OSError is raised: without the directory, the failure is only on stderr and in the ledger.
     """
     known = {key: facts.get(key) for key in ("rank", "step")}
     if error.kind == Hang.kind and (stuck := flight_recorder.stuck(run_dir)):
@@ -136,8 +139,7 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     )
     try:
         write_record(run_dir, "failure.json", text + "\n")
-    # The failure itself must still be printed and recorded in the ledger.
-    except OSError as problem:
+    except OSError as problem:  # the failure itself must still be printed and recorded
         print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
 
@@ -150,42 +152,44 @@ def _as_error(record: dict) -> RunError:
     return error
 
 
-def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
-    if ended is None:
+def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
+    """Return the error of a rank that left no record.
+
+    `entry`: torchrun's entry for the rank, None if torchrun does not list it.
+    """
+    if entry is None:
         lines = [line for line in _read_text(run_dir / "torchrun.log").splitlines() if line.strip()]
-        why = (
-            f"the last line of torchrun is: {lines[-1][:300]}"
-            if lines
-            else "torchrun did not see it fail"
-        )
+        why = "torchrun reported no failure of this rank"
+        if lines:
+            why = f"the last line of torchrun.log is: {lines[-1][:300]}"
         return RankLost(f"rank {rank} ended without a message", why, f"see {run_dir}/torchrun.log")
-    who = f"rank {rank} (process {ended['pid']})"
-    code = ended["exit_code"]
+    who = f"rank {rank} (process {entry['pid']})"
+    code = entry["exit_code"]
     if code > 0:
         error = RunError(
             f"{who} ended with exit code {code} and left no record",
-            "its own message stands above",
-            "correct what that names",
+            "its message is above",
+            "fix the cause that the message names",
         )
-        error.kind = next(
-            (family.kind for family in RunError.__subclasses__() if family.exit_code == code),
-            error.kind,
-        )
+        for family in RunError.__subclasses__():
+            if family.exit_code == code:
+                error.kind = family.kind
+                break
         error.exit_code = code
         return error
     if code == -signal.SIGKILL:
-        why = (
-            "SIGKILL: someone killed it, or the kernel did because the host ran out of memory "
-            "(see dmesg)"
-        )
         return RankLost(
-            f"{who} died without a message", why, "make host memory free, then start again"
+            f"{who} died without a message",
+            "SIGKILL: a user killed it, or the kernel did because the host ran out of memory "
+            "(see dmesg)",
+            "free host memory, then start again",
         )
-    why = (
-        f"{signal.Signals(-code).name if code < 0 else 'exit code 0'}: a crash in native code, or "
-        "a device that was lost"
+    end = signal.Signals(-code).name if code < 0 else "exit code 0"
+    return RankLost(
+        f"{who} died without a message",
+        f"{end}: a crash in native code, or a lost device",
+        "check the GPU and the kernel log",
     )
-    return RankLost(f"{who} died without a message", why, "check the GPU and the kernel log")
 
 
 def _read_json(path: Path, default):

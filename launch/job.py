@@ -1,4 +1,4 @@
-"""Job: benchmark, config, directories and node of one command, and its trainer's command line."""
+"""Job: the benchmark, config, directories and node of one command, and how to start its ranks."""
 
 from __future__ import annotations
 
@@ -58,19 +58,20 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     address = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
-        what = f"the config is for {count} nodes, and NODE_RANK is not set"
+        what = f"the config is for {count} nodes, but NODE_RANK is not set"
         if rank:
             what = f"NODE_RANK={rank}, but the config is for {count} node{'s' if count > 1 else ''}"
-        do = "use a config with more nodes"
+        do = "unset NODE_RANK, or use a config with more nodes"
         if count > 1:
-            do = "set 0 to nodes - 1, a different number on each node, or use run.sub"
-        raise ConfigError(what, "each node must know its number", do)
+            do = f"set it to a different number on each node, from 0 to {count - 1}, or use run.sub"
+        raise ConfigError(what, "each node needs a number of its own", do)
     if count == 1:
         return Node()
     if not address:
-        what = f"the config is for {count} nodes, and MASTER_ADDR is not set"
         raise ConfigError(
-            what, "the other nodes must find node 0", "set it to the host of node 0, or use run.sub"
+            f"the config is for {count} nodes, but MASTER_ADDR is not set",
+            "all nodes connect to node 0",
+            "set it to the host name of node 0, or use run.sub",
         )
     if not port.isdigit() or not 0 < int(port) < 65535:
         raise ConfigError(
@@ -93,8 +94,8 @@ class Job:
     environment: Mapping[str, str]
     node: Node
     save: bool  # save the trained model after the clock has stopped
-    checkpoint: str = ""  # when to save the training state
-    continues: Path | None = None  # the run whose checkpoint training resumes from
+    checkpoint: str = ""  # when to save the training state, as given with --checkpoint
+    continues: Path | None = None  # directory of the run whose checkpoint training resumes from
     trackers: tuple[str, ...] = ()  # names of launch/monitor/trackers.py
     cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
@@ -110,9 +111,9 @@ class Job:
 
     @property
     def engines(self) -> engines.Described:
-        """Engines that the ranks will use, by what is installed.
+        """Engines that the ranks will use, given the installed packages.
 
-        Raise ConfigError if the environment or the config pins one that cannot be used.
+        Raises ConfigError if the environment or the config pins an engine that cannot be used.
         """
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
@@ -141,25 +142,29 @@ def engine_operations(config: RunConfig, lora_rank: int) -> list[str]:
 def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> Job:
     """Return the job that `options` and the environment describe.
 
-    `measurement`: True for `bench` and `profile`; see `select_config`.
+    `measurement`: True for `bench`, `profile` and `tune`; see `select_config`.
 
-    Raise the errors of `select_config`. Raise ConfigError for a wrong NODE_RANK, for --save if the
-    benchmark has no model to save, and for --checkpoint and --continue if it has no checkpoints.
+    Raises the errors of `select_config`. Raises ConfigError for a wrong NODE_RANK, for --save if
+    the benchmark has no model to save, and for --checkpoint and --continue if it has no
+    checkpoints.
     """
     environment = os.environ
     save = getattr(options, "save", False)
     gpus = Probe("none") if options.device == "cpu" else probe()
     selection = select_config(ROOT, benchmark, options, environment, gpus, measurement)
     if save and not rules_of(benchmark, selection.config).saves_model:
-        why = "it has no weights of its own, or saves what it trained in any case"
-        raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
+        raise ConfigError(
+            f"--save does not apply to {benchmark}",
+            "it trains no weights of its own, or always saves them",
+            "leave out --save",
+        )
     checkpoint = getattr(options, "checkpoint", None) or ""
     continues = getattr(options, "continues", None)
     if checkpoint or continues:
         require_possible(selection.config)
     if checkpoint:
         when_from(checkpoint)
-    folders = directories(benchmark, selection.config, environment)
+    data_dir, log_dir = directories(benchmark, selection.config, environment)
     if continues == AUTO:
         if not checkpoint:
             raise ConfigError(
@@ -167,34 +172,38 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
                 "a run that saves nothing cannot be continued",
                 "add --checkpoint, for example --checkpoint 600s",
             )
-        continues = last_unfinished(folders[1] / benchmark, benchmark, selection.config)
+        continues = last_unfinished(log_dir / benchmark, benchmark, selection.config)
     node = node_from(environment, selection.config.nodes)
-    cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
+    cpus: tuple[str, ...] = ()
+    if selection.device == "cuda":
+        cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node)
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
     return Job(
-        benchmark,
-        selection,
-        gpus,
-        *folders,
-        environment,
-        node,
-        save,
-        checkpoint,
-        continues,
-        trackers,
-        cpus,
+        benchmark=benchmark,
+        selection=selection,
+        gpus=gpus,
+        data_dir=data_dir,
+        log_dir=log_dir,
+        environment=environment,
+        node=node,
+        save=save,
+        checkpoint=checkpoint,
+        continues=continues,
+        trackers=trackers,
+        cpus=cpus,
     )
 
 
 def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | None:
-    """Return the run to continue among the runs in `folder`, None to start a new one.
+    """Return the run directory in `folder` that --continue auto resumes, None for a new run.
 
-    It is the last run with a checkpoint of this config, unless that run reached its target. Raises
-    WeightsError if its checkpoint is damaged.
+    It is the newest run with a checkpoint of this config, unless that run reached its target.
+    Raises WeightsError if its checkpoint is damaged.
     """
-    for run in sorted(folder.glob("*/"), reverse=True):  # names begin with the date and time
+    newest_first = sorted(folder.glob("*/"), reverse=True)  # names begin with the date and time
+    for run in newest_first:
         if not any((run / FOLDER).glob("step_*[0-9]")):
             continue
         checkpoint, facts = newest(run)
@@ -202,7 +211,9 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | N
             require_same(checkpoint, facts, benchmark, facts["seed"], config)
         except ConfigError:
             continue
-        return None if read_result(run / "result.txt").status == "success" else run.absolute()
+        if read_result(run / "result.txt").status == "success":
+            return None
+        return run.absolute()
     return None
 
 
@@ -211,9 +222,9 @@ def directories(
 ) -> tuple[Path, Path]:
     """Return the directories of data and results: DATADIR and LOGDIR, or their defaults.
 
-    The miniature's data are in data/<benchmark>-miniature of the repository, which a run may write.
-    DATADIR is used only if it holds them already, and is never written. `config`: None for no
-    particular run.
+    The miniature reads data/<benchmark>-miniature in the repository, where a run may build the
+    data. It reads DATADIR only if all of its files are already there. A run never writes to
+    DATADIR. `config`: None if no config is selected.
     """
     data = ROOT / "data" / benchmark
     given = Path(environment["DATADIR"]) if environment.get("DATADIR") else None
@@ -227,19 +238,12 @@ def directories(
 
 
 def ensure_data(job: Job) -> None:
-    """Build the miniature's data if it is missing or damaged.
+    """Make sure that the data of a run can be read. Build the miniature's data if necessary.
 
-    Raise DataError for data that cannot be read or built. For missing real data the error says how
-    to get it.
+    Raises DataError if data are missing or damaged and cannot be built. For missing data of a full
+    benchmark, the error says how to get them.
     """
-    try:
-        missing = [path for path in job.data_files if not path.is_file()]
-        for path in job.data_files[: 0 if missing else None]:
-            path.open("rb").close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        do = "give this user the right to read the files and to enter their folders, or set DATADIR"
-        raise DataError(f"{error.filename} cannot be read", why, do) from None
+    missing = _missing_data_files(job)
     damage = "" if missing else _damage(job)
     if not missing and not damage:
         return
@@ -247,14 +251,44 @@ def ensure_data(job: Job) -> None:
     given = job.environment.get("DATADIR")
     if damage and given and Path(given).absolute() == job.data_dir:
         do = f"{prepare} miniature --data-dir {job.data_dir}, or unset DATADIR"
-        raise DataError(f"{job.data_dir} is damaged", f"{damage}; DATADIR is never written", do)
+        raise DataError(
+            f"{job.data_dir} is damaged", f"{damage}; a run never writes to DATADIR", do
+        )
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
         raise DataError(
             f"missing data file: {missing[0]}", why, f"set DATADIR, or see {prepare} --help"
         )
     if damage:
-        print_stderr(f"building the miniature's data in {shown(job.data_dir)} again: {damage}")
+        print_stderr(f"rebuilding the miniature's data in {shown(job.data_dir)}: {damage}")
+    _build_miniature_data(job, prepare)
+
+
+def _missing_data_files(job: Job) -> list[Path]:
+    """Return the data files that do not exist.
+
+    Raises DataError if the existence of a file cannot be checked. If all exist, raises DataError if
+    one cannot be opened.
+    """
+    try:
+        missing = [path for path in job.data_files if not path.is_file()]
+        if not missing:
+            for path in job.data_files:
+                path.open("rb").close()
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read",
+            error.strerror or str(error),
+            "let this user read the files and enter their directories, or set DATADIR",
+        ) from None
+    return missing
+
+
+def _build_miniature_data(job: Job, prepare: str) -> None:
+    """Run `prepare miniature` for the data directory. Raises DataError if that fails.
+
+    `prepare`: the user's command, for the error.
+    """
     command = [
         sys.executable,
         "-m",
@@ -273,82 +307,63 @@ def ensure_data(job: Job) -> None:
 
 
 def _damage(job: Job) -> str:
-    """Describe the first damaged file that `prepare` made in DATADIR, "" if there is none."""
-    manifests = (job.data_dir / name for name in job.rules.manifests)
-    return next(
-        (
-            f"{path}: {damage}"
-            for path in manifests
-            if path.is_file() and (damage := damage_of(path))
-        ),
-        "",
-    )
+    """Describe the first damage that a manifest of the data reveals, "" if there is none."""
+    for name in job.rules.manifests:
+        manifest = job.data_dir / name
+        damage = damage_of(manifest) if manifest.is_file() else ""
+        if damage:
+            return f"{manifest}: {damage}"
+    return ""
 
 
 def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
     """Return the torchrun command that starts `arguments` (-m MODULE ...) on the job's ranks.
 
-    Several nodes use the static rendezvous. The c10d rendezvous numbers nodes by host name, but
-    rank 0 must be on node 0.
+    `folder`: where torchrun writes its log. Several nodes use the static rendezvous, since rank 0
+    must be on node 0 and the c10d rendezvous numbers nodes by host name.
     """
     config = job.config
     node = job.node
-    where = [
-        "--rdzv-backend",
-        "static",
-        "--master-addr",
-        node.address,
-        "--master-port",
-        str(node.port),
-        "--node-rank",
-        str(node.rank),
-    ]
-    nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ONE_NODE
-    return torchrun(folder, config.gpus_per_node, arguments, nodes, job.cpus)
+    rendezvous = ONE_NODE
+    if config.nodes > 1:
+        rendezvous = ["--nnodes", str(config.nodes), "--rdzv-backend", "static"]
+        rendezvous += ["--master-addr", node.address, "--master-port", str(node.port)]
+        rendezvous += ["--node-rank", str(node.rank)]
+    return torchrun(folder, config.gpus_per_node, arguments, rendezvous, job.cpus)
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
     """Return the torchrun command of a run in `run_dir`."""
-    arguments = [
-        "--run-dir",
-        str(run_dir),
-        "--data-dir",
-        str(job.data_dir),
-        "--config-name",
-        job.selection.log_name,
-    ]
-    arguments += [
-        "--seed",
-        str(seed),
-        "--device",
-        job.selection.device,
-        *(["--save"] if job.save else []),
-    ]
-    arguments += ["--checkpoint", job.checkpoint] if job.checkpoint else []
-    arguments += ["--continue", str(job.continues)] if job.continues else []
+    arguments = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir)]
+    arguments += ["--config-name", job.selection.log_name]
+    arguments += ["--seed", str(seed), "--device", job.selection.device]
+    if job.save:
+        arguments.append("--save")
+    if job.checkpoint:
+        arguments += ["--checkpoint", job.checkpoint]
+    if job.continues:
+        arguments += ["--continue", str(job.continues)]
     return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
 
 
 def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
-    """Return the environment of the trainer.
+    """Return the environment of the trainer: the user's variables, the config's [env] and others.
 
-    It consists of the user's variables, the config's [env] and CACHE_CLEARED, which says how the
-    page cache was cleared. The config's [env] takes precedence, because it is part of what is
-    measured.
+    The config's [env] takes precedence over the user's variables, because it is part of what is
+    measured. `cleared`: how the page cache was cleared, for CACHE_CLEARED.
     """
     config = job.config
     for name, value in config.env.items():
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
-    threads = (
-        1
-        if job.selection.device == "cuda"
-        else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-    )
-    # Keep records of 2,000 collectives, which a hang is diagnosed from.
-    recorder = {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}
-    return (
-        recorder
-        | rank_environment(job.environment, config.env, threads)
-        | {"CACHE_CLEARED": cleared}
-    )
+    recorder = {}
+    threads = max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    if job.selection.device == "cuda":
+        # Keep records of 2,000 collectives, from which a hang is diagnosed.
+        recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}
+        threads = 1
+    return {
+        **recorder,
+        **rank_environment(job.environment, config.env, threads),
+        "CACHE_CLEARED": cleared,
+    }

@@ -1,23 +1,23 @@
-"""Runs on several nodes: one launcher on each node, of which node 0 leads and the others follow.
+"""Coordination of a run on several nodes: one launcher per node, and node 0 leads.
 
-`./run_and_time.sh` is started on every node. torchrun's static rendezvous at MASTER_PORT joins the
-ranks. The launchers share a torch.distributed.TCPStore with JSON values, which node 0 hosts at
-MASTER_PORT + 1. Node 0 chooses run directory and seed, judges the run and owns its results. In
-these keys of the store, <n> is a node and <k> a run:
+The user starts `./run_and_time.sh` on every node. torchrun's static rendezvous at MASTER_PORT joins
+the ranks. The launchers share a torch.distributed.TCPStore with JSON values, which node 0 hosts at
+MASTER_PORT + 1. Node 0 chooses the run directory and the seed, decides whether the run succeeded
+and writes its results. In these keys of the store, <n> is a node and <k> a run:
 
-    joined/<n>      number of launchers that are node n: more than one means the same NODE_RANK
-    facts/<n>       config, code, packages, GPUs; the nodes write in turn, because they may share
-                    a disk and build data on it
+    joined/<n>      number of launchers with NODE_RANK=n; more than one is an error
+    facts/<n>       config, code, packages and GPUs of node n; the nodes write one after another,
+                    because they may share a disk and build data on it
     order/<k>       from node 0: run directory and seed
     ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
-    status/<k>/<n>  while the ranks of node n run: time and their files (heartbeats, records of
-                    failures); at the end their exit code
+    status/<k>/<n>  while the ranks of node n run: the time and the ranks' files (heartbeats and
+                    failure records); at the end also their exit code
     stop/<k>        from node 0: stop the ranks
-    end             from node 0: exit code and reason; there is no further run
+    end             from node 0: exit code and reason; no further run follows
     left/<n>        why the launcher of node n ended
 
-Nothing that is read from the store is executed. The store has no password, like torchrun's port, so
-both belong on a cluster's internal network.
+Nothing that is read from the store is executed. Neither the store nor torchrun's port has a
+password, so use both only on a cluster's internal network.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ from common.terminal import print_stderr
 from launch.job import Node
 from launch.processes.supervise import GRACE_S
 
-JOIN_S = 1800.0  # for a node to be started, and to build the miniature's data
+# Time limits in seconds.
+JOIN_S = 1800.0  # for all nodes to be started, and to build the miniature's data
 READY_S = 900.0  # for a node to clear gigabytes from the page cache
 LOST_S = 30.0  # a node whose status does not change for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of another node failed
-ANSWER_S = 20.0  # for a name server to respond, and for a store
-POLL_S = 0.1
+ANSWER_S = 20.0  # for a name server, or for the store, to respond
+POLL_S = 0.1  # between two queries of the store
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
-FILE_LIMIT = 2**18  # characters of a file that are sent to node 0
+FILE_LIMIT = 2**18  # most characters of a file that are sent to node 0
 
 
 class NodeLost(Interrupted):
-    """Loss of a node.
+    """The loss of a node: its launcher ended, or it can no longer be reached.
 
-    It ends a series as a signal does, and `--resume` continues the series.
+    A lost node ends a series like a signal does: `--resume` continues the series.
     """
 
     kind = "rank_lost"
 
     def __init__(self, what: str, why: str):
         RunError.__init__(
-            self, what, why, "see that node's own messages; then start all nodes again"
+            self, what, why, "see the messages of that node, then start all nodes again"
         )
         self.exit_code = RankLost.exit_code
 
 
 class LeaderEnded(RunError):
-    """End of the series by node 0.
+    """The end of the series, announced by node 0.
 
-    The other nodes exit with the exit code of node 0, which may be 0.
+    The other nodes exit with the exit code of node 0, which is 0 if the series succeeded.
     """
 
     def __init__(self, exit_code: int, why: str):
@@ -78,11 +79,11 @@ class LeaderEnded(RunError):
 
 
 class Nodes:
-    """The launchers of all nodes, as a context manager.
+    """Connection of this node's launcher to those of all other nodes, as a context manager.
 
-    Nothing is exchanged if there is only one node.
+    With one node, nothing is exchanged.
 
-    Methods raise NodeLost if a node that they wait for is gone. On nodes other than 0 they raise
+    Methods raise NodeLost if a node that they wait for is lost. On nodes other than 0 they raise
     LeaderEnded after node 0 has ended the series.
     """
 
@@ -90,7 +91,7 @@ class Nodes:
         self.node = node
         self.ranks_per_node = ranks_per_node
         self.others = range(1, node.count)
-        self.exit_code = 1  # node 0's exit code, sent to the other nodes
+        self.exit_code = 1  # exit code that node 0 sends to the other nodes
         self.run = 0
         self.store = None
         # node -> (time in its last status, local time when that status changed).
@@ -107,22 +108,20 @@ class Nodes:
         where = f"port {self.node.port + 1} of {self.node.address}"
         if self.node.rank:
             print_stderr(
-                f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}"
+                f"node       {self.node.rank} of {self.node.count}, waiting for node 0 at {where}"
             )
             _in_thread(functools.partial(_wait_for_listener, self.node), JOIN_S + ANSWER_S)
         try:
             launchers = self._call("add", f"joined/{self.node.rank}", 1, limit_s=ANSWER_S)
         except NodeLost as error:
-            what = (
-                f"{where} is not answered by a launcher: another program?"
-                if self.node.rank
-                else f"{where} cannot be used: another run?"
-            )
+            what = f"{where} cannot be used; another run may use it"
+            if self.node.rank:
+                what = f"no launcher answers at {where}; another program may use it"
             raise ConfigError(what, error.why, "set another MASTER_PORT on all nodes") from None
         if launchers > 1:
             raise ConfigError(
-                f"a second launcher is node {self.node.rank}",
-                "each node has its own number",
+                f"two launchers have NODE_RANK={self.node.rank}",
+                "each node needs a number of its own",
                 "correct NODE_RANK",
             )
         return self
@@ -134,22 +133,26 @@ class Nodes:
         elif self.others:
             code = error.exit_code if isinstance(error, RunError) else self.exit_code
             self.put("end", {"exit_code": code, "why": str(error or "")})
-            joined = [
-                node
-                for node in self.others
-                if node not in self.lost and self._get(f"joined/{node}")
-            ]
-            # The store ends with this process, so the other nodes must read "end" first.
-            deadline = time.monotonic() + ENDED_S
-            while time.monotonic() < deadline and any(
-                self._get(f"left/{node}") is None for node in joined
-            ):
-                time.sleep(POLL_S)
+            self._wait_until_others_left()
+
+    def _wait_until_others_left(self) -> None:
+        """Wait at most ENDED_S until the other launchers have ended.
+
+        The store ends with this process, so the other nodes must read "end" before.
+        """
+        waiting = [
+            node for node in self.others if node not in self.lost and self._get(f"joined/{node}")
+        ]
+        deadline = time.monotonic() + ENDED_S
+        while waiting and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            waiting = [node for node in waiting if self._get(f"left/{node}") is None]
 
     def _call(self, method: str, *arguments, limit_s: float = LOST_S):
-        """Call the store in a thread, with a time limit. Raise NodeLost if it does not respond.
+        """Call a method of the store. Raise NodeLost if it does not respond within `limit_s`.
 
-        If node 0 loses power, a direct call would block for minutes and ignore signals.
+        The call runs in a thread: if node 0 loses power, a direct call would block for minutes and
+        ignore signals.
         """
 
         def work():
@@ -164,7 +167,7 @@ class Nodes:
                 f"reached: {str(error) or 'no answer'}"
             )
             raise NodeLost(
-                f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why
+                f"node 0 ({self.node.address}, port {self.node.port + 1}) is lost", why
             ) from None
 
     def put(self, key: str, value) -> None:
@@ -184,42 +187,42 @@ class Nodes:
         deadline = time.monotonic() + limit_s
         while (value := self._get(key)) is None:
             if (why := self._get(f"left/{node}")) is not None:
-                raise NodeLost(f"node {node} is gone", f"its launcher ended: {why}")
+                raise NodeLost(f"node {node} is lost", f"its launcher ended: {why}")
             if self.node.rank and (end := self._get("end")):
                 raise LeaderEnded(**end)
             if time.monotonic() > deadline:
-                why = "it was not started, cannot reach node 0, or is stuck"
+                why = "it was not started, cannot reach node 0, or hangs"
                 raise NodeLost(f"node {node} did not write {key} within {limit_s:.0f} s", why)
             time.sleep(POLL_S)
         return value
 
     def compare(self, facts: Callable[[], dict]) -> None:
-        """Call `facts` on one node after another and compare the results with node 0's.
+        """Call `facts` on one node after another and compare each result with node 0's.
 
-        Raise ConfigError on a node whose facts differ from those of node 0, and on node 0 itself.
+        If they differ, raise ConfigError on that node and on node 0.
         """
         if not self.others:
             facts()
             return
         if self.node.rank == 0:
             _require_free(self.node.port)
-        found: list[dict] = []
+        facts_of_0: dict = {}
         for node in range(self.node.count):
             if node == self.node.rank:
                 self.put(f"facts/{node}", facts())
-            found.append(self._wait(f"facts/{node}", node, JOIN_S))
-            here = found[node]
-            different = [
-                f"{key} is {here.get(key)}, there {value}"
-                for key, value in found[0].items()
-                if here.get(key) != value
+            facts_of_node = self._wait(f"facts/{node}", node, JOIN_S)
+            if node == 0:
+                facts_of_0 = facts_of_node
+            differences = [
+                f"{key} is {facts_of_node.get(key)} instead of {value}"
+                for key, value in facts_of_0.items()
+                if facts_of_node.get(key) != value
             ]
-            if different and self.node.rank in (0, node):
-                why = "the nodes of a run need the same config, code, packages and GPUs"
+            if differences and self.node.rank in (0, node):
                 raise ConfigError(
-                    f"node {node} is not like node 0: {'; '.join(different)}",
-                    why,
-                    "make them equal, then start all again",
+                    f"node {node} differs from node 0: {'; '.join(differences)}",
+                    "the nodes of a run need the same config, code, packages and GPUs",
+                    "make them equal, then start all nodes again",
                 )
 
     def announce(self, run: str, seed: int) -> None:
@@ -237,7 +240,7 @@ class Nodes:
     def ready(self, cleared: str) -> str:
         """Wait until all nodes are ready, and return how the page cache was cleared.
 
-        Return `no` if the data stayed there on any node.
+        `cleared`: how this node cleared it. Return `no` if the data stayed cached on any node.
         """
         if self.others:
             self.put(f"ready/{self.run}/{self.node.rank}", cleared)
@@ -260,8 +263,9 @@ class Nodes:
             self.publish(run_dir)
             return any(self._get(key) is not None for key in (f"stop/{self.run}", "end"))
         self._receive(run_dir)
-        failed = [when for exit_code, when in self.ended.values() if exit_code]
-        return bool(self.lost) or any(time.monotonic() - when > VICTIMS_S for when in failed)
+        failure_times = [when for exit_code, when in self.ended.values() if exit_code]
+        waited_enough = any(time.monotonic() - when > VICTIMS_S for when in failure_times)
+        return bool(self.lost) or waited_enough
 
     @property
     def failed(self) -> bool:
@@ -285,15 +289,14 @@ class Nodes:
         )
 
     def _receive(self, run_dir: Path) -> None:
+        """Read the status of each node whose ranks run, and note nodes that ended or are lost."""
         for node in self.others:
             if node in self.ended or node in self.lost:
                 continue
-            status, (last, changed), now = (
-                self._get(f"status/{self.run}/{node}"),
-                self.heard[node],
-                time.monotonic(),
-            )
-            if status and status["time"] != last:
+            status = self._get(f"status/{self.run}/{node}")
+            now = time.monotonic()
+            last_time, changed = self.heard[node]
+            if status and status["time"] != last_time:
                 self.heard[node] = (status["time"], now)
                 self._write(run_dir, node, status["files"])
                 if status["exit_code"] is not None:
@@ -304,10 +307,11 @@ class Nodes:
                     or "its launcher was killed, or its machine is down or cannot be reached"
                 )
                 self.lost[node] = NodeLost(
-                    f"node {node} is gone", f"no sign of life for {LOST_S:.0f} s: {why}"
+                    f"node {node} is lost", f"no status for {LOST_S:.0f} s: {why}"
                 )
 
     def _write(self, run_dir: Path, node: int, files: dict[str, str]) -> None:
+        """Write the files that `node` sent, if they belong to ranks of that node."""
         for name, text in files.items():
             match = RANK_FILE.fullmatch(name)
             if name == "torchrun.json":
@@ -321,9 +325,9 @@ class Nodes:
                 path.write_text(text)
 
     def finish(self, run_dir: Path, stop: bool) -> None:
-        """Wait until the other nodes' ranks have ended; for node 0.
+        """Wait until the ranks of the other nodes have ended; for node 0.
 
-        `stop`: stop them first.
+        `stop`: whether to stop these ranks first.
         """
         if self.others and stop:
             self.put(f"stop/{self.run}", True)
@@ -333,17 +337,18 @@ class Nodes:
             time.sleep(POLL_S)
         for node in set(self.others) - self.ended.keys() - self.lost.keys():
             self.lost[node] = NodeLost(
-                f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s"
+                f"node {node} is lost", f"it did not end its ranks within {ENDED_S:.0f} s"
             )
 
 
 def _import_torch() -> None:
-    """Import torch.distributed ahead of the store's time limits.
+    """Import torch.distributed before any time limit of the store applies.
 
     The import can take a minute on a busy machine or from a cold disk.
     """
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    # Read at import: the launcher's own messages replace the store's stack traces.
+    # torch reads it at import. FATAL hides the store's stack traces: the launcher's own errors
+    # replace them.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     import torch.distributed  # noqa: F401
 
@@ -367,35 +372,35 @@ def _connect(node: Node):
 
 
 def _in_thread(work: Callable, limit_s: float):
-    """Run `work` in a thread and return or raise its result.
+    """Run `work` in a thread and return its result. Raise its exception, if any.
 
-    Raise TimeoutError after `limit_s`. A name server or a machine without power can block a call
-    for minutes, during which signals are ignored.
+    Raise TimeoutError after `limit_s`. Without the thread, a name server or a machine without power
+    could block the call for minutes, during which signals are ignored.
     """
-    answer: Future = Future()
+    result: Future = Future()
 
-    def fill() -> None:
+    def run() -> None:
         try:
-            answer.set_result(work())
+            result.set_result(work())
         except Exception as error:
-            answer.set_exception(error)
+            result.set_exception(error)
 
-    threading.Thread(target=fill, daemon=True).start()
-    return answer.result(limit_s)
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(limit_s)
 
 
 def _require_route(node: Node) -> None:
     """Raise ConfigError if node 0's name does not resolve or this machine has no route to it."""
     try:
-        found = _in_thread(
+        addresses = _in_thread(
             lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
         )
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # connecting a datagram socket sends nothing
     except (OSError, TimeoutError, UnicodeError) as error:
         why = str(error) or f"no name server answered within {ANSWER_S:.0f} s"
-        do = "set it to a name or address of node 0 that this node knows"
+        do = "set it to a name or address of node 0 that this node can resolve and reach"
         raise ConfigError(f"MASTER_ADDR={node.address} cannot be reached", why, do) from None
 
 

@@ -1,6 +1,6 @@
-"""Selection of the config, its device and its name in the log, with the reason.
+"""Selection of the config that a run uses, of the device, and of the config's name in the log.
 
-The functions depend only on the GPUs found, the environment and the config files.
+The result depends only on the command line, the GPUs found, the environment and the config files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe, config_name, identify
 from launch.plan.derive_config import WITH_FP8, load_or_derive, moved
 
-# Environment variables that are set for a run of the full benchmark and not for the miniature;
-# MLPERF_SUBMISSION_* and an NEXP above 1 count as well.
+# Environment variables that show that the full benchmark is wanted, not the miniature. The
+# variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
 REAL_RUN_VARIABLES = ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU")
 
 
@@ -28,7 +28,7 @@ class Selection:
     """The config of a run, and how it was selected."""
 
     config: RunConfig
-    path: Path  # of a derived config: the path that its file would have
+    path: Path  # of the config file; for a derived config, the path that its file would have
     # config_filename in the log. It ends in +derived, +forced or +modified if the run does not
     # follow a shipped file.
     log_name: str
@@ -37,26 +37,27 @@ class Selection:
     gpus: str  # the GPUs, for display
     # Reasons why the run cannot be submitted, and known issues of these versions.
     notes: tuple[str, ...] = ()
-    derived: str = ""  # source of a config that has no file in configs/
+    derived: str = ""  # how a config that has no file in configs/ was derived; "" for a file
 
 
 def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) -> None:
-    """Raise ConfigError for values that the benchmark's rules make useless.
+    """Raise ConfigError for values that make no sense under the benchmark's rules.
 
-    `whole_run`: False for a bench, which need not reach an evaluation.
+    `whole_run`: False for a measurement, which need not reach an evaluation.
     """
     rules = rules_of(benchmark, config)
-    why = f"an evaluation has {rules.eval_samples:,} sequences"
     config.require(
         config.eval_micro_batch_size <= rules.eval_samples,
         "eval_micro_batch_size",
-        why,
-        "give at most so many",
+        f"an evaluation has {rules.eval_samples:,} sequences",
+        f"set it to {rules.eval_samples:,} or less",
     )
     first = rules.first_evaluation(config.global_batch_size)
-    why = f"the first evaluation is after {first:,} sequences, so that no loss would be measured"
     config.require(
-        not whole_run or config.max_samples >= first, "max_samples", why, "give at least so many"
+        not whole_run or config.max_samples >= first,
+        "max_samples",
+        f"the first evaluation is after {first:,} sequences, so no loss would be measured",
+        f"set it to {first:,} or more",
     )
 
 
@@ -72,12 +73,12 @@ def select_config(
 
     `options`: command-line options with config, set and device, and optionally miniature and
         layers.
-    `measurement`: accept versions that are known to compute wrongly, and a config that reaches no
-        evaluation.
+    `measurement`: whether to accept versions that are known to compute wrongly, and a config that
+        reaches no evaluation.
 
-    Raises ConfigError if config and machine do not fit. Raises PreflightError if no GPU is visible
-    for a real run, or if the GPUs or these versions cannot be used. Raises OutOfMemory if no config
-    that fits the GPU's memory can be derived.
+    Raises ConfigError if config and machine do not match. Raises PreflightError if no GPU is
+    visible for a real run, or if the GPUs or these versions cannot be used. Raises OutOfMemory if
+    no config that fits into the GPU's memory can be derived.
     """
     require_gpus(options, environment, gpus)
     device = options.device or ("cuda" if gpus.devices else "cpu")
@@ -102,35 +103,41 @@ def select_config(
         notes += _notes_on_kind(kind)
         versions = known_issues.installed(gpus.driver)
         notes += known_issues.notes(kind, versions, environment, refuse=not measurement)
-    # The contents must be equal, since the log has only the file name.
-    shipped = root / "configs" / benchmark / path.name
-    modified = bool(options.set)
     if derived and not path.is_file():
         notes.append("the config is derived, not a file in configs/: not for submission")
-    if options.set:
-        notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
-    elif shipped.is_file() and shipped.read_bytes() != path.read_bytes():
-        modified = True
-        notes.append(
-            f"{path} differs from the file of that name in configs/{benchmark}: not for submission"
-        )
+    modification = _modification(root, benchmark, path, options)
+    if modification:
+        notes.append(f"{modification}: not for submission")
     suffix = ""
     if derived:
         suffix = "+derived"
     elif config.gpu != _kind_name(kind):
         suffix = "+forced"
-    if modified:
+    if modification:
         suffix += "+modified"
     return Selection(
-        config,
-        path,
-        f"{path.stem}{suffix}.toml",
-        reason,
-        device,
-        describe(gpus, kind),
-        tuple(notes),
-        derived,
+        config=config,
+        path=path,
+        log_name=f"{path.stem}{suffix}.toml",
+        reason=reason,
+        device=device,
+        gpus=describe(gpus, kind),
+        notes=tuple(notes),
+        derived=derived,
     )
+
+
+def _modification(root: Path, benchmark: str, path: Path, options: argparse.Namespace) -> str:
+    """Say how the config in `path` differs from the shipped file of this name, "" if it does not.
+
+    The contents are compared, since the log has only the file's name.
+    """
+    if options.set:
+        return f"changed on the command line ({', '.join(options.set)})"
+    shipped = root / "configs" / benchmark / path.name
+    if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+        return f"{path} differs from the file of that name in configs/{benchmark}"
+    return ""
 
 
 def wants_miniature(options: argparse.Namespace) -> bool:
@@ -141,10 +148,10 @@ def wants_miniature(options: argparse.Namespace) -> bool:
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gpus: Probe) -> None:
     """Raise PreflightError if no GPU is visible although a real run is requested.
 
-    Without this check, hidden GPUs would turn the run into the miniature on a CPU. A run is real if
-    DATADIR, MODEL, NEXP, DGXSYSTEM, DGXNGPU or MLPERF_SUBMISSION_* is set. --miniature,
-    --device cpu, a file given with --config and a DGXSYSTEM that names a CPU are explicit requests,
-    which are followed.
+    Without this check, a machine whose GPUs are hidden would silently train the miniature on its
+    CPU. A run is real if DATADIR, MODEL, NEXP, DGXSYSTEM, DGXNGPU or MLPERF_SUBMISSION_* is set.
+    The check is skipped if the user asks for something else: with --miniature, --device cpu,
+    --config FILE, or a DGXSYSTEM that names a CPU.
     """
     if gpus.devices:
         return
@@ -160,9 +167,10 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
 
 
 def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that only a run of the full benchmark needs, ready for a sentence.
+    """Return the variables that only a run of the full benchmark needs.
 
-    The last name is followed by "is" or "are".
+    The list is meant to be joined to the subject of a sentence: "is" or "are" follows the last
+    name.
     """
     names = [name for name in REAL_RUN_VARIABLES if environment.get(name)]
     for name in sorted(environment):
@@ -186,7 +194,7 @@ def miniature_on_gpu(
     if not path.is_file():
         raise ConfigError(
             f"{benchmark} has no miniature",
-            f"there is no {path.name} in configs/{benchmark}",
+            f"configs/{benchmark} has no {path.name}",
             "leave out --miniature",
         )
     file = load(path, config_class(benchmark))
@@ -211,12 +219,12 @@ def _require_visible(config: RunConfig, visible: int) -> None:
 
 
 def _notes_on_kind(kind: GpuKind) -> list[str]:
-    """Return a note for a GPU kind that was derived from what the driver reports."""
+    """Return a note if the GPU kind is unknown and was derived from the driver's values."""
     if kind.name in KINDS:
         return []
     return [
-        f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture "
-        "are the driver's, and without a peak there is no MFU"
+        f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture are "
+        "those that the driver reports, and there is no MFU, since the peak is unknown"
     ]
 
 
@@ -228,17 +236,17 @@ def config_file(
     kind: GpuKind | None,
     visible: int,
 ) -> tuple[Path, str]:
-    """Return the path of the config file and the reason for it; the file need not exist.
+    """Return the path of the config file, which need not exist, and why it was selected.
 
-    --miniature and --config select it, then DGXSYSTEM, then the kind and number of GPUs. Raises
-    ConfigError for an empty --config.
+    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs select
+    the file. Raises ConfigError for an empty --config.
     """
     folder = root / "configs" / benchmark
     if wants_miniature(options):
         return folder / "CPU_1x1.toml", "--miniature"
     if options.config == "":
         raise ConfigError(
-            "--config names no file", "its value is empty", "give a file, or leave --config out"
+            "--config names no file", "its value is empty", "name a file, or leave out --config"
         )
     if options.config:
         return Path(options.config), "given with --config"
@@ -258,7 +266,7 @@ def _mismatches(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return a note if --config forces a config for another GPU onto this machine.
+    """Return a note if --config forces a config for another GPU onto this machine, else [].
 
     Raises ConfigError if the number of GPUs differs from DGXNGPU, or if a config for another GPU
     was selected without --config. Raises PreflightError for a config for GPUs where none is
@@ -272,7 +280,7 @@ def _mismatches(
         return []
     if not options.config:
         raise ConfigError(
-            f"the config is for {config.gpu}, this is {_kind_name(kind)}",
+            f"the config is for {config.gpu}, but this machine has {_kind_name(kind)}",
             "its values were chosen for another GPU, and the log would name the wrong system",
             "unset DGXSYSTEM, or force it with --config FILE",
         )
@@ -280,7 +288,8 @@ def _mismatches(
         raise PreflightError(
             f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
             "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
-            "run it where the GPUs are; `plan --config FILE` needs none; --device cpu forces it",
+            "run it on a machine with these GPUs, calculate it with `plan --config FILE`, or force "
+            "it with --device cpu",
         )
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
 
@@ -301,7 +310,7 @@ def key_value(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise ConfigError(
             f"--set {text} is not KEY=VALUE",
-            "there is no key or no =",
+            "the key or the = is missing",
             "write, for example, --set micro_batch_size=1",
         )
     return key.strip(), value.strip()

@@ -1,4 +1,4 @@
-"""Processes that this project starts, for runs, measurements, preflight and pip.
+"""Processes for runs, measurements, preflight and pip: start, watch and stop them.
 
-They are watched, ended in order, and none is left behind.
+No process is left behind.
 """

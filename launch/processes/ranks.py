@@ -1,4 +1,4 @@
-"""Start of ranks: torchrun's command, their environment, and CPUs of their GPU's NUMA node.
+"""Start of ranks: torchrun's command, the environment, and the CPUs of each GPU's NUMA node.
 
 `python -m launch.processes.ranks CPUS/CPUS/... MODULE ...` binds the process to the CPUs of its
 LOCAL_RANK and then becomes the rank (exec). The threads of torch, NCCL and the driver inherit the
@@ -10,6 +10,7 @@ Standard library only. Files in /sys are described in Linux, Documentation/ABI.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ ONE_NODE = [
     "--local-addr",
     "127.0.0.1",
 ]
-# Minimum number of CPUs for a rank's threads (main, backward, data, NCCL's). With fewer CPUs per
-# rank, the ranks of a NUMA node share all of them.
-CPUS = 8
+# Fewest CPUs for a rank's threads (main, backward, data, NCCL). If a NUMA node has fewer for each
+# rank, its ranks share all of its CPUs.
+MIN_CPUS = 8
 
 
 def torchrun(
@@ -44,8 +45,9 @@ def torchrun(
 ) -> list[str]:
     """Return the command that starts `arguments` (-m MODULE ...) on `processes` ranks.
 
-    `cpus`: the CPUs of each rank, none to leave ranks unbound. The command runs
-    launch.processes.torchrun, which writes its findings to `folder`.
+    `nodes`: torchrun's options for the rendezvous. `cpus`: the CPUs of each rank, () to leave the
+    ranks unbound. The command runs launch.processes.torchrun, which writes its log and the ranks'
+    exit codes to `folder`.
     """
     bound = ["-m", "launch.processes.ranks", "/".join(cpus), *arguments[1:]] if cpus else arguments
     return [
@@ -63,30 +65,30 @@ def torchrun(
 def rank_environment(
     environment: Mapping[str, str], config_env: Mapping[str, str], threads: int
 ) -> dict[str, str]:
-    """Return the environment of a rank: the user's variables, the config's, and the module path.
+    """Return the environment of a rank.
 
-    The module path finds the project's modules from any directory, and none in the current
-    directory.
+    It has the user's variables, those of the config, which take precedence, and the search path of
+    the project's modules. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         **environment,
         **config_env,
-        **finding_modules(environment),
+        **module_search_path(environment),
     }
 
 
-def finding_modules(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which Python finds the project's modules from any directory.
+def module_search_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make Python find the project's modules from any directory.
 
-    PYTHONSAFEPATH excludes modules in the current directory.
+    PYTHONSAFEPATH keeps Python from importing modules in the current directory.
     """
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple[str, ...]:
-    """Return for each rank of this node a list such as "0-11,96-107" of CPUs to bind it to.
+    """Return, for each rank of this node, the CPUs to bind it to, such as "0-11,96-107".
 
     Only CPUs that this process may use are listed. Ranks of one NUMA node share its CPUs evenly,
     with both threads of a core in the same rank.
@@ -95,13 +97,7 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     then. Return () also if the firmware does not report a GPU's node (-1), or if that node has no
     such CPUs.
     """
-    allowed = os.sched_getaffinity(0)
-    folders = (sysfs / "devices/system/node").glob("node[0-9]*")
-    cpus = {
-        folder.name[4:]: mine
-        for folder in folders
-        if (mine := allowed & numbers(read_text(folder / "cpulist")))
-    }
+    cpus = _cpus_of_nodes(sysfs)
     if len(cpus) < 2 or not found.devices:
         return ()
     with contextlib.suppress(DriverError):
@@ -112,56 +108,69 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
         ]
         if cpus.keys() >= set(nodes):
             shares = {node: _shares(cpus[node], nodes.count(node), sysfs) for node in set(nodes)}
-            return tuple(text(shares[node].pop(0)) for node in nodes)
+            return tuple(format_cpu_list(shares[node].pop(0)) for node in nodes)
     return ()
 
 
+def _cpus_of_nodes(sysfs: Path) -> dict[str, set[int]]:
+    """Return NUMA node -> its CPUs that this process may use, for nodes that have any."""
+    allowed = os.sched_getaffinity(0)
+    cpus = {}
+    for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
+        usable = allowed & parse_cpu_list(read_text(folder / "cpulist"))
+        if usable:
+            cpus[folder.name.removeprefix("node")] = usable
+    return cpus
+
+
 def _shares(cpus: set[int], ranks: int, sysfs: Path) -> list[set[int]]:
-    if len(cpus) < CPUS * ranks:
+    """Divide the CPUs of a NUMA node between its ranks, with whole cores for each rank.
+
+    With fewer than MIN_CPUS for each rank, every rank gets all CPUs.
+    """
+    if len(cpus) < MIN_CPUS * ranks:
         return [cpus] * ranks
-    core = {
-        cpu: min(
-            numbers(read_text(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
-            | {cpu}
-        )
-        for cpu in cpus
-    }
-    order = sorted(cpus, key=lambda cpu: (core[cpu], cpu))
-    return [
-        set(order[rank * len(order) // ranks : (rank + 1) * len(order) // ranks])
-        for rank in range(ranks)
-    ]
+    core_of = {}  # CPU -> lowest CPU of the same core
+    for cpu in cpus:
+        topology = sysfs / f"devices/system/cpu/cpu{cpu}/topology"
+        threads = parse_cpu_list(read_text(topology / "thread_siblings_list"))
+        core_of[cpu] = min(threads | {cpu})
+    by_core = sorted(cpus, key=lambda cpu: (core_of[cpu], cpu))
+    bounds = [rank * len(by_core) // ranks for rank in range(ranks + 1)]
+    return [set(by_core[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def numbers(cpulist: str) -> set[int]:
+def parse_cpu_list(text: str) -> set[int]:
     """Return the CPUs of a list such as "0-2,8", here {0, 1, 2, 8}.
 
-    A NUMA node without CPUs has an empty list.
+    The list of a NUMA node without CPUs is empty.
     """
-    spans = [part.split("-") for part in cpulist.split(",") if part]
-    return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
-def text(cpus: set[int]) -> str:
-    """Return the list of these CPUs, the inverse of `numbers`."""
-    starts, ends = (sorted(cpu for cpu in cpus if cpu + step not in cpus) for step in (-1, 1))
-    return ",".join(
-        str(start) if start == end else f"{start}-{end}"
-        for start, end in zip(starts, ends, strict=True)
-    )
+def format_cpu_list(cpus: set[int]) -> str:
+    """Return the list of these CPUs: the inverse of `parse_cpu_list`."""
+    starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
+    ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
+    spans = zip(starts, ends, strict=True)
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in spans)
 
 
 def main(cpus: str, arguments: list[str]) -> None:
-    """Bind this process to its CPUs and replace it with the rank. This never returns."""
-    mine = cpus.split("/")[int(os.environ["LOCAL_RANK"])]
+    """Bind this process to the CPUs of its rank, and replace it with the rank. Never returns.
+
+    `cpus`: the lists of all local ranks, separated by slashes.
+    """
+    own = cpus.split("/")[int(os.environ["LOCAL_RANK"])]
     try:
-        os.sched_setaffinity(0, numbers(mine))
+        os.sched_setaffinity(0, parse_cpu_list(own))
     except OSError as error:  # the container's CPUs have changed in the meantime
-        print(
-            f"note: a rank is not bound to the CPUs {mine}: {error.strerror}",
-            file=sys.stderr,
-            flush=True,
-        )
+        note = f"note: cannot bind a rank to the CPUs {own}: {error.strerror}"
+        print(note, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-u", "-m", *arguments])  # torchrun also passes -u
 
 

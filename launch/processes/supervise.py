@@ -1,8 +1,8 @@
-"""Supervision of a run's processes: start them in a new session, detect hangs, stop them in order.
+"""Supervision of a run's processes: start them in a new session, detect hangs, and stop them.
 
-The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). If
-no rank has done so for the configured time, the rank that holds up the others is named. All ranks
-are then asked for their stacks and killed. No process is left behind.
+Each rank rewrites `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). If
+no rank has done so for the configured time, the run hangs. All ranks are then asked to write their
+stacks and killed, and the error names the rank that the others wait for. No process is left behind.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own grace period (KillWait) is 30 s
 STACK_S = 2.0  # for the ranks to write stacks and collectives; they check every half second
-# Time for ranks to end by themselves after torchrun was killed (common/training/guard.py).
-ORPHANS_S = 8.0
-# The ranks' collectives have the same timeout, but it starts a little later. The launcher must be
-# first, since only it can name the culprit.
+ORPHANS_S = 8.0  # for ranks to end by themselves after torchrun was killed (training/guard.py)
+# Share of the configured limit after which the launcher reports a hang. The ranks' collectives time
+# out at the full limit, but only the launcher can name the rank that the others wait for.
 BEFORE_COLLECTIVES = 0.9
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason why the processes ended.
-
-    They ended by themselves (`returncode`), after a signal to the launcher, because of a hang, or
-    because `stop` returned True.
-    """
+    """Reason why the processes ended: by themselves, or for the one reason that is set."""
 
     returncode: int
-    signal_number: int = 0
+    signal_number: int = 0  # signal that the launcher received
     hang: Hang | None = None
     culprit: dict | None = None  # the last heartbeat of the rank that `hang` names
-    stopped: bool = False
+    stopped: bool = False  # because `stop` returned True
 
 
 class HangWatch:
-    """Detector of hangs: no heartbeat has changed for too long.
+    """Detector of hangs: a run hangs if no heartbeat has changed for too long.
 
-    File times are only compared for change, so clocks may jump. `ranks` are watched through their
-    files in `folder`; only `local_ranks` have processes on this machine. `startup_s` is the limit
-    until every rank has finished a step (imports, kernel compilation, first collectives), then
-    `step_s`.
+    `folder`: where all `ranks` write their heartbeats.
+    `local_ranks`: the ranks whose processes are on this machine.
+    `startup_s`: limit until every rank has finished a step. It covers imports, kernel compilation
+        and the first collectives.
+    `step_s`: limit after that.
+
+    File times are only tested for a change, so the clocks of nodes may differ or jump.
     """
 
     def __init__(
@@ -75,8 +73,8 @@ class HangWatch:
         self.modified: dict[int, int] = {}
         self.beats: dict[int, dict] = {}
 
-    def look(self) -> bool:
-        """Read the heartbeats, and return True if the run hangs."""
+    def is_hanging(self) -> bool:
+        """Read the heartbeats, and return whether the run hangs."""
         for rank in self.ranks:
             path = self.folder / f"rank_{rank}.heartbeat"
             # A file may be missing or half written; it is then read at the next call.
@@ -86,18 +84,18 @@ class HangWatch:
                     self.modified[rank] = modified
                     self.last_change = self.clock()
                     self.beats[rank] = json.loads(path.read_text())
-        started = len(self.beats) == len(self.ranks) and all(
-            beat["step"] > 0 for beat in self.beats.values()
-        )
-        return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
+        all_reported = len(self.beats) == len(self.ranks)
+        started = all_reported and all(beat["step"] > 0 for beat in self.beats.values())
+        limit_s = self.step_s if started else self.startup_s
+        return self.clock() - self.last_change > limit_s
 
     def explain(self) -> tuple[Hang, dict]:
-        """Return the error and the last heartbeat of the culprit.
+        """Return the error, and the last heartbeat of the culprit: the rank the others wait for.
 
-        The culprit is, in this order:
+        The culprit is the first of these that exists:
 
         - a rank that never reported
-        - a rank that wrote no stack after `ask_for_stacks`: it is stopped, or stuck in the kernel
+        - a rank that wrote no stack after `ask_for_stacks`: it is stopped, or blocked in the kernel
         - the rank that is furthest behind
         """
         silent_s = self.clock() - self.last_change
@@ -106,23 +104,25 @@ class HangWatch:
             culprit = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
-            # Ranks that wait for each other in one step reported in any order, so time is compared
-            # last.
-            culprit = min(
-                self.beats.values(),
-                key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]),
-            )
+            culprit = min(self.beats.values(), key=self._order_of_suspicion)
             why = (
                 f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in "
                 f"{culprit['phase']!r}"
             )
-        what = (
+        error = Hang(
             f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the "
-            "others"
+            "others",
+            why,
+            "see the stack of every rank in ranks/rank_*.stack, then start again",
         )
-        return Hang(
-            what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"
-        ), culprit
+        return error, culprit
+
+    def _order_of_suspicion(self, beat: dict) -> tuple[bool, int, float]:
+        """Return a sort key of heartbeats that puts the culprit first.
+
+        Ranks that wait for each other in the same step report in any order, so time comes last.
+        """
+        return self._answered(beat["rank"]), beat["step"], beat["time"]
 
     def ask_for_stacks(self) -> None:
         """Send SIGUSR1 to the local ranks, which makes them write their stacks."""
@@ -132,12 +132,13 @@ class HangWatch:
         time.sleep(STACK_S)
 
     def _answered(self, rank: int) -> bool:
+        """Return False if `rank` was asked for its stack and wrote none."""
         if rank not in self.local_ranks:
-            return True  # only its own launcher can ask it
+            return True  # only the launcher on its own node can ask it
         try:
             return (self.folder / f"rank_{rank}.stack").stat().st_size > 0
         except OSError:
-            return True  # it ended or never opened its file, so the missing stack proves nothing
+            return True  # it ended or never opened the file, so the missing stack proves nothing
 
 
 def supervise(
@@ -169,32 +170,35 @@ def supervise(
         )
         try:
             while not _ended(process, poll_s) and not received:
-                hangs = watch is not None and watch.look()
+                hangs = watch is not None and watch.is_hanging()
                 stopped = stop()
                 if hangs or stopped:
                     if watch:
                         watch.ask_for_stacks()
-                    hang, culprit = watch.explain() if watch and not stopped else (None, None)
+                    hang = None
+                    culprit = None
+                    if watch and not stopped:
+                        hang, culprit = watch.explain()
                     return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
             if received:
                 _stop(process, received)
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
-            kill_processes_of(
-                run_dir, ORPHANS_S if (process.poll() or 0) < 0 and not received else 0.0
-            )
+            torchrun_was_killed = (process.poll() or 0) < 0 and not received
+            kill_processes_of(run_dir, ORPHANS_S if torchrun_was_killed else 0.0)
             process.wait()
 
 
 def end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent ends, even by SIGKILL.
 
-    For use as `preexec_fn`.
+    Meant for the argument `preexec_fn` of subprocess.Popen.
     """
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
 def _ended(process: subprocess.Popen, limit_s: float) -> bool:
+    """Wait at most `limit_s` seconds, and return whether the process has ended."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -252,24 +256,25 @@ def signals_noted() -> Iterator[list[int]]:
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Return the process IDs of torchrun and the ranks of that run.
+    """Return the process IDs of torchrun and the ranks of the run in `run_dir`.
 
-    They are found by their environment. Zombies have none and are not counted.
+    A variable in their environment identifies them. Zombies have no environment and are not
+    counted.
     """
     mark = f"{LAUNCHED}={run_dir}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
-    """Send SIGKILL to every process of that run until none is left.
+    """Send SIGKILL to every process of the run in `run_dir` until none is left.
 
-    `grace_s`: time for processes whose launcher was killed to end by themselves. The kernel has
-    sent SIGTERM to torchrun.
+    `grace_s`: seconds in which the processes may end by themselves first. `limit_s`: seconds after
+    that in which SIGKILL is repeated.
     """
     began = time.monotonic()
     while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:

@@ -1,8 +1,8 @@
 """Settings that `tune` varies, and the values to try on this machine.
 
-A candidate is what it changes in the base config: names of config keys, or else of variables of
-[env]. The value None removes a variable. Keys that decide convergence (batches, learning rate, ...)
-and `linear` never change.
+A candidate is a dict of changes to the base config. A name is that of a config key, or otherwise of
+a variable in [env]; the value None removes the variable. Keys that decide convergence (global
+batch, learning rate, ...) and `linear` never change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from launch.plan.estimate import Workload
 Value = str | int | None
 Changes = dict[str, Value]
 
-# A way to use the memory is not tried if `plan` expects its step to be so much longer than the
-# fastest: larger micro-batches gain less than recomputing so many layers costs.
+# A memory candidate is not tried if `plan` expects its step to take this many times as long as the
+# fastest one's. Larger micro-batches gain less than recomputing that many layers costs.
 SLOWER_BY_PLAN = 1.15
 EXPANDABLE = "expandable_segments:True"
 # Variable -> values to try, None for unset, by vendor ("" for a CPU). Variables that prevent hangs
@@ -34,14 +34,15 @@ VARIABLES: dict[str, dict[str, tuple[Value, ...]]] = {
     # From AMD's documents and MLPerf configs.
     "amd": {"HIP_FORCE_DEV_KERNARG": ("1", None), "TORCH_BLAS_PREFER_HIPBLASLT": ("1", None)},
 }
-# The same for several GPUs. The effect depends on how much communication overlaps with compute.
+# Further variables for several GPUs. Their effect depends on how much communication overlaps with
+# compute.
 COLLECTIVE_VARIABLES: dict[str, dict[str, tuple[Value, ...]]] = {
     "": {},
     "nvidia": {"NCCL_MAX_NCHANNELS": (None, "16")},
     "amd": {
         # HIP's default is 4 queues. AMD's MLPerf configs set 2, which may put compute and RCCL into
-        # one queue. 8 were 7.5 % faster than 4 on one revision of a training on MI355X, and equal
-        # on another (pytorch/torchtitan#4032).
+        # one queue. In training on an MI355X, 8 queues were 7.5 % faster than 4 with one revision
+        # of torchtitan, and equal with another (pytorch/torchtitan#4032).
         "GPU_MAX_HW_QUEUES": (None, "2", "4", "8"),
         # RCCL's default on gfx950 is 112 channels (ROCm/rccl#1596); ROCm's documentation sets 112
         # on an MI300X.
@@ -53,7 +54,7 @@ STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"  # common/sharding/zero.py
 
 
 def changed(base: RunConfig, changes: Mapping[str, Value]) -> RunConfig:
-    """Return `base` with `changes`. Raise ConfigError if its class refuses the combination."""
+    """Return `base` with `changes`. Raise ConfigError if the resulting config is not valid."""
     keys = {name: value for name, value in changes.items() if base.has_key(name)}
     env = {name: value for name, value in base.env.items() if name not in changes}
     for name, value in changes.items():
@@ -73,6 +74,7 @@ def reduced(base: RunConfig, changes: Mapping[str, Value]) -> Changes:
 
 
 def is_possible(base: RunConfig, changes: Mapping[str, Value]) -> bool:
+    """Return whether `base` with `changes` is a valid config."""
     try:
         changed(base, changes)
     except ConfigError:
@@ -83,14 +85,28 @@ def is_possible(base: RunConfig, changes: Mapping[str, Value]) -> bool:
 # --- settings that decide the memory --------------------------------------------------------------
 
 
-def arrangements(base: RunConfig, work: Workload, kind: GpuKind | None) -> list[Changes]:
-    """Return the ways to use the memory that fit by calculation, the fastest by `plan` first.
+def memory_candidates(base: RunConfig, work: Workload, kind: GpuKind | None) -> list[Changes]:
+    """Return candidates that use the memory in other ways and fit, the fastest by `plan` first.
 
-    They differ in micro-batch, storage of a frozen base, precision of AdamW's moments, and layers
-    that recompute or offload. `kind`: None for a CPU, whose memory is not limited here. The base
-    config itself is left out.
+    They differ in the micro-batch, the storage of a frozen base, the precision of AdamW's moments,
+    and the numbers of layers that recompute or offload. `kind`: None for a CPU, whose memory is not
+    limited here. The base config itself is left out.
     """
-    found = []
+    candidates = _combinations(base, work, kind)
+    if kind is None or not kind.efficiency:
+        return candidates
+    planned = []
+    for index, changes in enumerate(candidates):
+        step_s = plan.estimate(changed(base, changes), work, kind, None).step_s
+        planned.append((step_s, index))
+    planned.sort()
+    limit_s = SLOWER_BY_PLAN * planned[0][0] if planned else 0.0
+    return [candidates[index] for step_s, index in planned if step_s <= limit_s]
+
+
+def _combinations(base: RunConfig, work: Workload, kind: GpuKind | None) -> list[Changes]:
+    """Return all combinations of the memory settings that fit, without the base config's own."""
+    combinations: list[Changes] = []
     for storage in _storages(base, work):
         for size in _micro_batch_sizes(base):
             changes = {**storage, "micro_batch_size": size}
@@ -98,17 +114,10 @@ def arrangements(base: RunConfig, work: Workload, kind: GpuKind | None) -> list[
                 continue
             for moments in _moments(changed(base, changes), work, kind):
                 for layers in _layers(changed(base, changes | moments), work, kind):
-                    found.append(reduced(base, changes | moments | layers))
-    distinct = [changes for index, changes in enumerate(found) if changes not in found[:index]]
-    others = [changes for changes in distinct if changes]
-    if kind is None or not kind.efficiency:
-        return others
-    planned = [plan.estimate(changed(base, each), work, kind, None).step_s for each in others]
-    return [
-        others[index]
-        for index in sorted(range(len(others)), key=planned.__getitem__)
-        if planned[index] <= SLOWER_BY_PLAN * min(planned)
-    ]
+                    combination = reduced(base, changes | moments | layers)
+                    if combination and combination not in combinations:
+                        combinations.append(combination)
+    return combinations
 
 
 def _storages(base: RunConfig, work: Workload) -> list[Changes]:
@@ -117,12 +126,13 @@ def _storages(base: RunConfig, work: Workload) -> list[Changes]:
         return [{}]
     fastest_first = list(FROZEN_BASE_STORAGE[::-1])
     if base.gpus_per_node == 1:
-        whole = ("replicated_both", base.frozen_base)
-        fastest_first = [storage for storage in fastest_first if storage in whole]
+        on_one_gpu = ("replicated_both", base.frozen_base)
+        fastest_first = [storage for storage in fastest_first if storage in on_one_gpu]
     return [{"frozen_base": storage} for storage in fastest_first]
 
 
 def _micro_batch_sizes(base: RunConfig) -> list[int]:
+    """Return the divisors of a GPU's share of the global batch, the largest first."""
     share = base.global_batch_size // base.world_size
     return [size for size in range(share, 0, -1) if share % size == 0]
 
@@ -135,20 +145,22 @@ def _moments(config: RunConfig, work: Workload, kind: GpuKind | None) -> list[Ch
     if not config.has_key("moment_precision"):
         return [{}]
     fp32 = _without_saving(replace(config, moment_precision="fp32"))  # type: ignore[call-arg]
-    tries_bf16 = config.moment_precision == "bf16" or not _fits(fp32, work, kind)
-    return [{"moment_precision": name} for name in ("fp32", *(["bf16"] if tries_bf16 else []))]
+    precisions = ["fp32"]
+    if config.moment_precision == "bf16" or not _fits(fp32, work, kind):
+        precisions.append("bf16")
+    return [{"moment_precision": name} for name in precisions]
 
 
 def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator[Changes]:
-    """Yield the numbers of layers to recompute or offload: the fewest with which the config fits.
+    """Yield changes with the fewest layers to recompute or offload with which the config fits.
 
-    They are counted with and without HEADROOM, since the plan may err. Half of the layers are
-    offloaded as well: then each copy has the time of two layers.
+    The fewest are counted with and without HEADROOM, since the plan may err. For offloading, half
+    of the layers is tried as well: each copy then has the time of two layers.
     """
     start = _without_saving(config)
-    none: Changes = {key: 0 for key in SAVING_LAYERS if config.has_key(key)}
+    no_layers: Changes = {key: 0 for key in SAVING_LAYERS if config.has_key(key)}
     if kind is None:
-        yield none
+        yield no_layers
         return
     key = "offload_layers" if work.lora_rank else "recompute_layers"
     counts = set()
@@ -160,10 +172,11 @@ def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator
     if key == "offload_layers" and counts and 0 < max(counts) < half:
         counts.add(half)
     for count in sorted(counts):
-        yield none | ({key: count} if count else {})
+        yield no_layers | ({key: count} if count else {})
 
 
 def _without_saving(config: RunConfig) -> RunConfig:
+    """Return `config` with no layer recomputed or offloaded."""
     keys = {key: 0 for key in SAVING_LAYERS if config.has_key(key)}
     return replace(config, **keys)  # type: ignore[arg-type]
 
@@ -178,10 +191,10 @@ def _fits(config: RunConfig, work: Workload, kind: GpuKind | None) -> bool:
 def settings(
     base: RunConfig, work: Workload, kind: GpuKind | None, environment: Mapping[str, str]
 ) -> dict[str, list[Value]]:
-    """Return name -> values to try, the recommended one first.
+    """Return setting -> values to try, the recommended one first.
 
-    They are the reduction of gradients, the engines that are installed, and variables. A variable
-    that `environment`, the user's, sets is left out: it stays as it is.
+    The settings are the reduction of gradients, the installed engines that apply, and variables.
+    `environment`: the user's. A variable that it sets is not varied.
     """
     vendor = kind.vendor if kind else ""
     values: dict[str, tuple[Value, ...]] = {}
@@ -196,21 +209,21 @@ def settings(
         values |= COLLECTIVE_VARIABLES[vendor]
         if vendor and not work.lora_rank:
             values[STREAM_PRIORITY] = (None, "-1")
-    found = {}
+    varied = {}
     for name, choices in values.items():
         own = value_of(base, name)
         possible = [value for value in choices if is_possible(base, {name: value})]
         if own not in possible:
             possible.append(own)
         if len(possible) > 1 and name not in environment:
-            found[name] = possible
-    return found
+            varied[name] = possible
+    return varied
 
 
 def _engines(
     operation: str, gpu: str, base: RunConfig, environment: Mapping[str, str]
 ) -> tuple[Value, ...]:
-    """Return the engines that can be pinned here, and None for the one that is used unpinned."""
+    """Return None, for the engine that is used without a pin, and the others that can be pinned."""
     variable = engines.VARIABLES[operation]
     unpinned = {
         name: value for name, value in {**environment, **base.env}.items() if name != variable

@@ -1,7 +1,7 @@
 """Command `tune`: search for the fastest config on this machine.
 
-A directory in LOGDIR/tune has the journal, the page, the config, and a folder for each measurement
-with its config and output.
+It writes a directory in LOGDIR/tune with the journal, the page, the fastest config, and a folder
+with config and output for each measurement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launch.job import Job, torchrun_command, trainer_environment
 from launch.processes.supervise import kill_processes_of, supervise
 from launch.run_directory import git
 from launch.tune import results
-from launch.tune.candidates import Changes, Value, arrangements, changed, settings
+from launch.tune.candidates import Changes, Value, changed, memory_candidates, settings
 from launch.tune.search import Journal, Measurement, Search, identity, text_of, text_of_value
 from launch.tune.target import Target
 
@@ -33,29 +33,29 @@ RESULT = "result.json"
 
 
 def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]]:
-    """Return the ways to use the memory, and the values of each other setting, for this machine."""
+    """Return the memory candidates, and the values of each other setting, for this machine."""
     job = target.job
     kind = None
     if job.selection.device == "cuda":
         kind = identify(job.gpus, job.environment.get("GPU_KIND", ""))
     return (
-        arrangements(job.config, target.work, kind),
+        memory_candidates(job.config, target.work, kind),
         settings(job.config, target.work, kind, job.environment),
     )
 
 
 def print_candidates(job: Job) -> int:
     """Print what `tune` would try. Return the exit code."""
-    ways, others = candidates_of(Target.of(job))
-    for changes in [{}, *ways]:
+    candidates, values_of_settings = candidates_of(Target.of(job))
+    for changes in [{}, *candidates]:
         print(text_of(changes))
-    for name, values in others.items():
+    for name, values in values_of_settings.items():
         print(f"{name}: {', '.join(map(text_of_value, values))}")
     return 0
 
 
 def tune(job: Job, options: argparse.Namespace) -> int:
-    """Search, print the table, and write page and config. Return 0 if a config was found.
+    """Search, print the table, and write page and config. Return 0.
 
     Raises the errors of `fastest`, and ConfigError for a config of several nodes.
     """
@@ -63,24 +63,24 @@ def tune(job: Job, options: argparse.Namespace) -> int:
         raise ConfigError(
             f"the config is for {job.config.nodes} nodes",
             "tune starts each measurement on this node only",
-            "tune the config of one node, then change nodes",
+            "tune a config for one node, then set nodes in its file",
         )
     fastest(Target.of(job), options.minutes, options.resume, options.command)
     return 0
 
 
-def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.Outcome:
-    """Search, print the table, and write page and config. Return the outcome.
+def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.SearchResult:
+    """Search, print the table, and write page and config. Return the result.
 
-    `minutes`: longest time of all measurements. `resume`: continue the newest search for the
-        target. `command`: the user's command, for page and config.
+    `minutes`: longest time of all measurements. `resume`: whether to continue the newest search
+        for the target. `command`: the user's command line, for page and config.
 
     Raises ConfigError for `resume` without a search to resume, Interrupted after a signal, and the
     first failure if no candidate could be measured.
     """
     folder, journal = _open(target, resume)
     budget_s = 60.0 * minutes
-    ways, others = candidates_of(target)
+    candidates, values_of_settings = candidates_of(target)
     inform(f"tune       {shown(folder)}, {minutes:g} minutes at most")
     with Progress("tune", budget_s, "s") as progress:
 
@@ -90,16 +90,16 @@ def fastest(target: Target, minutes: float, resume: bool, command: str) -> resul
         measure = _measure(target, folder, journal)
         config = target.job.config
         search = Search(config, journal, measure, budget_s, progress.at, on_result)
-        finished = search.run(ways, others)
+        finished = search.run(candidates, values_of_settings)
     if not any(each.outcome == "done" for each in journal.measurements):
         raise _failure(journal, folder)
-    outcome = results.Outcome(target, journal, search.best, command)
-    _conclude(outcome, folder, finished)
-    return outcome
+    result = results.SearchResult(target, journal, search.best, command)
+    _conclude(result, folder, finished)
+    return result
 
 
 def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
-    """Return the directory and the journal: new ones, or with `resume` the newest ones."""
+    """Return the search's directory and journal: new ones, or with `resume` the newest ones."""
     job = target.job
     facts = {
         "benchmark": job.benchmark,
@@ -126,14 +126,14 @@ def _resumed(parent: Path, stem: str, facts: dict) -> tuple[Path, Journal]:
         if identity(journal.facts) == identity(facts):
             return folder, journal
     raise ConfigError(
-        f"--resume: {parent} has no search to continue",
-        "a search continues with the same config, commit, packages and GPUs only",
+        f"--resume: {parent} has no search that can be continued",
+        "a search can only continue with the same config, commit, packages and GPUs",
         "leave out --resume",
     )
 
 
 def _measure(target: Target, folder: Path, journal: Journal) -> Callable[..., Measurement]:
-    """Return the function that measures a candidate by `throughput.bench` on new processes."""
+    """Return a function that measures a candidate: it runs throughput.bench in new processes."""
     job = target.job
 
     def measure(
@@ -179,17 +179,17 @@ def _measure(target: Target, folder: Path, journal: Journal) -> Callable[..., Me
     return measure
 
 
-def _conclude(outcome: results.Outcome, folder: Path, finished: bool) -> None:
-    """Print the table, and write page and config into `folder`."""
-    config = folder / outcome.job.selection.path.name
-    write_whole(config, outcome.toml().encode())
-    write_whole(folder / "page.html", outcome.page().encode())
-    print("\n".join(outcome.table()))
+def _conclude(result: results.SearchResult, folder: Path, finished: bool) -> None:
+    """Print the table, and write page and config into `folder`. `finished`: within the time."""
+    config = folder / result.job.selection.path.name
+    write_whole(config, result.toml().encode())
+    write_whole(folder / "page.html", result.page().encode())
+    print("\n".join(result.table()))
     if not finished:
-        print_stderr("NOTE       the time was over before all candidates were measured")
+        print_stderr("NOTE       time ran out before all candidates were measured")
         print_stderr("           continue with --resume and more minutes")
     print_stderr(f"page       {shown(folder / 'page.html')}")
-    use = "" if outcome.target.model else ": use it with --config"
+    use = "" if result.target.model else ": use it with --config"
     print_stderr(f"config     {shown(config)}{use}")
 
 
@@ -199,7 +199,7 @@ def _failure(journal: Journal, folder: Path) -> RunError:
     if not errors:
         return ConfigError(
             "no candidate was measured",
-            "the time was over before the first measurement ended",
+            "time ran out before the first measurement ended",
             "continue with --resume and more minutes",
         )
     error = RunError(

@@ -1,4 +1,4 @@
-"""Results of a search: lines and table for the screen, page, and config."""
+"""Results of a search: lines and a table for the screen, a page, and a config file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.tune.search import Journal, Measurement, best_of, text_of, text_of_v
 from launch.tune.target import Target
 
 HEAD = ["step ms", "steps", "against best", "spread", "peak GiB", "planned GiB", "changes"]
-WORTH_HEAD = ["setting", "value", "step ms", "against best", "other settings"]
+SETTINGS_HEAD = ["setting", "value", "step ms", "against best", "other settings"]
 HARDWARE = ("gpu", "nodes", "gpus_per_node", "miniature")
 
 
@@ -39,18 +39,21 @@ def outcome_text(measurement: Measurement) -> str:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """A measurement with one value of a setting. `same`: all else is as in the best config."""
+class MeasuredValue:
+    """The best measurement with one value of a setting."""
 
-    name: str
+    name: str  # of the setting
     value: Value
     measurement: Measurement
-    same: bool
+    others_as_in_best: bool  # whether all other settings are as in the best config
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A search's journal and the changes that it found best."""
+class SearchResult:
+    """The journal of a search, and the fastest candidate.
+
+    `best`: changes of the fastest candidate. `command`: the user's command line.
+    """
 
     target: Target
     journal: Journal
@@ -59,6 +62,7 @@ class Outcome:
 
     @property
     def job(self) -> Job:
+        """The job whose config is searched."""
         return self.target.job
 
     @property
@@ -76,26 +80,26 @@ class Outcome:
         return str(self.journal.facts["gpus"]) if self.job.selection.device == "cuda" else "a CPU"
 
     def distinct(self) -> list[Measurement]:
-        """Return one measurement of each candidate, its longest one, the fastest first."""
-        found = []
+        """Return the longest measurement of each candidate, the fastest candidate first."""
+        longest = []
         seen: list[Changes] = []
         for each in self.journal.measurements:
             if each.changes not in seen:
                 seen.append(each.changes)
-                found.append(best_of(self.journal, each.changes) or each)
-        return sorted(found, key=lambda each: each.step_ms)
+                longest.append(best_of(self.journal, each.changes) or each)
+        return sorted(longest, key=lambda each: each.step_ms)
 
     @property
     def fastest(self) -> Measurement:
         """The measurement of the best config."""
-        found = best_of(self.journal, self.best)
-        assert found is not None, "the search chooses among measured candidates"
-        return found
+        measurement = best_of(self.journal, self.best)
+        assert measurement is not None, "the search chooses among measured candidates"
+        return measurement
 
     def against_best(self, measurement: Measurement) -> str:
-        """Return how much longer the step is than that of the best config.
+        """Return how much longer the step takes than that of the best config, such as "+1.3%".
 
-        A short measurement is compared with a short one: the machine may warm up.
+        A short measurement is compared with a short one, since the machine may still warm up.
         """
         reference = self.journal.find(self.best, measurement.length)
         if reference is None or reference.outcome != "done":
@@ -103,60 +107,54 @@ class Outcome:
         return f"{measurement.step_ms / reference.step_ms - 1:+.1%}"
 
     def rows(self) -> list[list[str]]:
-        """Return the cells of HEAD for each candidate."""
+        """Return the table's row for each candidate. The columns are those of HEAD."""
         work = self.target.work
         rows = []
         for each in self.distinct():
             planned = memory_peak(changed(self.base, each.changes), work).allocated / GIB
             measured = f"{each.peak_bytes / GIB:.2f}" if each.peak_bytes else "-"
-            last = [measured, f"{planned:.2f}", text_of(each.changes)]
+            row = [outcome_text(each), "-", "-", "-"]
             if each.outcome == "done":
+                steps = str(len(each.times_ms))
                 spread = f"{min(each.times_ms):,.1f} to {max(each.times_ms):,.1f}"
-                first = [
-                    f"{each.step_ms:,.1f}",
-                    str(len(each.times_ms)),
-                    self.against_best(each),
-                    spread,
-                ]
-            else:
-                first = [outcome_text(each), "-", "-", "-"]
-            rows.append([*first, *last])
+                row = [f"{each.step_ms:,.1f}", steps, self.against_best(each), spread]
+            rows.append([*row, measured, f"{planned:.2f}", text_of(each.changes)])
         return rows
 
-    def worth(self) -> list[Worth]:
-        """Return what each value of each setting is worth, the fastest value first."""
+    def measured_values(self) -> list[MeasuredValue]:
+        """Return the best measurement with each value of each setting, the fastest value first."""
         names = sorted({name for each in self.journal.measurements for name in each.changes})
-        return [each for name in names for each in self._worth_of(name)]
+        return [each for name in names for each in self._measured_values(name)]
 
-    def _worth_of(self, name: str) -> list[Worth]:
-        """Return the measurement that shows best what each value of the setting `name` is worth.
+    def _measured_values(self, name: str) -> list[MeasuredValue]:
+        """Return one measurement for each value of the setting `name`, the fastest first.
 
-        That is the best config with this value, else the fastest candidate with it.
+        It is that of the best config with this value, or else of the fastest candidate with it.
         """
-        found: dict[Value, Worth] = {}
+        chosen: dict[Value, MeasuredValue] = {}
         for each in self.distinct():  # the fastest first
             config = changed(self.base, each.changes)
             value = value_of(config, name)
             same = changed(config, {name: value_of(self.config, name)}) == self.config
-            if value not in found or (same and not found[value].same):
-                found[value] = Worth(name, value, each, same)
-        return sorted(found.values(), key=lambda each: each.measurement.step_ms)
+            if value not in chosen or (same and not chosen[value].others_as_in_best):
+                chosen[value] = MeasuredValue(name, value, each, same)
+        return sorted(chosen.values(), key=lambda each: each.measurement.step_ms)
 
-    def worth_rows(self) -> list[list[str]]:
-        """Return the cells of WORTH_HEAD."""
+    def setting_rows(self) -> list[list[str]]:
+        """Return the table's row for each value of a setting. The columns are SETTINGS_HEAD."""
         rows = []
-        for each in self.worth():
+        for each in self.measured_values():
             step = outcome_text(each.measurement)
             difference = "-"
             if each.measurement.outcome == "done":
                 step = f"{each.measurement.step_ms:,.1f}"
                 difference = self.against_best(each.measurement)
-            others = "as in the best" if each.same else "differ"
+            others = "as in the best" if each.others_as_in_best else "differ"
             rows.append([each.name, text_of_value(each.value), step, difference, others])
         return rows
 
     def summary(self) -> list[str]:
-        """Return the steps of the best and of the base config, and what the best one changes."""
+        """Return the step times of the best and of the base config, and the best one's changes."""
         base = best_of(self.journal, {})
         tried = self.journal.find({}, "short")
         before = "not measured"
@@ -174,13 +172,13 @@ class Outcome:
         return [
             *table([HEAD, *self.rows()], ">>>>>><"),
             "",
-            *table([WORTH_HEAD, *self.worth_rows()], "<<>><"),
+            *table([SETTINGS_HEAD, *self.setting_rows()], "<<>><"),
             "",
             *self.summary(),
         ]
 
     def page(self) -> str:
-        """Return the HTML page: time against memory, and what each setting is worth."""
+        """Return the HTML page: time against memory, effect of each setting, all candidates."""
         facts = self.journal.facts
         failures = [
             [outcome_text(each), text_of(each.changes), str((each.error or {}).get("what", ""))]
@@ -205,15 +203,15 @@ class Outcome:
             ),
             ("Time against memory", self._chart()),
             (
-                "What each setting is worth",
+                "Effect of each setting",
                 [
                     {
                         "notes": [
-                            "The best config with each value, where that was measured, else the "
+                            "The best config with each value if that was measured, otherwise the "
                             "fastest candidate with the value."
                         ]
                     },
-                    html.table(WORTH_HEAD, self.worth_rows(), words=(0, 1, 4)),
+                    html.table(SETTINGS_HEAD, self.setting_rows(), words=(0, 1, 4)),
                 ],
             ),
             ("Candidates", [html.table(HEAD, self.rows(), words=(6,))]),
@@ -222,7 +220,7 @@ class Outcome:
         return html.render(f"tune {self.job.benchmark}", sections)
 
     def _chart(self) -> list[html.Block]:
-        """Return the chart of all candidates that were measured. On a CPU the memory is planned."""
+        """Return the chart of all measured candidates. On a CPU, the memory is the planned one."""
         work = self.target.work
         is_measured = self.job.selection.device == "cuda"
         done = [each for each in self.distinct() if each.outcome == "done"]
@@ -245,7 +243,7 @@ class Outcome:
         return [html.chart(label, "ms per step", curves)]
 
     def toml(self) -> str:
-        """Return the best config in the form of configs/, with what was measured in comments."""
+        """Return the best config in the form of configs/, with measurements in its comments."""
         facts = self.journal.facts
         config = self.config
         header = [
@@ -254,7 +252,7 @@ class Outcome:
             f"# {self.job.selection.path.name}, by: {self.command}",
             f"# {self.fastest.step_ms:,.1f} ms a step, median of {len(self.fastest.times_ms)}",
         ]
-        tuned = {each.name for each in self.worth()}
+        tuned = {each.name for each in self.measured_values()}
         groups: dict[str, list[str]] = {"hardware": header, "kept": [], "tuned": [], "env": []}
         for each in fields(config):
             value = getattr(config, each.name)
@@ -274,10 +272,13 @@ class Outcome:
         return "\n\n".join("\n".join(group) for group in groups.values() if group) + "\n"
 
     def _comment(self, setting: str) -> str:
-        """Return what the best config measures with each value of a setting, as a comment."""
+        """Return a comment with the measurements of the best config with each value of `setting`.
+
+        Return "" if there are none.
+        """
         parts = []
-        for each in self.worth():
-            if each.name == setting and each.same:
+        for each in self.measured_values():
+            if each.name == setting and each.others_as_in_best:
                 measured = outcome_text(each.measurement)
                 if each.measurement.outcome == "done":
                     measured = self.against_best(each.measurement)

@@ -1,12 +1,13 @@
-"""Search for the fastest config, whose measurements are kept in a journal.
+"""Search for the fastest config, with a journal of all measurements.
 
-Each round has a few candidates. All are measured for a few steps, and the fastest third of them for
-more if they are close (successive halving, Jamieson and Talwalkar, arXiv:1502.07943). The first
-round has the base config and the recommended value of each setting, the second one the ways to use
-the memory. Each further round has the values of one setting.
+A round compares a few candidates. It measures all of them for a short time, and then the fastest
+third for a longer time, if they are close (successive halving, Jamieson and Talwalkar,
+arXiv:1502.07943). The first round compares the base config with the recommended value of every
+setting, and the second one the memory candidates. Each further round compares the values of one
+setting.
 
-The search depends on the measurements only, so it resumes after a kill: what is in the journal is
-not measured again.
+The search depends only on the measurements, so it can resume after a kill: it does not repeat
+measurements that are in the journal.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ from common.records import json_lines
 from launch.tune.candidates import Changes, Value, reduced
 
 JOURNAL = "journal.jsonl"
-# Seconds of timed steps in a short and in a long measurement, and bounds of their number.
-SECONDS = {"short": 6.0, "long": 20.0}
-STEPS = range(2, 40)
-FIRST_STEPS = 2  # of the measurement from which the time of a step is known
-# The search begins no other way to use the memory after this share of its time.
-MEMORY_SHARE = 0.5
-KEPT_SHARE = 1 / 3  # candidates of a round that are measured for long; at least 2
-CLOSE = 1.05  # a candidate that is slower than that, by the short measurement, is not kept
-WORTH = 0.998  # a setting is changed if that shortens the step at least so much
-# A measurement is stopped after this time, or three times the longest one that succeeded. Until one
-# has succeeded, the limit is a third of the time for the search.
+SECONDS = {"short": 6.0, "long": 20.0}  # of timed steps in a short and in a long measurement
+STEPS = range(2, 40)  # bounds of the number of timed steps
+FIRST_STEPS = 2  # timed steps of the first measurement, before the time of a step is known
+MEMORY_SHARE = 0.5  # share of the search's time after which no further memory candidate is tried
+KEPT_SHARE = 1 / 3  # share of a round's candidates that get a long measurement; at least 2
+# A candidate gets a long measurement only if its step takes at most this many times as long as the
+# fastest one's.
+CLOSE = 1.05
+# Another candidate replaces the best one only if its step takes at most this share of the time.
+GAIN = 0.998
+# A measurement is stopped after this time, or after three times the longest one that succeeded if
+# that is more. Until one has succeeded, the limit is a third of the time for the search.
 LEAST_LIMIT_S = 60.0
 
 
 class OutOfTime(Exception):
-    """The time for the search is over."""
+    """The time for the search has run out."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one bench. `outcome`: "done", "stopped", or the kind of the failure."""
+    """Result of one bench."""
 
     changes: Changes
     length: str  # "short" or "long"
-    outcome: str
-    seconds: float  # of the whole bench, with its start
+    outcome: str  # "done", "stopped", or the kind of the failure
+    seconds: float  # of the whole bench, including the start of its processes
     times_ms: tuple[float, ...] = ()  # of each timed step
     peak_bytes: int = 0  # largest of all ranks; 0 on a CPU
     error: Mapping[str, object] | None = None
@@ -62,13 +64,16 @@ class Measurement:
         return statistics.median(self.times_ms) if self.times_ms else math.inf
 
 
-# Measures changes for a length and a number of steps. `stop` says that it must end, with the
-# seconds that it has run; it then returns the outcome "stopped".
+# Function that measures a candidate: measure(changes, length, steps, stop). It calls `stop` with
+# the seconds that it has run. If `stop` returns True, it ends early with the outcome "stopped".
 Measure = Callable[[Changes, str, int, Callable[[float], bool]], Measurement]
 
 
 class Journal:
-    """The measurements of a search, one JSON line each, in `folder`."""
+    """The measurements of a search, written as JSON lines to a file in `folder`.
+
+    `facts`: what must be equal to resume the search (config, commit, ...).
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / JOURNAL
@@ -77,7 +82,7 @@ class Journal:
         self.measurements = [_from_line(line) for line in lines if "changes" in line]
 
     def begin(self, facts: dict) -> None:
-        """Write the first line: what must be equal to resume the search."""
+        """Write `facts` as the first line."""
         self.facts = facts
         self._append(facts)
 
@@ -122,10 +127,12 @@ def _from_line(line: dict) -> Measurement:
 
 
 class Search:
-    """The search for the fastest config. Its candidates are changes of `base`.
+    """The search for the fastest config, among candidates that are changes of `base`.
 
-    `measure`: see Measure. `budget_s`: seconds for all measurements, those of the journal included.
-    `show`: called during and after a measurement with the seconds spent.
+    `measure`: see Measure.
+    `budget_s`: seconds for all measurements, including those already in the journal.
+    `show`: called during and after each measurement with the seconds spent.
+    `on_result`: called after each measurement.
     """
 
     def __init__(
@@ -145,13 +152,18 @@ class Search:
         self.on_result = on_result
         self.best: Changes = {}
 
-    def run(self, arrangements: Sequence[Changes], settings: Mapping[str, Sequence[Value]]) -> bool:
-        """Search, and set `best`. Return whether the search came to its end within its time."""
+    def run(
+        self, memory_candidates: Sequence[Changes], settings: Mapping[str, Sequence[Value]]
+    ) -> bool:
+        """Search, and set `best`. Return False if the time ran out before the search was finished.
+
+        `settings`: setting -> values to try, the recommended one first.
+        """
         recommended = {name: values[0] for name, values in settings.items()}
         try:
             self.best = self._round([self._with(recommended), {}])
             self.best = self._round(
-                [self.best, *map(self._with, arrangements)],
+                [self.best, *map(self._with, memory_candidates)],
                 until_s=MEMORY_SHARE * self.budget_s,
             )
             for name, values in settings.items():
@@ -170,9 +182,9 @@ class Search:
         return reduced(self.base, {**self.best, **changes})
 
     def _round(self, candidates: Sequence[Changes], until_s: float = math.inf) -> Changes:
-        """Return the fastest candidate. The first one wins if another one gains too little.
+        """Return the fastest candidate, or the first one if no other one is faster by GAIN.
 
-        After `until_s` seconds of the search no further candidate is tried.
+        No further candidate is tried once the search has taken `until_s` seconds.
         """
         tried: list[Measurement] = []
         for changes in candidates:
@@ -193,12 +205,12 @@ class Search:
         fastest = min(final, key=lambda each: each.step_ms, default=None)
         if fastest is None:
             return candidates[0]
-        if first is not None and fastest.step_ms > WORTH * first.step_ms:
+        if first is not None and fastest.step_ms > GAIN * first.step_ms:
             return candidates[0]
         return fastest.changes
 
     def _measured(self, changes: Changes, length: str) -> Measurement:
-        """Return the measurement of the journal, or measure. Raises OutOfTime."""
+        """Return the measurement in the journal, or measure and add it. Raises OutOfTime."""
         if known := self.journal.find(changes, length):
             return known
         spent_s = self.journal.seconds
@@ -229,7 +241,7 @@ class Search:
         return max(LEAST_LIMIT_S, 3 * max(each.seconds for each in done))
 
     def _steps(self, length: str) -> int:
-        """Return the number of timed steps, from the time of a step of the first measurement."""
+        """Return the number of timed steps that take SECONDS, by the first measurement."""
         first = next(iter(self._done()), None)
         if first is None:
             return FIRST_STEPS
@@ -242,7 +254,7 @@ class Search:
     def _fastest(self) -> Changes:
         """Return `best`, or a candidate of the unfinished round that is clearly faster.
 
-        Short measurements are compared with short ones.
+        Only short measurements are compared with each other.
         """
         short = [each for each in self._done() if each.length == "short"]
         fastest = min(short, key=lambda each: each.step_ms, default=None)
@@ -253,20 +265,20 @@ class Search:
 
 
 def best_of(journal: Journal, changes: Changes) -> Measurement | None:
-    """Return the longest successful measurement of `changes`."""
+    """Return the longest successful measurement of `changes`, None if there is none."""
     for length in ("long", "short"):
-        found = journal.find(changes, length)
-        if found is not None and found.outcome == "done":
-            return found
+        measurement = journal.find(changes, length)
+        if measurement is not None and measurement.outcome == "done":
+            return measurement
     return None
 
 
 def text_of(changes: Mapping[str, Value]) -> str:
     """Describe changes in one line: "micro_batch_size=2, NCCL_MAX_NCHANNELS unset"."""
-    words = [
-        f"{name} unset" if value is None else f"{name}={value}" for name, value in changes.items()
-    ]
-    return ", ".join(words) or "the base config"
+    parts = []
+    for name, value in changes.items():
+        parts.append(f"{name} unset" if value is None else f"{name}={value}")
+    return ", ".join(parts) or "the base config"
 
 
 def text_of_value(value: Value) -> str:
@@ -274,4 +286,5 @@ def text_of_value(value: Value) -> str:
 
 
 def identity(facts: Mapping[str, object]) -> str:
+    """Return a text that is equal for equal facts, whether or not they were read from JSON."""
     return json.dumps(facts, sort_keys=True)

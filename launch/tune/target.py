@@ -1,4 +1,4 @@
-"""A job whose config `tune` searches, with its workload."""
+"""The target of a search: a job whose config `tune` varies, with its workload."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_other_code_on_a_node_is_refused(project, tmp_path):
         for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]
     ]
     assert [code for code, _, _ in ends] == [2, 2]
-    assert "code_sha256" in ends[0][2] and "is not like node 0" in ends[1][2]
+    assert "code_sha256" in ends[0][2] and "differs from node 0" in ends[1][2]
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
 
 
@@ -310,7 +310,7 @@ def test_a_killed_node_ends_the_other(project, tmp_path, victim):
     launched[victim].kill()
     launched[victim].communicate()
     code, _, err = finish(launched[1 - victim])
-    assert code == 14 and f"error: node {victim}" in err and "is gone" in err
+    assert code == 14 and f"error: node {victim}" in err and "lost" in err
     wait_until(lambda: not alive(tmp_path))
     if victim:
         assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end"], (
@@ -373,7 +373,7 @@ def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
 def test_two_launchers_of_one_node_are_refused(leader):
     second = Node(1, 2, "127.0.0.1", leader.node.port)
     Nodes(second, 1).__enter__()
-    with pytest.raises(ConfigError, match="node 1"), Nodes(second, 1):
+    with pytest.raises(ConfigError, match="NODE_RANK=1"), Nodes(second, 1):
         pass
     with pytest.raises(ConfigError, match="port "), Nodes(leader.node, 1):
         pass

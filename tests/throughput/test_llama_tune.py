@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.hardware import Probe
 from launch.tune import command as tune_command
-from launch.tune.candidates import arrangements, changed
+from launch.tune.candidates import changed, memory_candidates
 from launch.tune.search import Measurement
 from throughput import __main__ as command
 from throughput import llama
@@ -96,7 +96,7 @@ def test_resume_needs_a_search(tmp_path, measurements):
 def test_a_batch_that_does_not_fit_at_once_is_divided():
     case = case_to_tune(batch=64, gpus=2)
     assert case.config.global_batch_size == 128 and case.config.micro_batch_size == 1
-    found = arrangements(case.config, case.work, KINDS["H200"])
+    found = memory_candidates(case.config, case.work, KINDS["H200"])
     assert found and all("global_batch_size" not in each for each in found)
     sizes = {changed(case.config, each).micro_batch_size for each in found}
     assert len(sizes | {1}) > 1 and 64 not in sizes

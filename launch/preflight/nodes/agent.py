@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from common.paths import ROOT
 from launch.preflight.nodes import facts, links
-from launch.processes.ranks import finding_modules
+from launch.processes.ranks import module_search_path
 
 LIFETIME_S = 7200
 GRACE_S = 5.0
@@ -145,7 +145,7 @@ class Agent:
             subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **finding_modules(os.environ), **environment},
+                env={**os.environ, **module_search_path(os.environ), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -114,19 +114,19 @@ def test_hang_limits(tmp_path):
         )
 
     now[0] = 99
-    assert not watch.look(), "nobody has reported yet: the limit of the start holds"
+    assert not watch.is_hanging(), "nobody has reported yet: the limit of the start holds"
     now[0] = 101
-    assert watch.look() and "never reported" in watch.explain()[0].why
+    assert watch.is_hanging() and "never reported" in watch.explain()[0].why
     beat(0, 1)
     now[0] = 150
-    assert not watch.look(), "rank 1 is still starting"
+    assert not watch.is_hanging(), "rank 1 is still starting"
     beat(1, 1)
-    assert not watch.look()
+    assert not watch.is_hanging()
     now[0] = 159
-    assert not watch.look()
+    assert not watch.is_hanging()
     now[0] = 161
-    assert watch.look()
+    assert watch.is_hanging()
     beat(0, 2)
-    assert not watch.look()
+    assert not watch.is_hanging()
     (tmp_path / "rank_0.heartbeat").write_text("")  # caught while it is being written
-    assert not watch.look() and watch.beats[0]["step"] == 2
+    assert not watch.is_hanging() and watch.beats[0]["step"] == 2

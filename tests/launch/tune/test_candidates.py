@@ -12,7 +12,7 @@ from common.paths import ROOT
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.tune import candidates
-from launch.tune.candidates import arrangements, changed, reduced, settings, value_of
+from launch.tune.candidates import changed, memory_candidates, reduced, settings, value_of
 
 BAD = {
     "micro_batch_size": 1,
@@ -39,7 +39,7 @@ def badly_set(config: RunConfig) -> RunConfig:
 def test_the_shipped_config_is_among_the_candidates_of_a_bad_one(name):
     benchmark, shipped = SHIPPED[name]
     base = badly_set(shipped)
-    found = arrangements(base, workload(benchmark, base), KINDS[base.gpu])
+    found = memory_candidates(base, workload(benchmark, base), KINDS[base.gpu])
     wanted = reduced(base, {key: value_of(shipped, key) for key in BAD if base.has_key(key)})
     assert wanted in [{}, *found]
     assert len(found) <= 10
@@ -50,14 +50,14 @@ def test_every_candidate_fits_by_calculation(name):
     benchmark, shipped = SHIPPED[name]
     base = badly_set(shipped)
     work = workload(benchmark, base)
-    for changes in arrangements(base, work, KINDS[base.gpu]):
+    for changes in memory_candidates(base, work, KINDS[base.gpu]):
         config = changed(base, changes)
         assert plan.fits(plan.memory_peak(config, work), KINDS[base.gpu])
 
 
 def test_a_config_that_fits_barely_is_tried_with_headroom_too():
     benchmark, shipped = SHIPPED["llama31_8b/H100_1x8"]
-    found = arrangements(shipped, workload(benchmark, shipped), KINDS["H100"])
+    found = memory_candidates(shipped, workload(benchmark, shipped), KINDS["H100"])
     layers = [each["recompute_layers"] for each in found if each.keys() == {"recompute_layers"}]
     assert layers[0] == 0 and len(layers) == 2
 
@@ -66,7 +66,7 @@ def test_the_fastest_by_plan_comes_first():
     benchmark, shipped = SHIPPED["llama31_8b/H200_1x2"]
     work = workload(benchmark, shipped)
     kind = KINDS["H200"]
-    found = arrangements(badly_set(shipped), work, kind)
+    found = memory_candidates(badly_set(shipped), work, kind)
     steps_s = [
         plan.estimate(changed(badly_set(shipped), each), work, kind, None).step_s for each in found
     ]
