@@ -1,4 +1,4 @@
-"""Display of a running run, and samples of its GPUs.
+"""Live display of a run, samples of its GPUs, and tracking by other packages.
 
-common/html and `submission` show a run after it has ended.
+For runs that have ended, see `submission`.
 """

@@ -1,8 +1,8 @@
 """Sampler of the GPUs: `python -m launch.monitor.gpu_sampler FILE VENDOR GPUS`.
 
 It records power, temperature, clocks and memory once a second during a run. It is a separate
-process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes,
-and thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one object per line:
+process, so that a driver that hangs cannot delay the run. It ends when its standard input closes,
+and thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one JSON object per line:
 
     {"event": "start", "source": "nvidia-smi", "time": UNIX_TIME, "period_s": 1.0,
      "gpus": [{"id", "name"}]}
@@ -13,8 +13,8 @@ and thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one obje
     {"event": "stop", "time_s", "samples"}
 
 `gpus` are the GPUs that the ranks see, in their order: entry k belongs to local rank k. null means
-that the driver does not report the value. The driver's numbers serve to find a slow or hot GPU.
-They are not a power measurement by MLPerf's rules.
+that the driver does not report the value. The samples help to find a slow or hot GPU. They are not
+a power measurement by MLPerf's rules.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
 @contextlib.contextmanager
 def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
-    """Sample the GPUs into `run_dir` during the block. A sampler's failure does not end the run."""
+    """Sample the GPUs during the block. If the sampler fails, the run goes on without it."""
     if not found.devices:
         yield
         return
@@ -71,6 +71,7 @@ def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen) -> None:
+    """End the sampler, and print a note if it hung or had failed."""
     assert process.stdin is not None
     ended_early = process.poll() is not None
     process.stdin.close()
@@ -85,8 +86,8 @@ def _end(process: subprocess.Popen) -> None:
         return
     if ended_early and process.returncode:
         print_stderr(
-            f"note: the GPU sampler ended early with code {process.returncode}; the run is not "
-            "affected"
+            f"note: the GPU sampler ended early with exit code {process.returncode}; the run is "
+            "not affected"
         )
 
 
@@ -100,9 +101,10 @@ def sample(
     closed: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write samples to `file`, a descriptor, until `closed` returns True.
+    """Write samples until `closed` returns True.
 
-    `closed(seconds)` waits at most that long and returns whether this process's input is closed.
+    `file`: a descriptor. `closed(seconds)`: waits at most that long, and returns whether this
+    process's standard input is closed.
     """
     append_line(
         file,
@@ -131,27 +133,24 @@ def sample(
             noted.add(str(error))
         append_line(file, {"event": "sample", "time_s": time_s, "gpus": values})
         samples += 1
-        due = max(due + PERIOD_S, clock())  # a slow read is not followed by a burst of samples
+        due = max(due + PERIOD_S, clock())  # no burst of samples after a slow read
         if closed(due - clock()):
             break
     append_line(file, {"event": "stop", "time_s": round(clock() - began, 3), "samples": samples})
 
 
 def input_closed(seconds: float) -> bool:
-    """Wait at most `seconds`. Return whether the launcher closed this process's input."""
+    """Wait at most `seconds`, and return whether this process's standard input is closed."""
     readable, _, _ = select.select([sys.stdin], [], [], max(seconds, 0.0))
     return bool(readable)  # nothing is ever written, so readable means closed
 
 
 def main(path: Path, vendor: str, gpus: list[dict]) -> int:
+    """Create the file `path` and write samples to it. Return the exit code."""
     os.nice(NICE)
     try:
-        sample(
-            os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644),
-            vendor,
-            gpus,
-            input_closed,
-        )
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        sample(file, vendor, gpus, input_closed)
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,9 +1,9 @@
-"""Display of a run while it trains.
+"""Live display of a run.
 
-On a terminal rich redraws a few lines. Elsewhere a line is printed every minute. All values come
-from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On a terminal
-the MLPerf log goes only to its file. The ranks' stderr passes through this process, so that their
-messages appear above the lines that are redrawn.
+On a terminal, rich redraws a few lines. Elsewhere, a line is printed every minute. All values come
+from the run's files: events.jsonl, the heartbeat of rank 0, and gpu_samples.jsonl. On a terminal,
+the MLPerf log is written only to its file. The ranks' stderr passes through this process, so that
+their messages appear above the redrawn lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-# Phase of a heartbeat -> name on the screen.
+# Phase in a heartbeat -> its name on the screen. Other phases are shown as they are.
 PHASES = {
     "init": "starting",
     "data": "training",
@@ -53,13 +53,13 @@ STOPPED = "stopped"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24  # characters
 CEILING = 0.85  # share of a sparkline's values below its highest bar
-PLAIN_S = 60.0  # between lines where nothing is redrawn; each evaluation has its own line
+PLAIN_S = 60.0  # between progress lines where nothing is redrawn
 
 
 class Screen:
-    """Context manager around this node's ranks, which use its `stdout` and `stderr`.
+    """Live display of a run, as a context manager around this node's ranks.
 
-    `update` is called twice a second.
+    The ranks use its `stdout` and `stderr`. Call `update` about twice a second.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Screen:
         self.samples = Tail(run_dir / sampler.NAME)
         self.step: dict = {}
         self.gpus: list[dict] = []
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # training loss of each step
         self.evaluations: list[dict] = []
-        self.verdict = ""  # phase shown after the end of the run
-        self.loaded: Rate | None = None  # while weights are loaded
+        self.verdict = ""  # shown instead of the phase after the run has ended
+        self.loaded: Rate | None = None  # progress of loading the base weights
         self.began = self.shown = time.monotonic()
         self.broken = False
 
@@ -119,7 +119,7 @@ class Screen:
             self.stdout.close()
 
     def update(self, to_the_end: bool = False) -> None:
-        """Redraw the display. A closed terminal or an unreadable file does not end the run."""
+        """Redraw the display. An error, such as a closed terminal, does not end the run."""
         if self.broken:
             return
         try:
@@ -127,9 +127,13 @@ class Screen:
         except Exception as error:
             self.broken = True
             with contextlib.suppress(OSError):
-                print_stderr(f"note: the display stops here, and the run goes on: {error!r}")
+                print_stderr(f"note: the display stops, but the run continues: {error!r}")
 
     def _show(self, to_the_end: bool) -> None:
+        """Print new messages and evaluations, and redraw the lines or print a progress line.
+
+        `to_the_end`: also print a last message that has no newline.
+        """
         messages = self.messages.lines(to_the_end)
         news = self._read_events()
         if self.redraws:
@@ -143,17 +147,18 @@ class Screen:
         if self.step and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
             parts = [self.progress(), f"train loss {self.losses[-1]:.4f}", self.speed()]
-            news.append(" · ".join([*parts, f"limit in {self.time_to_limit()}"]))
+            news.append(" · ".join([*parts, f"limit reached in {self.time_to_limit()}"]))
         inform(*news)
 
     def _read_events(self) -> list[str]:
-        """Read new events and samples, and return one line for each evaluation."""
+        """Read new events and samples, and return a line for each evaluation."""
         news = []
         for line in self.events.lines():
             event = json.loads(line)
             if event["event"] == "step":
                 self.losses.append(event["loss"] if event["loss"] is not None else math.nan)
-                self.step = event if "tokens_per_s_per_gpu" in event else self.step
+                if "tokens_per_s_per_gpu" in event:
+                    self.step = event
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
                 text = f"loss {event['loss']:.4f}, {self.rules.target_text}"
@@ -176,7 +181,7 @@ class Screen:
         return "target reached" if self.rules.target_loss else "finished"
 
     def content(self, width: int) -> RenderableType:
-        """Return the lines to draw: a title, and rows that are folded between words."""
+        """Return the lines to draw: a title, rows that wrap between words, and a loading bar."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -190,18 +195,21 @@ class Screen:
         return Group(*parts)
 
     def title_line(self) -> str:
+        """Return the title: benchmark, config, phase or verdict, and the time since the start."""
         phase = self.verdict or self.phase()
         return f"{self.title} · {phase} · {duration(time.monotonic() - self.began)}"
 
     def rows(self) -> dict[str, str]:
-        """Return the text of each row by its label. Rows about the future end with the run."""
+        """Return label -> text of each row. Forecasts are left out after the end of the run."""
         if not self.step:
             return {}
         is_over = bool(self.verdict)
-        rows = {"train": f"loss {self.losses[-1]:.4f}  {sparkline(self.losses)}"}
-        rows["evaluate"] = self.evaluation(is_over)
-        rows["speed"] = self.speed()
-        rows["progress"] = self.progress()
+        rows = {
+            "train": f"loss {self.losses[-1]:.4f}  {sparkline(self.losses)}",
+            "evaluate": self.evaluation(is_over),
+            "speed": self.speed(),
+            "progress": self.progress(),
+        }
         if not is_over:
             rows["target"] = self.time_to_target()
             limit = f"{self.config.max_samples:,} sequences, reached in {self.time_to_limit()}"
@@ -209,7 +217,7 @@ class Screen:
         return {label: text for label, text in rows.items() if text}
 
     def phase(self) -> str:
-        """Return the phase of rank 0, and read how much of the base weights it has loaded."""
+        """Return the phase of rank 0, and update the progress of loading the base weights."""
         with contextlib.suppress(OSError, ValueError):
             beat = json.loads((self.run_dir / "ranks" / "rank_0.heartbeat").read_text())
             if beat.get("total"):
@@ -250,9 +258,9 @@ class Screen:
         return self.time_of(due - samples)
 
     def time_to_target(self) -> str:
-        """Return when the target is expected: at the mean of the MLPerf reference runs.
+        """Return when the target is expected, by the mean of the MLPerf reference runs.
 
-        Return "" if there is no reference, or if it is passed.
+        Return "" if there are none, or if the run has passed their mean.
         """
         samples = self.step["samples"]
         mean = rcp.mean_samples(self.rules, self.config.global_batch_size)
@@ -266,7 +274,7 @@ class Screen:
     def time_of(self, samples: float) -> str:
         """Return the time to train `samples` sequences at the displayed speed.
 
-        It includes the evaluations on the way, as long as the last one.
+        It includes the evaluations in between, each as long as the last one.
         """
         tokens_per_s = self.step["tokens_per_s_per_gpu"] * self.config.world_size
         seconds = samples * self.rules.sequence_length / tokens_per_s
@@ -277,10 +285,10 @@ class Screen:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a sparkline of at most SPARKLINE_WIDTH means of `values`.
+    """Return a sparkline of at most SPARKLINE_WIDTH bars, each for the mean of a few `values`.
 
-    Its lowest bar is the smallest mean. The few largest means share the highest bar, since the loss
-    of the first steps would make the rest look flat.
+    The lowest bar is the smallest mean. The few largest means all get the highest bar: otherwise
+    the high loss of the first steps would make the rest look flat.
     """
     size = max(1, -(-len(values) // SPARKLINE_WIDTH))
     means = []

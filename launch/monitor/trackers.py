@@ -1,6 +1,6 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow and Trackio behind one interface.
 
-Each package is optional. Servers and keys come from the package's own environment variables or
+Each package is optional. Its server and its keys come from its own environment variables or
 configuration (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR, ...), never from a command line.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from common.errors import PreflightError
 
 PROJECT = "mlperf-llama-training"
-# Values are drawn over one of these axes: optimizer steps, or seconds since sampling began.
+# The axes of plots: optimizer steps, or seconds since sampling began.
 STEP = "step"
 SECONDS = "seconds"
 
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard."""
+    """TensorBoard's event files, in RUN/tensorboard."""
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; WANDB_MODE=offline writes it to RUN/wandb only."""
+    """A run of Weights & Biases. With WANDB_MODE=offline, it is only written to RUN/wandb."""
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         import wandb
@@ -96,7 +96,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, on the server of MLFLOW_TRACKING_URI or in RUN/mlflow.db."""
+    """A run of MLflow, on the server that MLFLOW_TRACKING_URI names or in RUN/mlflow.db."""
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         import mlflow
@@ -106,8 +106,11 @@ class MLflow:
         self.client = mlflow.MlflowClient(tracking_uri=address)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self.client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
-        self.id = self.client.create_run(number, run_name=run_dir.name).info.run_id
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self.client.create_experiment(name)
+        self.id = self.client.create_run(experiment_id, run_name=run_dir.name).info.run_id
         for key, value in facts.items():
             self.client.log_param(self.id, key, value)
 
@@ -121,7 +124,7 @@ class MLflow:
 
 
 class Trackio:
-    """A run of Trackio, in TRACKIO_DIR or Trackio's own directory."""
+    """A run of Trackio, in TRACKIO_DIR or in Trackio's default directory."""
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         import trackio

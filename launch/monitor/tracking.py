@@ -1,12 +1,12 @@
 """Tracking process: `python -m launch.monitor.tracking RUN_DIR TRACKER...`.
 
 It follows events.jsonl and gpu_samples.jsonl of a run and sends their numbers to tracking packages.
-It is a separate process, so that the ranks never wait for a server. It ends after its standard
-input closes and the rest of the files is sent, or is killed END_S seconds later. Its output, and
-the reason of a failure, are in RUN_DIR/tracking.txt.
+It is a separate process, so that the ranks never wait for a server. When its standard input closes,
+it sends the rest of the files and ends; after END_S seconds, it is killed. Its output, including
+the reason of a failure, is in RUN_DIR/tracking.txt.
 
-Names of the numbers: step/loss, eval/loss, gpu0/power_w, ... as <event>/<key>. Events are placed at
-their optimizer step, GPU samples at their second.
+A number is named <event>/<key>: step/loss, eval/loss, gpu0/power_w, ... The position of an event is
+its optimizer step, that of a GPU sample its second.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from launch.monitor.trackers import SECONDS, STEP, TRACKERS, Tracker, require_in
 EVENTS = "events.jsonl"
 OUTPUT = "tracking.txt"
 PERIOD_S = 2.0
-# Seconds that a tracker has after the run. A server that does not answer costs a run no more.
+# Seconds that trackers have after the run. A server that does not answer delays the end no longer.
 END_S = 60.0
-# Keys that are positions, not values.
-POSITIONS = ("step", "time_s")
+POSITIONS = ("step", "time_s")  # keys of events that are positions, not values
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,10 @@ class MetricPoint:
 
 @contextlib.contextmanager
 def tracked(run_dir: Path, names: Sequence[str]) -> Iterator[None]:
-    """Track the run in `run_dir` while the block runs. A failed tracker does not affect the run."""
+    """Track the run in `run_dir` during the block. If a tracker fails, the run goes on.
+
+    `names`: keys of TRACKERS.
+    """
     if not names:
         yield
         return
@@ -73,6 +75,7 @@ def tracked(run_dir: Path, names: Sequence[str]) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen, output: Path) -> None:
+    """End the tracking process, and print a note if it failed or did not end in time."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -93,34 +96,37 @@ def _end(process: subprocess.Popen, output: Path) -> None:
 
 
 def point_of_event(record: dict, step: int) -> MetricPoint:
-    """Return the numbers of one line of events.jsonl. `step`: for events that have none."""
+    """Return the numbers in one line of events.jsonl.
+
+    `step`: position of an event that has none.
+    """
     event = record.get("event")
-    if event == "phase":  # one name for each phase
+    if event == "phase":  # each phase has names of its own
         event = f"phase/{record.get('name')}"
     values: dict[str, float] = {}
     for key, value in record.items():
         if is_number(value) and key not in POSITIONS:
             values[f"{event}/{key}"] = float(value)
         elif isinstance(value, list):
-            numbers = {f"{event}/{key}/{i}": each for i, each in enumerate(value)}
-            values |= {name: float(each) for name, each in numbers.items() if is_number(each)}
+            for index, each in enumerate(value):
+                if is_number(each):
+                    values[f"{event}/{key}/{index}"] = float(each)
     own = record.get("step")
     return MetricPoint(STEP, own if isinstance(own, int) else step, values)
 
 
 def point_of_sample(record: dict) -> MetricPoint:
-    """Return the numbers of one line of gpu_samples.jsonl."""
+    """Return the numbers in one line of gpu_samples.jsonl."""
     second = record.get("time_s")
     gpus = record.get("gpus")
     if record.get("event") != "sample" or not is_number(second) or not isinstance(gpus, list):
         return MetricPoint(SECONDS, 0, {})
-    values = {
-        f"gpu{number}/{key}": float(value)
-        for number, gpu in enumerate(gpus)
-        if isinstance(gpu, dict)
-        for key, value in gpu.items()
-        if is_number(value)
-    }
+    values = {}
+    for index, gpu in enumerate(gpus):
+        if isinstance(gpu, dict):
+            for key, value in gpu.items():
+                if is_number(value):
+                    values[f"gpu{index}/{key}"] = float(value)
     return MetricPoint(SECONDS, round(second), values)
 
 
@@ -146,6 +152,7 @@ class Follower:
 
 
 def _objects(file: Tail) -> Iterator[dict]:
+    """Yield the JSON objects in the new lines of `file`, and skip other lines."""
     while lines := file.lines():
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -155,7 +162,7 @@ def _objects(file: Tail) -> Iterator[dict]:
 
 
 def facts(run_dir: Path) -> dict[str, str]:
-    """Return the config and the versions of a run, as texts by dotted names."""
+    """Return dotted name -> value, as a text, of the config and the versions of a run."""
     tables: dict = {}
     with contextlib.suppress(OSError, ValueError):
         tables["config"] = tomllib.loads((run_dir / "config.toml").read_text())
@@ -165,6 +172,7 @@ def facts(run_dir: Path) -> dict[str, str]:
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, text) of every value in nested dicts."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
@@ -176,7 +184,7 @@ def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def export(run_dir: Path, name: str) -> None:
-    """Send a finished run to one tracker.
+    """Send a run that has ended to one tracker.
 
     Raises ConfigError if the run has no events, PreflightError if the package is not installed.
     """
@@ -195,17 +203,17 @@ def export(run_dir: Path, name: str) -> None:
 
 
 def follow(run_dir: Path, names: Sequence[str]) -> int:
-    """Send a run's points to the trackers until standard input closes.
+    """Send the points of a run to the trackers until standard input closes. Return the exit code.
 
-    Return 1 if a tracker failed. The others go on without it.
+    It is 1 if a tracker failed; the others go on without it.
     """
-    failed = 0
+    exit_code = 0
     trackers: dict[str, Tracker] = {}
     for name in names:
         try:
             trackers[name] = TRACKERS[name](run_dir, facts(run_dir))
         except Exception:
-            failed += _report(name)
+            exit_code = _report_failure(name)
     follower = Follower(run_dir)
     closed = False
     while not closed:
@@ -215,18 +223,19 @@ def follow(run_dir: Path, names: Sequence[str]) -> int:
                 try:
                     tracker.log(point.axis, point.position, point.values)
                 except Exception:
-                    failed += _report(name)
+                    exit_code = _report_failure(name)
                     del trackers[name]
     for name, tracker in trackers.items():
         try:
             tracker.finish()
         except Exception:
-            failed += _report(name)
-    return min(failed, 1)
+            exit_code = _report_failure(name)
+    return exit_code
 
 
-def _report(name: str) -> int:
-    print(f"note: tracking by {name} ends here:", flush=True)
+def _report_failure(name: str) -> int:
+    """Print the exception that tracker `name` raised, and return the exit code 1."""
+    print(f"note: tracking by {name} failed:", flush=True)
     traceback.print_exc()
     return 1
 

@@ -1,18 +1,18 @@
 """Check that this machine is ready for a run: `./run_and_time.sh preflight [benchmark]`.
 
-It reads and measures, changes nothing, and needs no root.
+It reads and measures, changes nothing, and does not need root.
 
-The machine is checked for --config or DGXSYSTEM, or else for the config that fits all visible GPUs
-(or DGXNGPU of them). Without a benchmark only the machine is checked, without config and data.
-DATADIR, MODEL, LOGDIR and GPU_KIND are read as well.
+The machine is checked for a run with --config or DGXSYSTEM, or else with the config for all visible
+GPUs (or DGXNGPU of them). DATADIR, MODEL, LOGDIR and GPU_KIND are read as well. Without a
+benchmark, only the machine itself is checked, not a config or data.
 
 The output is a table with one row per check: ok, warn, refuse, or skipped with the reason. Skipped
-does not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command
-line or config. See docs/preflight.md.
+does not mean passed. Exit code 0 if no check refuses, 18 if one does, 2 for a wrong command line or
+config. See docs/preflight.md.
 
 --nodes checks several hosts and the network between them: each host by itself, then every link,
-then collectives. It names the hosts that fail. The checkout and its Python need the same paths on
-all hosts.
+then collectives. It names the hosts that fail. The checkout and its Python must have the same paths
+on all hosts.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from launch.select_config import (
     wants_miniature,
 )
 
-SECONDS = 3.0
-QUICK_SECONDS = 0.5
+SECONDS = 3.0  # for which each speed is measured
+QUICK_SECONDS = 0.5  # the same with --quick
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
 @dataclass(frozen=True)
 class PreflightRequest:
-    """The run to check for: that of a config, or all visible GPUs if none fits this machine."""
+    """The run that the machine is checked for. Without a config, it would use all visible GPUs."""
 
     kind: str  # a name of common.gpu_kinds.KINDS, or CPU
     count: int  # processes on this node
-    row: CheckRow
+    row: CheckRow  # about the config
     nodes: int = 1
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
     pinned_bytes: int = 0  # host memory that each process pins
-    # For the self-test, like config. They are "" and None if only the machine is checked.
+    # For the self-test of the ops; "" and None if only the machine is checked.
     benchmark: str = ""
     config: RunConfig | None = None
 
@@ -90,7 +90,7 @@ class PreflightRequest:
 
 
 def main(arguments: list[str]) -> int:
-    """Examine the machine, and return the exit code: 0, 18 if a row refuses, 2 for bad usage."""
+    """Check the machine, and return the exit code: 0, 18 if a row refuses, 2 for bad usage."""
     return exit_code_of(lambda: examine(*split_benchmark(arguments)))
 
 
@@ -108,7 +108,7 @@ def examine(benchmark: str, rest: list[str]) -> None:
     if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
         raise PreflightError(
             f"this machine is not ready for the run: {refused}",
-            "these checks have the verdict refuse",
+            "these checks refuse it",
             "follow the advice below the table",
         )
 
@@ -239,11 +239,7 @@ def requested_run(
                 f"add one of {', '.join(benchmarks.names())}",
             )
         row = skipped("config", "no benchmark given: only the machine is checked")
-        return (
-            PreflightRequest(kind.name, requested or visible, row)
-            if kind
-            else PreflightRequest("CPU", 1, row)
-        )
+        return _request_without_config(row, kind, requested or visible)
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
         if wants_miniature(options) and kind:
@@ -260,25 +256,28 @@ def requested_run(
             "a config for this machine",
             "only the machine itself is checked",
         )
-        return (
-            PreflightRequest(kind.name, requested or visible, row)
-            if kind
-            else PreflightRequest("CPU", 1, row)
-        )
+        return _request_without_config(row, kind, requested or visible)
     require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
     return PreflightRequest(
-        config.gpu,
-        config.gpus_per_node,
-        row,
-        config.nodes,
-        config.miniature,
-        config.env,
-        pinned,
-        options.benchmark,
-        config,
+        kind=config.gpu,
+        count=config.gpus_per_node,
+        row=row,
+        nodes=config.nodes,
+        miniature=config.miniature,
+        env=config.env,
+        pinned_bytes=pinned,
+        benchmark=options.benchmark,
+        config=config,
     )
+
+
+def _request_without_config(row: CheckRow, kind: GpuKind | None, gpus: int) -> PreflightRequest:
+    """Return the request for a check of the machine only: its `gpus`, or one process on a CPU."""
+    if kind is None:
+        return PreflightRequest("CPU", 1, row)
+    return PreflightRequest(kind.name, gpus, row)
 
 
 def host_rows(
@@ -292,19 +291,14 @@ def host_rows(
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
-        rows.append(
-            host.judge_read_folder(
-                "MODEL", Path(environment["MODEL"]).absolute(), request.miniature
-            )
-        )
+        model_dir = Path(environment["MODEL"]).absolute()
+        rows.append(host.judge_read_folder("MODEL", model_dir, request.miniature))
     rows.append(host.judge_log_folder(log_dir))
     if request.device == "cuda":
         rows.append(host.judge_tuning())
-    return (
-        rows
-        if request.miniature or not benchmark
-        else [*rows, host.judge_checkout(ROOT, environment)]
-    )
+    if benchmark and not request.miniature:
+        rows.append(host.judge_checkout(ROOT, environment))
+    return rows
 
 
 # --- measurements --------------------------------------------------------------------------------
@@ -327,12 +321,9 @@ def measured(
     during: list[gpus.Stats] = []
 
     def read() -> gpus.Stats:
-        with contextlib.suppress(DriverError):
-            return (
-                read_gpus(found.vendor, [device.address for device in found.devices], HEALTH)
-                if kind
-                else []
-            )
+        if kind:
+            with contextlib.suppress(DriverError):
+                return read_gpus(found.vendor, [each.address for each in found.devices], HEALTH)
         return []
 
     before = read()
@@ -344,36 +335,43 @@ def measured(
         cpus_of_ranks(found, request.count),
     )
     after = read()
-    seen = [rank for rank in ranks if rank.memory_bytes]
-    readings = [before, *during, after]
-    loaded = [with_throttling(*pair) for pair in itertools.pairwise(readings)]
     rows = [judge_ranks(ranks, request.count)]
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
+    seen_by_torch = [rank for rank in ranks if rank.memory_bytes]
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
-    elif len(seen) == request.count:
-        rows += [
-            gpus.judge_torch(seen, kind),
-            gpus.judge_memory_in_use(
-                seen, found.vendor == "nvidia" and platform.machine() == "aarch64"
-            ),
-        ]
-        rows += [
-            gpus.judge_utilization(seen, before),
-            gpus.judge_errors(seen, before, after),
-            gpus.judge_throttling(seen, loaded),
-        ]
+    elif len(seen_by_torch) == request.count:
+        is_grace = found.vendor == "nvidia" and platform.machine() == "aarch64"
+        rows += health_rows(seen_by_torch, kind, [before, *during, after], is_grace)
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 
 
+def health_rows(
+    ranks: Sequence[Measured], kind: GpuKind, readings: Sequence[gpus.Stats], is_grace: bool
+) -> list[CheckRow]:
+    """Return the rows about the state of the GPUs.
+
+    `readings`: of the driver before, during and after the measurements. `is_grace`: whether the CPU
+    is a Grace.
+    """
+    under_load = [with_throttling(*pair) for pair in itertools.pairwise(readings)]
+    return [
+        gpus.judge_torch(ranks, kind),
+        gpus.judge_memory_in_use(ranks, is_grace),
+        gpus.judge_utilization(ranks, readings[0]),
+        gpus.judge_errors(ranks, readings[0], readings[-1]),
+        gpus.judge_throttling(ranks, under_load),
+    ]
+
+
 def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     """Return a row that says whether every process finished.
 
-    Errors are listed first, because one error often makes the other ranks stop.
+    If a process reports an error, only errors are listed: one often makes the other ranks stop.
     """
     reported = {rank.rank for rank in ranks}
     failed = [f"{rank.label} in {rank.phase!r}: {rank.error}" for rank in ranks if rank.error]
@@ -385,8 +383,8 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     ]
     value = "; ".join(failed or silent or stopped)
     do = (
-        "out of memory: see who uses the GPU; else see the messages above, and the kernel log for "
-        "this address"
+        "if it is out of memory, find the program that uses the GPU; otherwise see the messages "
+        "above, and the kernel log for this address"
     )
     return graded(
         "measuring processes",

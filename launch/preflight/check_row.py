@@ -1,4 +1,4 @@
-"""Row of one check, and the table of all rows."""
+"""The row that reports one check, and the table of all rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Limits = tuple[float, float]  # limits for warn and for refuse
 
 @dataclass(frozen=True)
 class CheckRow:
-    check: str
+    check: str  # name of the check
     verdict: str  # one of VERDICTS; `skipped` means that nothing was checked, not that it passed
     value: str  # value found; for `skipped`, the reason
     expected: str = ""
@@ -25,7 +25,7 @@ class CheckRow:
 def graded(
     check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False
 ) -> CheckRow:
-    """Return a row: `refuse` takes precedence over `warn`, and with neither the check is ok."""
+    """Return a row whose verdict is `refuse` or `warn`, the first that is True, or else `ok`."""
     if refuse:
         return CheckRow(check, "refuse", value, expected, do)
     if warn:
@@ -34,7 +34,7 @@ def graded(
 
 
 def worst(amount: float, limits: Limits) -> str:
-    """Return `warn` from the first limit on, `refuse` from the second, else `ok`."""
+    """Return `refuse` at the second limit or above, `warn` at the first or above, else `ok`."""
     if amount >= limits[1]:
         return "refuse"
     return "warn" if amount >= limits[0] else "ok"

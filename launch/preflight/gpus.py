@@ -1,6 +1,6 @@
-"""Checks of the GPUs: number, kind, partitions, load, health, correctness and speed.
+"""Judgments of the GPUs: number, kind, load, health, correctness and speed.
 
-The functions are pure: they turn measurements into rows.
+The functions are pure: they turn measurements into rows of the table.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from launch.preflight.measured import UNITS, Measured
 
-# common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks; [] if the
-# driver does not respond.
+# Result of common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks;
+# [] if the driver does not respond.
 Stats = list[dict]
-USED_GIB = 2  # preflight's own CUDA or HIP context uses some 0.5 GiB of an empty card
+USED_GIB = 2  # preflight's own CUDA or HIP context uses about 0.5 GiB of an idle card
 BUSY_PERCENT = (1, 10)  # limits for warn and refuse; an idle card reports 0
 
 
@@ -30,11 +30,11 @@ def judge_presence(
     `kind`, `visible`: the GPUs found. `kind_name`, `count`: those that the run needs.
     """
     name = kind.name if kind else "none"
-    do = "drop --config or DGXSYSTEM, or use one for this GPU"
+    do = "leave out --config and DGXSYSTEM, or name a config for this GPU"
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
         do = (
-            "its kind is derived, and its runs cannot be submitted; to add it to "
+            "the kind was derived, so its runs cannot be submitted; to add it to "
             "common/gpu_kinds.py, see CONTRIBUTING.md"
         )
     return [
@@ -43,13 +43,13 @@ def judge_presence(
             "GPU count",
             f"{visible} visible",
             str(count),
-            "show more GPUs, or use a config for fewer",
+            "make more GPUs visible, or use a config for fewer",
             refuse=visible < count,
         ),
     ]
 
 
-# Verdict and text of one GPU; None if the driver does not report it.
+# Verdict on one GPU and the reason; None if the driver does not report the value.
 Finding = tuple[str, str] | None
 
 
@@ -61,7 +61,7 @@ def _per_gpu(
     findings: list[Finding],
     good: str,
 ) -> CheckRow:
-    """Return one row from the findings on all GPUs; `good` is its text if all are ok."""
+    """Return one row from the findings on all GPUs. `good`: its value if all are ok."""
     if unknown := findings.count(None):
         return skipped(
             check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected
@@ -79,9 +79,9 @@ def _per_gpu(
 
 
 def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
-    """Judge whether torch sees the same GPU.
+    """Judge whether torch sees the same GPUs as the driver.
 
-    Partitions in a container, or a wrong build of torch, show here and not in the driver.
+    Partitions in a container, and a wrong build of torch, are visible only to torch.
     """
     units = f"{kind.compute_units} compute units, " if kind.compute_units else ""
     expected = f"{kind.name}, {units}{kind.memory_bytes / GIB:.0f} GiB"
@@ -99,14 +99,15 @@ def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
 
 
 def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
+    """Return the value `name` for each rank's GPU, None where the driver does not report it."""
     return [stats[rank.rank].get(name) if stats else None for rank in ranks]
 
 
 def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> CheckRow:
-    """Judge whether the memory is free.
+    """Judge whether the GPU memory is free.
 
-    On a Grace CPU the host's page cache may be in GPU memory. The kernel gives it back, so the row
-    only warns.
+    With a Grace CPU, the host's page cache may be in GPU memory. The kernel frees it when needed,
+    so the row only warns.
     """
     used_gib = [rank.used_bytes / GIB for rank in ranks]
     verdict = "warn" if is_grace else "refuse"
@@ -117,20 +118,20 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
     do = "end the processes on these GPUs (nvidia-smi, rocm-smi)"
     if is_grace:
         do += (
-            "; if there are none, it is page cache: drop it, or load the driver in CDMM mode "
-            "(driver 580)"
+            "; if there are none, the memory holds page cache: drop it, or load the driver in CDMM "
+            "mode (driver 580)"
         )
     return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
 
 
 def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
-    """Return a row that warns or refuses if another process works on a GPU."""
+    """Judge whether the GPUs were idle before the measurements."""
     percents = _of(ranks, before, "utilization_percent")
     findings = [
         None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %")
         for percent in percents
     ]
-    do = "find the program that uses it; wait or end it"
+    do = "find the program that uses the GPU, and wait for it or end it"
     return _per_gpu(
         "GPU use before the test", f"< {BUSY_PERCENT[0]} %", do, ranks, findings, "idle"
     )
@@ -142,22 +143,28 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
     Corrected errors are common, but should not appear during the measurement.
     """
     findings: list[Finding] = []
-    corrected = [_of(ranks, stats, "corrected_errors") for stats in (before, after)]
+    uncorrected_now = _of(ranks, after, "uncorrected_errors")
+    corrected_before = _of(ranks, before, "corrected_errors")
+    corrected_now = _of(ranks, after, "corrected_errors")
     for uncorrected, then, now in zip(
-        _of(ranks, after, "uncorrected_errors"), *corrected, strict=True
+        uncorrected_now, corrected_before, corrected_now, strict=True
     ):
-        rising = then is not None and (now or 0) > then
-        finding = ("warn", f"{now:g} corrected, rising") if rising else ("ok", "")
-        finding = ("refuse", f"{uncorrected:g} uncorrected") if uncorrected else finding
-        findings.append(None if uncorrected is None else finding)
-    do = "reset the GPU or restart the host; if they come back, have the card replaced"
+        if uncorrected is None:
+            findings.append(None)
+        elif uncorrected:
+            findings.append(("refuse", f"{uncorrected:g} uncorrected"))
+        elif then is not None and (now or 0) > then:
+            findings.append(("warn", f"{now:g} corrected, rising"))
+        else:
+            findings.append(("ok", ""))
+    do = "reset the GPU or restart the host; if the errors return, have the card replaced"
     return _per_gpu(
         "memory errors (ECC)", "none uncorrected, none new", do, ranks, findings, "none"
     )
 
 
 def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
-    """Return a row about clocks that heat, power or the driver lowered under load."""
+    """Judge whether heat, power or the driver lowered the clocks under load."""
     findings: list[Finding] = []
     for rank in ranks:
         reported = []
@@ -166,7 +173,12 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
             if reasons is not None:
                 reported.append(reasons)
         faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
-        findings.append(("warn" if faults else "ok", ", ".join(faults)) if reported else None)
+        if not reported:
+            findings.append(None)
+        elif faults:
+            findings.append(("warn", ", ".join(faults)))
+        else:
+            findings.append(("ok", ""))
     do = "check the cooling and power supply of this GPU"
     return _per_gpu(
         "throttling under load", "none beyond the power limit", do, ranks, findings, "none"
@@ -174,7 +186,7 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
 
 
 def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str) -> CheckRow:
-    """Name the boost slider and the power profiles in force, and warn if the GPUs differ.
+    """Report the boost sliders and the active power profiles, and warn if the sliders differ.
 
     `vboost`: position and largest position of each GPU's slider. `profiles`: as the driver prints
     them, "" if there are none. A run does not change them.
@@ -192,13 +204,14 @@ def judge_power_settings(vboost: Sequence[tuple[int, int] | None], profiles: str
 
 # --- correct and fast -----------------------------------------------------------------------------
 
-# Warn and refuse. Healthy GPUs of one host differ by less than 1 %: sd of 0.04 to 0.71 % in
-# MLPerf Training v5.1 logs.
+# Limits for warn and refuse, as shares of the other GPUs' median. Healthy GPUs of one host differ
+# by less than 1 %: in MLPerf Training v5.1 logs, the standard deviation is 0.04 to 0.71 %.
 SIBLINGS = (0.98, 0.95)
-# Warn and refuse. Cooling and power differ between hosts by a few percent, not by a fifth.
+# Limits for warn and refuse, as shares of EXPECTED. Between hosts, cooling and power make a
+# difference of a few percent, not of a fifth.
 TABLE = (0.95, 0.80)
-# Speed of one GPU while all GPUs of the host work. H200: measured by us, machines in
-# docs/results.md. H100: one machine.
+# Speed of one GPU in UNITS while all GPUs of the host work. H200: our measurements, on the machines
+# in docs/results.md. H100: one machine.
 EXPECTED: dict[str, dict[str, float]] = {
     "H200": {"bf16 GEMM": 679.0, "FP8 GEMM": 1287.0, "copy": 4.27},
     "H100": {"copy": 3.0},
@@ -208,9 +221,9 @@ EXPECTED: dict[str, dict[str, float]] = {
 def judge_self_test(
     ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]
 ) -> CheckRow:
-    """Judge whether every op of the config is correct at its shapes.
+    """Judge whether every op computes correctly at the config's shapes.
 
-    For an op that is not, name the known issues of these versions.
+    If one does not, the advice names known issues of these versions that may be the cause.
     """
     check = "self-test"
     expected = "every op correct at the config's shapes"
@@ -223,11 +236,10 @@ def judge_self_test(
         failures |= set(bad)
         findings.append(("refuse", ", ".join(line for _, line in bad)) if bad else ("ok", ""))
     suspects = known_issues.suspects(sorted(failures), kind, versions) if kind else []
-    have = ", ".join(f"{name} {text}" for name, text in versions.items())
-    do = (
-        "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
-        or f"no known issue of {have}: try other versions, and report it"
-    )
+    installed = ", ".join(f"{name} {text}" for name, text in versions.items())
+    do = f"no known issue of {installed} explains it: try other versions, and report it"
+    if suspects:
+        do = "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
     slowest = max(rank.self_test_s for rank in ranks)
     good = (
         f"{len(ranks[0].self_test)} ops, {slowest:.1f} s; attention by "
@@ -258,6 +270,7 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
         if len(values) == 1:
             rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))
         else:
+            # For each GPU, the median of the others.
             medians = [statistics.median(values[:i] + values[i + 1 :]) for i in range(len(values))]
             expected = f"within {100 - 100 * SIBLINGS[0]:.0f} % of the others' median"
             rows.append(_not_slower(siblings, expected, ranks, name, medians, SIBLINGS))
@@ -278,18 +291,18 @@ def _not_slower(
     references: list[float],
     limits: Limits,
 ) -> CheckRow:
-    """Return a row that compares each rank's speed with its reference.
+    """Return a row that compares each rank's speed with the rank's reference.
 
-    `limits`: warn and refuse at or below these shares of the reference.
+    `limits`: shares of the reference at or below which the row warns and refuses.
     """
     findings: list[Finding] = []
     for rank, reference in zip(ranks, references, strict=True):
-        # Rounded, so that a value printed as 5.0 % counts as 5 %.
+        # Round, so that a value that is printed as 5.0 % counts as 5 %.
         slower = 1 - round(rank.speeds[name] / reference, 4)
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
         findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
     do = (
-        "look for other users of this GPU; check its clocks, power and temperature; then reset or "
+        "find other programs on this GPU; check its clocks, power and temperature; then reset or "
         "exclude it"
     )
     good = _range([rank.speeds[name] for rank in ranks], UNITS[name])
@@ -297,6 +310,7 @@ def _not_slower(
 
 
 def _range(values: Sequence[float], unit: str) -> str:
+    """Return the smallest and the largest value for display, or one if they look the same."""
     low = f"{min(values):.4g}"
     high = f"{max(values):.4g}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"

@@ -21,14 +21,15 @@ from launch import torch_build, tuning
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
 from launch.run_directory import doubts
 
-# Available GiB per process, warn and refuse. torch and its libraries need 2 to 4 GiB; compilation
-# and pinned batches need the rest.
+# Each pair holds the limits below which a row warns and refuses.
+# Available GiB per process. torch and its libraries need 2 to 4 GiB; compilation and pinned batches
+# need the rest.
 MEMORY_GIB = {"cuda": (16, 4), "cpu": (1.0, 0.5)}
-# NCCL and RCCL pass messages within a node through /dev/shm. Docker's default of 64 MB ends in a
-# bus error or a hang at start.
+# Free GiB. NCCL and RCCL pass messages within a node through /dev/shm. Docker's default of 64 MB
+# leads to a bus error or a hang at the start.
 SHM_GIB = (8, 1)
-OPEN_FILES = (1024, 256)  # 8 ranks have some hundreds of sockets and shared files
-LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks need more
+OPEN_FILES = (1024, 256)  # 8 ranks open a few hundred sockets and shared files
+LOG_GIB = (10, 1)  # free GiB: ten runs write a few hundred MB; traces and stacks need more
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -41,25 +42,25 @@ class Host:
 
 
 def read(root: Path = Path("/")) -> Host:
-    memlock, files = (
-        resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
-    )
+    """Return the memory and the limits of this host. `root`: of its file systems."""
     shm = root / "dev/shm"
     return Host(
-        available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files
+        memory_bytes=available_memory(root),
+        shm_bytes=shutil.disk_usage(shm).free if shm.exists() else 0,
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 
 
 def available_memory(root: Path) -> int:
-    """Return MemAvailable in bytes, or the memory that the control group has left if that is less.
+    """Return MemAvailable in bytes, or what the control group has left if that is less.
 
-    The control group's page cache counts as available. If GPU memory is a NUMA node of its own
-    (Grace), MemAvailable would include it, so only nodes with CPUs are counted.
+    The control group's page cache counts as available. On Grace, where GPU memory is a NUMA node of
+    its own, MemAvailable would include it, so only nodes with CPUs are counted there.
     """
-    machine = (
-        _available_beside_cpus(root)
-        or key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
-    )
+    machine = _available_on_cpu_nodes(root)
+    if not machine:
+        machine = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     group = root / "sys/fs/cgroup"
     limit = read_text(group / "memory.max")
     used = read_text(group / "memory.current")
@@ -69,8 +70,8 @@ def available_memory(root: Path) -> int:
     return min(machine, max(int(limit) - kept, 0))
 
 
-def _available_beside_cpus(root: Path) -> int:
-    """Return free memory and page cache of the NUMA nodes that have CPUs, in bytes.
+def _available_on_cpu_nodes(root: Path) -> int:
+    """Return the free memory and page cache of the NUMA nodes that have CPUs, in bytes.
 
     Return 0 if every node has CPUs.
     """
@@ -79,15 +80,11 @@ def _available_beside_cpus(root: Path) -> int:
     if len(with_cpus) == len(nodes):
         return 0
     total = 0
-    for node in with_cpus:  # lines such as `Node 0 MemFree:  1234 kB`
-        sizes = {
-            words[2]: int(words[3])
-            for line in read_text(node / "meminfo").splitlines()
-            if len(words := line.split()) >= 4
-        }
-        total += sum(
-            sizes.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):")
-        )
+    for node in with_cpus:
+        for line in read_text(node / "meminfo").splitlines():
+            words = line.split()  # Node 0 MemFree: 1234 kB
+            if len(words) >= 4 and words[2] in ("MemFree:", "Active(file):", "Inactive(file):"):
+                total += int(words[3])
     return total * 1024
 
 
@@ -102,10 +99,9 @@ def judge(
     memory = host.memory_bytes / GIB
     shm = host.shm_bytes / GIB
     warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
-    do = (
-        "end other programs, or give the container or job more memory"
-        + ", or set offload_layers lower" * bool(pinned_bytes)
-    )
+    do = "end other programs, or give the container or job more memory"
+    if pinned_bytes:
+        do += ", or set offload_layers lower"
     rows = [
         at_least(
             "host memory",
@@ -118,13 +114,13 @@ def judge(
     ]
     if device == "cuda":
         do = (
-            "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the "
-            "tmpfs"
+            "start the container with --shm-size 16g or --ipc host; without a container, enlarge "
+            "the tmpfs"
         )
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
         rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
-        # RDMA locks the memory that it registers, so several nodes need this. No need is known on
-        # one node, so it only warns there.
+        # RDMA locks the memory that it registers, so several nodes need this. One node has no known
+        # need, so the row only warns there.
         value = _limit(host.memlock_bytes)
         is_low = host.memlock_bytes != UNLIMITED
         do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
@@ -148,15 +144,17 @@ def _limit(value: int) -> str:
 
 
 def judge_tuning(root: Path = Path("/")) -> CheckRow:
-    """Judge the settings of system_tuning.
+    """Judge the operating system settings of `tuning`.
 
-    They only warn: AMD uses these settings, but no measurement of their gain is known.
+    The row only warns: AMD uses these settings, but no measurement of their effect is known.
     """
     advice = tuning.advice(root)
-    do = "tuning check; or run with --tune"
-    value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
     return graded(
-        "host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice)
+        "host tuning",
+        advice or f"{len(tuning.state(root))} settings are as AMD sets them",
+        "the values of `tuning apply`; effect not measured",
+        "see `tuning check`, or run with --tune",
+        warn=bool(advice),
     )
 
 
@@ -164,12 +162,10 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
 
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
-    """Judge whether the folder holds files."""
-    files = (
-        [path for path in folder.iterdir() if path.is_file()]
-        if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
-        else []
-    )
+    """Judge whether `folder`, the directory that variable `name` gives, holds files."""
+    files = []
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        files = [path for path in folder.iterdir() if path.is_file()]
     if not files and miniature:
         return skipped(name, f"{folder}: the first run creates it")
     if not files:
@@ -179,7 +175,7 @@ def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
 
 
 def judge_log_folder(folder: Path) -> CheckRow:
-    """Judge free space and write permission of the folder for results, without writing."""
+    """Judge free space and write permission of the directory for results, without writing."""
     parent = next(place for place in (folder, *folder.parents) if place.exists())
     do = "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -200,18 +196,14 @@ def judge_log_folder(folder: Path) -> CheckRow:
 def judge_software() -> CheckRow:
     """Judge the version of torch.
 
-    The local part of the version names its build (+cu130, +rocm7.2).
+    The row shows the full version, which includes the build (+cu130, +rocm7.2).
     """
-    triton = next(filter(None, map(version_of, known_issues.PACKAGES["triton"])), "")
-    text = (
-        f"Python {platform.python_version()}, torch {version_of('torch')}, triton "
-        f"{triton or 'missing'}"
-    )
+    triton_versions = [version_of(name) for name in known_issues.PACKAGES["triton"]]
+    triton = next(filter(None, triton_versions), "missing")
+    torch = version_of("torch")
+    text = f"Python {platform.python_version()}, torch {torch}, triton {triton}"
     oldest = ".".join(map(str, OLDEST_TORCH))
-    is_old = (
-        tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2])
-        < OLDEST_TORCH
-    )
+    is_old = tuple(int(part) for part in re.findall(r"\d+", torch or "0")[:2]) < OLDEST_TORCH
     return graded(
         "software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old
     )
@@ -227,14 +219,15 @@ def judge_torch_build(
         torch_build.require_fitting_torch(found, versions, environment)
     except PreflightError as error:
         return CheckRow(check, "refuse", f"{error.what} ({error.why})", expected, error.do)
-    library = next(
-        (f"{name} {versions[name]}" for name in ("rocm", "cuda") if name in versions), "CPU"
-    )
+    library = "CPU"
+    for name in ("cuda", "rocm"):
+        if name in versions:
+            library = f"{name} {versions[name]}"
     return CheckRow(check, "ok", library, expected)
 
 
 def judge_compiler(environment: Mapping[str, str]) -> CheckRow:
-    """Judge whether Triton can compile the C file of its first launch."""
+    """Judge whether there is a C compiler: Triton compiles C code at a kernel's first launch."""
     missing = torch_build.missing_compiler(environment)
     return graded(
         "C compiler",
@@ -251,15 +244,12 @@ def judge_known_issues(
     """Judge these versions on this GPU by common/known_issues.toml."""
     issues = known_issues.shown(kind, versions, environment)
     unseen = known_issues.unseen(versions)
-    do = "; ".join(
-        [
-            *(issue.cure for issue in issues),
-            *(["look whether something is known of it"] if unseen else []),
-        ]
-    )
-    value = "; ".join([*map(str, issues), *unseen]) or "none of " + ", ".join(
-        f"{name} {text}" for name, text in versions.items()
-    )
+    advice = [issue.cure for issue in issues]
+    if unseen:
+        advice.append("look for known issues of the versions that were never tried")
+    do = "; ".join(advice)
+    installed = ", ".join(f"{name} {text}" for name, text in versions.items())
+    value = "; ".join([*map(str, issues), *unseen]) or f"none of {installed}"
     refuse = any(issue.verdict == "refuse" for issue in issues)
     return graded(
         "known issues",
@@ -272,19 +262,19 @@ def judge_known_issues(
 
 
 def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
-    """Judge whether runs that are started now can be submitted.
+    """Judge whether runs from this checkout can be submitted.
 
     The log must name a commit without changes, and an organization.
     """
-    found = doubts(root, environment)
+    problems = doubts(root, environment)
     do = (
-        "commit, ignore or remove the files, run as the owner of the checkout, set the variable: "
-        "else package will refuse the runs"
+        "commit, ignore or remove the files, run as the owner of the checkout, or set the "
+        "variable; otherwise package will refuse the runs"
     )
     return graded(
         "checkout",
-        "; ".join(found) or "a clean commit",
+        "; ".join(problems) or "a clean commit",
         "a clean commit, MLPERF_SUBMISSION_ORG",
         do,
-        warn=bool(found),
+        warn=bool(problems),
     )

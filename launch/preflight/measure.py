@@ -1,13 +1,13 @@
 """Measurements of one process on its GPU, for preflight.
 
 torchrun starts `python -m launch.preflight.measure DIR DEVICE SECONDS [BENCHMARK]` on all GPUs at
-once. The GPUs then heat up and share power as in a run. Every rank writes DIR/rank_<k>.json:
+once, so that they heat up and share power as in a run. Every rank writes DIR/rank_<k>.json:
 
 - its GPU's properties according to torch
 - the self-test of BENCHMARK's ops with DIR/config.toml
 - the speed of matrix products, copies and collectives
 
-Each speed is the median of as many repetitions as fill SECONDS.
+Each speed is the median over repetitions that take SECONDS in total.
 """
 
 from __future__ import annotations
@@ -38,86 +38,97 @@ SIZES = {
     "cuda": (8192, 2**31, 2**29),
     "cpu": (128, 2**24, 2**22),
 }
-# Function, and amount; amount / seconds of one call is in UNITS.
+# A function, and the amount of work of one call: amount / seconds is a speed in UNITS.
 Work = tuple[Callable[[], object], float]
 
 
 def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> None:
-    found = Measured(int(os.environ["RANK"]))
-    found.write(folder)
+    """Measure, and write the results to `folder`, also if an error ends the measurement."""
+    measured = Measured(int(os.environ["RANK"]))
+    measured.write(folder)
     # Newer torch renames a collective; torch 2.9 has only the old name.
     warnings.filterwarnings("ignore", category=FutureWarning)
     # Also ends this process if a collective or the driver hangs.
     faulthandler.dump_traceback_later(limit_s(seconds), exit=True)
     try:
-        measure(found, folder, device, seconds, benchmark)
+        measure(measured, folder, device, seconds, benchmark)
     except Exception as error:
-        found.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        measured.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise
     finally:
-        found.write(folder)
+        measured.write(folder)
 
 
-def measure(found: Measured, folder: Path, device: str, seconds: float, benchmark: str) -> None:
-    place = look(found, device)
+def measure(measured: Measured, folder: Path, device: str, seconds: float, benchmark: str) -> None:
+    """Fill `measured` with the properties of the GPU, the self-test and the speeds.
+
+    `benchmark`: "" for no self-test. The file in `folder` names the phase at any time.
+    """
+    place = record_properties(measured, device)
     if benchmark:
         config = configs.load(folder / "config.toml", config_class(benchmark))
         fixed = workload(benchmark, config)
         sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
-        result = self_test(sizes, place, lambda op: found.write(folder, op))
-        found.attention = result.attention
-        found.self_test_s = result.seconds
-        found.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]
-    torch.manual_seed(found.rank)
+        result = self_test(sizes, place, lambda op: measured.write(folder, op))
+        measured.attention = result.attention
+        measured.self_test_s = result.seconds
+        measured.self_test = [
+            (finding.op, str(finding), finding.good) for finding in result.findings
+        ]
+    torch.manual_seed(measured.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        found.write(folder, "start of the process group")
+        measured.write(folder, "start of the process group")
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
         )
     try:
-        fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
-        # A CPU may need 12 s for one FP8 product.
-        left_out: tuple[str, ...] = ()
+        fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(measured.arch)]
+        skipped: tuple[str, ...] = ()
         if device == "cpu":
-            left_out += ("FP8 GEMM",)
+            skipped += ("FP8 GEMM",)  # one product may take 12 s
         if not dist.is_initialized():
-            left_out += COLLECTIVES
-        for name, prepare in works(place, fp8).items():
-            if name not in left_out:
-                found.write(folder, name)
+            skipped += COLLECTIVES
+        for name, prepare in workloads(place, fp8).items():
+            if name not in skipped:
+                measured.write(folder, name)
                 work, amount = prepare()
-                found.speeds[name] = amount / median_s(work, place, seconds)
+                measured.speeds[name] = amount / median_s(work, place, seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    found.phase = "done"
+    measured.phase = "done"
 
 
-def look(found: Measured, device: str) -> torch.device:
-    """Record torch's properties of this rank's GPU, before anything is allocated there."""
+def record_properties(measured: Measured, device: str) -> torch.device:
+    """Record what torch reports about this rank's GPU, and return the device.
+
+    Call it before anything is allocated on the GPU.
+    """
     if device == "cpu":
         return torch.device("cpu")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(place)
     free, total = torch.cuda.mem_get_info(place)
     facts: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
-    found.used_bytes = total - free
-    found.name = facts.name
-    found.memory_bytes = facts.total_memory
-    found.compute_units = facts.multi_processor_count
-    found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
-    # torch for ROCm lacked some properties before 2.11. The address is only shown in the table.
-    found.uuid = str(getattr(facts, "uuid", ""))
+    measured.used_bytes = total - free
+    measured.name = facts.name
+    measured.memory_bytes = facts.total_memory
+    measured.compute_units = facts.multi_processor_count
+    measured.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    # torch for ROCm lacks some properties before 2.11. The address is only displayed.
+    measured.uuid = str(getattr(facts, "uuid", ""))
     if all(hasattr(facts, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")):
-        found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        measured.pci = (
+            f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        )
     return place
 
 
-def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
-    """Return the timed functions by name. Each entry allocates its operands when called.
+def workloads(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
+    """Return name -> function that allocates operands and returns the work to time.
 
-    Operands are random, since zeros draw less power and run faster. Collectives count bus bandwidth
-    as NCCL's own tests define it: the amount that each link carries, whatever the number of ranks.
+    Operands are random, since zeros draw less power and run faster. The speed of a collective is
+    its bus bandwidth as NCCL's tests define it: what each link carries, for any number of ranks.
     """
     n, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
@@ -146,7 +157,8 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
         target = torch.empty_like(source)
         return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
-    def all_reduce() -> Work:  # MAX, since repeated sums would overflow after a hundred repetitions
+    def all_reduce() -> Work:
+        # MAX, since sums would overflow after a hundred repetitions.
         tensor = random(collective_bytes // 2)
         ranks = dist.get_world_size()
         gigabytes = 2 * (ranks - 1) / ranks * tensor.nbytes / 1e9
@@ -164,20 +176,20 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 
 
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:
-    """Return the median time of one `work` in seconds, repeated for about `seconds`.
+    """Return the median time of one call of `work` in seconds, over about `seconds`.
 
-    All ranks start together and repeat it equally often.
+    All ranks make the same number of calls: the largest that any rank would choose.
     """
     times_s(work, 3, place)  # warm-up, in which libraries choose their kernels
-    count = torch.tensor(
-        max(5, int(seconds / statistics.median(times_s(work, 5, place)))), device=place
-    )
+    estimate_s = statistics.median(times_s(work, 5, place))
+    count = torch.tensor(max(5, int(seconds / estimate_s)), device=place)
     if dist.is_initialized():
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return statistics.median(times_s(work, int(count), place))
 
 
 def times_s(work: Callable[[], object], count: int, place: torch.device) -> list[float]:
+    """Return the time of each of `count` calls of `work`, in seconds."""
     clock = StepClock(place)
     clock.restart()
     for _ in range(count):

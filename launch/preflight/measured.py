@@ -1,4 +1,4 @@
-"""Report of each measuring process: one JSON file per rank. Standard library only."""
+"""The report of each measuring process: one JSON file per rank. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ UNITS = {
     "all-gather": "GB/s",
 }
 COLLECTIVES = ("all-reduce", "all-gather")
-# Time for imports, the first collective and the self-test's compilation. A longer start hangs.
+# Seconds for imports, the first collective and the compilation of the self-test's kernels.
 START_S = 240.0
 
 
 def limit_s(seconds: float) -> float:
-    """Return the seconds after which a rank gives up.
+    """Return the seconds after which a rank ends itself, because it hangs.
 
-    They are enough for a GPU at a quarter of its siblings' speed.
+    A GPU that runs at a quarter of the others' speed still finishes in time.
     """
     return START_S + 4 * seconds * len(UNITS)
 
 
 @dataclass
 class Measured:
-    """Measurements of one rank: sizes in bytes, speeds in UNITS.
+    """Measurements of one rank. Sizes are in bytes, speeds in UNITS.
 
-    A name that is missing from `speeds` was not measured.
+    A speed that is missing from `speeds` was not measured.
     """
 
     rank: int  # rank, and index of its GPU among the visible GPUs
@@ -44,7 +44,7 @@ class Measured:
     compute_units: int = 0
     uuid: str = ""
     pci: str = ""  # for example 0000:1b:00.0
-    # On the GPU before preflight allocates: other processes, and its own context.
+    # In use before preflight allocates anything: by other processes, and by its own context.
     used_bytes: int = 0
     speeds: dict[str, float] = field(default_factory=dict)
     attention: str = ""  # the backend of attention
@@ -67,6 +67,6 @@ class Measured:
 
 
 def read_ranks(folder: Path) -> list[Measured]:
-    """Return what the measuring processes wrote to `folder`, in the order of their ranks."""
-    found = [Measured(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
-    return sorted(found, key=lambda rank: rank.rank)
+    """Return the reports of all measuring processes in `folder`, in the order of their ranks."""
+    reports = [Measured(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
+    return sorted(reports, key=lambda report: report.rank)

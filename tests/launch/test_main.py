@@ -373,7 +373,7 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
     assert not builds, "nothing is damaged"
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
     ensure_data(asked)
-    assert len(builds) == 1 and "again" in capfd.readouterr().err
+    assert len(builds) == 1 and "rebuilding" in capfd.readouterr().err
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
     monkeypatch.setattr(
         job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0)

@@ -1,15 +1,16 @@
 """Agent on one node: `python -m launch.preflight.nodes.agent`, started by `preflight --nodes`.
 
-It reads one JSON object a line from stdin, and answers each with one line on stdout:
+It reads commands from stdin, one JSON object per line, and answers each with one line on stdout:
 
+    command                                answer
     {"do": "facts"}                        versions, settings, interfaces, kernel log (facts.py)
     {"do": "check", "arguments", ...}      the rows of `preflight` on this node
-    {"do": "listen", "ports"}              the free port of a listener, and ports in use
-    {"do": "probe", "host", ...}           the link to the listener of another node (links.py)
-    {"do": "collective", "rank", ...}      all-reduce and all-to-all (collectives.py)
+    {"do": "listen", "ports"}              a listener's free port, and ports that are in use
+    {"do": "probe", "host", ...}           the link to another node's listener (links.py)
+    {"do": "collective", "rank", ...}      speed of all-reduce and all-to-all (collectives.py)
 
-The agent ends with all its processes when stdin is closed, which is also how a lost connection
-shows, and after LIFETIME_S in any case.
+When stdin is closed, also by a lost connection, the agent ends with all its processes. It ends
+after LIFETIME_S in any case.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from launch.preflight.nodes import facts, links
 from launch.processes.ranks import module_search_path
 
 LIFETIME_S = 7200
-GRACE_S = 5.0
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
 POLL_S = 0.1
 
 
 class Agent:
+    """Server of the commands. Each method `do_X` is the command X and returns its answer."""
+
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
         self.listener: links.Listener | None = None
@@ -59,9 +62,7 @@ class Agent:
         os._exit(0)
 
     def stop_processes(self) -> None:
-        """End the processes with SIGTERM, which lets them end their ranks, and after GRACE_S kill
-        them.
-        """
+        """Send SIGTERM, so that the processes can end their ranks, and SIGKILL after GRACE_S."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -73,6 +74,7 @@ class Agent:
                 time.sleep(POLL_S)
 
     def do_facts(self) -> dict:
+        """Return the facts by which nodes are compared."""
         return facts.read(os.environ)
 
     def do_check(self, arguments: list[str], environment: dict[str, str], limit_s: float) -> dict:
@@ -82,17 +84,19 @@ class Agent:
         try:
             return {"rows": json.loads(output)["rows"]}
         except (ValueError, KeyError):
-            last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
+            last = _last_line(errors) or "it printed nothing"
             return {"error": f"the checks of this node did not finish: {last}"}
 
     def do_listen(self, ports: list[int]) -> dict:
+        """Start a listener on `ports` and on a free port."""
         self.listener = links.Listener(ports)
         return {"free_port": self.listener.free_port, "errors": self.listener.errors}
 
     def do_probe(self, host: str, ports: list[int], free_port: int, seconds: float) -> dict:
+        """Measure the link to the listener on `host`, and name the interface that it uses."""
         result = links.probe(host, ports, free_port, seconds)
-        found = facts.interfaces(Path("/"))
-        interface = facts.interface_of(result.get("address", ""), found)
+        interfaces = facts.interfaces(Path("/"))
+        interface = facts.interface_of(result.get("address", ""), interfaces)
         return result | {"interface": interface}
 
     def do_collective(
@@ -104,9 +108,10 @@ class Agent:
         seconds: float,
         limit_s: float,
     ) -> dict:
-        """Run the ranks of this node, which is number `rank` of `nodes`.
+        """Measure the collectives together with other nodes: run the ranks of this node.
 
-        `environment`: MASTER_ADDR, MASTER_PORT and the interfaces to use.
+        `rank`: number of this node among `nodes`. `environment`: MASTER_ADDR, MASTER_PORT and the
+        interfaces to use.
         """
         if self.listener:
             self.listener.close()  # rank 0 listens on MASTER_PORT
@@ -127,33 +132,20 @@ class Agent:
         results = self._run(starts, limit_s)
         for exit_code, _, errors in results:
             if exit_code:
-                last = (errors.strip().splitlines() or [f"exit code {exit_code}"])[-1]
-                return {"error": last}
+                return {"error": _last_line(errors) or f"exit code {exit_code}"}
         output = results[0][1].strip()
         return {"rates": json.loads(output.splitlines()[-1]) if output else {}}
 
     def _run(
         self, starts: list[tuple[list[str], dict[str, str]]], limit_s: float
     ) -> list[tuple[int, str, str]]:
-        """Run commands with additional variables at the same time.
+        """Run several commands at the same time. Return exit code, stdout and stderr of each.
 
-        Return exit code, stdout and stderr of each. Those that run longer than `limit_s` are
-        killed.
+        `starts`: each command, and variables to add to its environment. Commands that run longer
+        than `limit_s` are killed.
         """
         deadline = time.monotonic() + limit_s
-        self.processes = [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **module_search_path(os.environ), **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for command, environment in starts
-        ]
+        self.processes = [_start(command, environment) for command, environment in starts]
         killer = threading.Timer(limit_s, self.stop_processes)
         killer.daemon = True
         killer.start()
@@ -166,6 +158,26 @@ class Agent:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not finished within {limit_s:.0f} s")
         return results
+
+
+def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    """Start `command` in a session of its own, with `environment` added to this process's."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **module_search_path(os.environ), **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of `text`, "" if there is none."""
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

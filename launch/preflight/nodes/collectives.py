@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from launch.preflight.measure import median_s
 
-BYTES = {"cuda": 2**28, "cpu": 2**22}
-# For the start of the process group, and for each collective. The agent kills the process later.
+BYTES = {"cuda": 2**28, "cpu": 2**22}  # size of the tensor on each rank
+# For the start of the process group, and for each collective. The agent's own limit is longer.
 TIMEOUT_S = 60.0
 
 
 def main(device: str, seconds: float) -> None:
+    """Measure on this rank. Rank 0 prints the result."""
     faulthandler.dump_traceback_later(4 * TIMEOUT_S, exit=True)
     place = torch.device("cpu")
     if device == "cuda":
@@ -43,8 +44,8 @@ def main(device: str, seconds: float) -> None:
 def measure(place: torch.device, seconds: float) -> dict[str, float]:
     """Return name of a collective -> bus bandwidth in Gb/s.
 
-    Bus bandwidth is defined as in NCCL's tests (PERFORMANCE.md of nccl-tests): 2 (n - 1) / n of the
-    bytes for an all-reduce, (n - 1) / n for an all-to-all of n ranks.
+    Bus bandwidth is defined as in NCCL's tests (PERFORMANCE.md of nccl-tests). With n ranks, an
+    all-reduce counts 2 (n - 1) / n of the bytes, and an all-to-all (n - 1) / n.
     """
     ranks = dist.get_world_size()
     source = torch.zeros(BYTES[place.type] // 4 // ranks * ranks, device=place)

@@ -1,11 +1,12 @@
 """Check several nodes: `preflight --nodes host1,host2,...`.
 
-1. Each node by itself, without any rendezvous: versions, kernel settings, kernel log, and the
-   checks of `preflight`. A node that does not answer in time fails and delays no other.
-2. Nodes that passed are compared. One that differs from most of them fails.
-3. Every link, over TCP. In round d each node sends to the node that is d places further, so that
-   all nodes work at the same time and none has two partners. Round 1 is the ring.
-4. All-reduce and all-to-all (NCCL, RCCL, or gloo on CPUs), in pairs and then on all passing nodes.
+1. Check each node by itself, without any rendezvous: versions, kernel settings, kernel log, and the
+   rows of `preflight`. A node that does not answer in time fails and delays no other node.
+2. Compare the nodes. A node whose versions differ from those of most nodes fails.
+3. Measure every link over TCP. In round d, each node sends to the node d places further in the
+   list, so all nodes are busy and none receives from two others. Round 1 is the ring.
+4. Measure all-reduce and all-to-all (NCCL, RCCL, or gloo on CPUs), first in pairs of nodes, then on
+   all passing nodes.
 """
 
 from __future__ import annotations
@@ -25,46 +26,59 @@ from launch.preflight.nodes import judge, kernel_log, page
 from launch.preflight.nodes.judge import Pair
 from launch.preflight.nodes.remote import Remote, agent_command, at_once, close, node_names
 
+# Time limits in seconds.
 FACTS_S = 60.0  # for an agent to start and read its facts
-LISTEN_S = 15.0
-PROBE_S = 60.0
-# Seconds that a link or a collective is measured, and with --quick.
-SECONDS = (2.0, 0.5)
+LISTEN_S = 15.0  # for an agent to start its listener, or to answer after its own limit
+PROBE_S = 60.0  # for the measurement of a link
 COLLECTIVE_S = 180.0  # for imports, the start of the process group and both collectives
-# Variables of the user that the checks of one node read, sent to all nodes.
-SENT = ("DATADIR", "MODEL", "LOGDIR", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "ALLOW_KNOWN_ISSUES")
+SECONDS = 2.0  # for which each link and each collective is measured
+QUICK_SECONDS = 0.5  # the same with --quick
+# Variables of the user that the checks of one node read. All nodes get them.
+SENT_VARIABLES = (
+    "DATADIR",
+    "MODEL",
+    "LOGDIR",
+    "DGXSYSTEM",
+    "DGXNGPU",
+    "GPU_KIND",
+    "ALLOW_KNOWN_ISSUES",
+)
 
 
 @dataclass
 class Report:
-    """Findings about all nodes. Rates are in Gb/s."""
+    """Results of all checks. Rates are in Gb/s."""
 
     nodes: list[str]
     rows: dict[str, list[CheckRow]]  # node -> rows
-    cluster: list[CheckRow] = field(default_factory=list)
-    facts: dict[str, dict] = field(default_factory=dict)
-    links: dict[Pair, dict] = field(default_factory=dict)  # as links.probe returns them
-    pairs: dict[Pair, float] = field(default_factory=dict)  # all-reduce of two nodes
-    proposal: dict[str, str] = field(default_factory=dict)
+    cluster: list[CheckRow] = field(default_factory=list)  # rows about the network
+    facts: dict[str, dict] = field(default_factory=dict)  # node -> facts.read
+    links: dict[Pair, dict] = field(default_factory=dict)  # (from, to) -> links.probe
+    pairs: dict[Pair, float] = field(default_factory=dict)  # two nodes -> rate of their all-reduce
+    proposal: dict[str, str] = field(default_factory=dict)  # variables proposed for NCCL and RCCL
     # The user's own variables of NCCL and RCCL. They take precedence over the proposal.
     nccl: dict[str, str] = field(default_factory=dict)
 
     def passes(self, node: str) -> bool:
+        """Return whether no check of `node` refuses it."""
         return overall(self.rows[node]) != "refuse"
 
     @property
     def passing(self) -> list[str]:
+        """The nodes that pass."""
         return [node for node in self.nodes if self.passes(node)]
 
     def reasons(self, node: str) -> list[str]:
+        """Return why `node` fails: the rows that refuse it."""
         return [f"{row.check}: {row.value}" for row in self.rows[node] if row.verdict == "refuse"]
 
     @property
     def rates(self) -> dict[Pair, float]:
-        """Links between passing and failing nodes that were measured -> Gb/s."""
+        """Rate of each measured link in Gb/s."""
         return {pair: link["gbit_s"] for pair, link in self.links.items() if "gbit_s" in link}
 
     def as_dict(self) -> dict:
+        """Return the content of nodes.json."""
         return {
             "passing": self.passing,
             "failing": {node: self.reasons(node) for node in self.nodes if not self.passes(node)},
@@ -97,8 +111,8 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
     if failing or refused:
         raise PreflightError(
             f"not ready: {', '.join([*failing, *refused])}",
-            "these nodes or checks fail",
-            f"see {options.out}/nodes.html; repair the nodes, or run on passing_nodes.txt",
+            "these nodes or network checks fail",
+            f"see {options.out}/nodes.html; repair the nodes, or run on those in passing_nodes.txt",
         )
 
 
@@ -114,17 +128,18 @@ def check(
     def passing() -> list[Remote]:
         return [remote for remote in remotes if report.passes(remote.name)]
 
-    inform(f"nodes      each of {len(remotes)} by itself, at most {options.deadline:.0f} s ...")
+    inform(f"nodes      checking each of {len(remotes)}, {options.deadline:.0f} s at most ...")
     check_each(report, remotes, options, environment)
     compare(report)
-    seconds = SECONDS[options.quick]
+    seconds = QUICK_SECONDS if options.quick else SECONDS
     port = master_port(environment)
     if len(passing()) > 1:
-        inform(f"links      {len(passing()) - 1} rounds of all {len(passing())} nodes ...")
+        rounds_to_do = len(passing()) - 1
+        inform(f"links      measuring between {len(passing())} nodes in {rounds_to_do} rounds ...")
         measure_links(report, passing(), port, seconds)
         judge_links(report)
     if len(passing()) > 1:
-        inform(f"collective all-reduce and all-to-all of {len(passing())} nodes ...")
+        inform(f"collective measuring all-reduce and all-to-all on {len(passing())} nodes ...")
         measure_collectives(report, passing(), port, seconds)
     else:
         report.cluster.append(skipped("network", "fewer than two nodes pass"))
@@ -132,6 +147,7 @@ def check(
 
 
 def master_port(environment: Mapping[str, str]) -> int:
+    """Return MASTER_PORT or its default. Raises ConfigError if it is not a valid port."""
     text = environment.get("MASTER_PORT") or str(PORT)
     if not text.isdigit() or not 0 < int(text) < 65535:
         raise ConfigError(
@@ -155,7 +171,7 @@ def check_each(
     if options.device:
         arguments += ["--device", options.device]
     arguments += [f"--{name}" for name in ("quick", "miniature") if getattr(options, name)]
-    sent = {name: environment[name] for name in SENT if name in environment}
+    sent = {name: environment[name] for name in SENT_VARIABLES if name in environment}
 
     def ask(remote: Remote) -> dict:
         facts = remote.ask(FACTS_S, "facts")
@@ -166,7 +182,7 @@ def check_each(
     answers, failures = at_once(remotes, ask)
     for node, why in failures.items():
         report.rows[node].append(
-            CheckRow("answer", "refuse", why, "an answer", "see whether it is up, and its sshd")
+            CheckRow("answer", "refuse", why, "an answer", "check that the node and its sshd run")
         )
     for node, answer in answers.items():
         rows = report.rows[node]
@@ -183,8 +199,8 @@ def check_each(
 
 def compare(report: Report) -> None:
     """Add each node's rows about versions and settings that differ from those of most nodes."""
-    versions = judge.differences({node: found["versions"] for node, found in report.facts.items()})
-    settings = judge.differences({node: found["settings"] for node, found in report.facts.items()})
+    versions = judge.differences({node: facts["versions"] for node, facts in report.facts.items()})
+    settings = judge.differences({node: facts["settings"] for node, facts in report.facts.items()})
     for node in report.facts:
         report.rows[node].append(judge.judge_differences("versions", versions[node], refuse=True))
         report.rows[node].append(
@@ -207,7 +223,7 @@ def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds:
         do = "end the program that listens there, or set another MASTER_PORT"
         report.rows[node].append(CheckRow("MASTER_PORT", "refuse", why, f"{ports} are free", do))
     ready = [remote for remote in remotes if remote.name not in failures]
-    targets: dict[str, Remote] = {}
+    targets: dict[str, Remote] = {}  # node -> the node that it sends to in this round
 
     def probe(remote: Remote) -> dict:
         target = targets[remote.name]
@@ -216,8 +232,8 @@ def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds:
         return remote.ask(PROBE_S, "probe", **message, seconds=seconds)
 
     for distance in range(1, len(ready)):
-        for at, remote in enumerate(ready):
-            targets[remote.name] = ready[(at + distance) % len(ready)]
+        for index, remote in enumerate(ready):
+            targets[remote.name] = ready[(index + distance) % len(ready)]
         answers, failures = at_once([r for r in ready if report.passes(r.name)], probe)
         for node, answer in answers.items():
             report.links[node, targets[node].name] = answer
@@ -226,7 +242,7 @@ def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds:
 
 
 def judge_links(report: Report) -> None:
-    """Add the rows about ports, clocks, and speed of the links, to each node and to all."""
+    """Add the rows about ports, clocks and links: some for each node, some for the network."""
     nodes = list(dict.fromkeys(node for pair in report.links for node in pair))
     why = judge.unreachable(report.links)
     culprits = judge.blamed(why, nodes)
@@ -258,39 +274,27 @@ def judge_links(report: Report) -> None:
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
     """Return all pairs of nodes, in rounds in which no node is in two pairs.
 
-    The circle method: the first node stays, the others move on by one place each round.
+    This is the circle method of round-robin tournaments: the first node stays in its place, and the
+    others move on by one place each round.
     """
-    places: list[str] = list(nodes) + [""] * (len(nodes) % 2)  # "" is a round off
-    found = []
+    places = list(nodes)
+    if len(places) % 2:
+        places.append("")  # the node that is paired with it pauses in this round
+    half = len(places) // 2
+    pairs_of_rounds = []
     for _ in range(len(places) - 1):
-        half = len(places) // 2
-        facing = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([pair for pair in facing if all(pair)])
+        opposite = zip(places[:half], reversed(places[half:]), strict=True)
+        pairs_of_rounds.append([pair for pair in opposite if "" not in pair])
         places = [places[0], places[-1], *places[1:-1]]
-    return found
+    return pairs_of_rounds
 
 
 def measure_collectives(
     report: Report, remotes: Sequence[Remote], port: int, seconds: float
 ) -> None:
     """Measure all-reduce of each pair, then both collectives on all nodes that still pass."""
-    by_name = {remote.name: remote for remote in remotes}
-    why: dict[Pair, str] = {}
     if len(remotes) > 2:
-        for pairs in rounds(list(by_name)):
-            groups = [[by_name[node] for node in pair] for pair in pairs]
-            for pair, answer in zip(pairs, collective(report, groups, port, seconds), strict=True):
-                if "error" in answer:
-                    why[pair] = answer["error"]
-                else:
-                    report.pairs[pair] = answer["rates"]["all-reduce"]
-        culprits = judge.blamed(why, list(by_name))
-        slow = judge.judge_links("all-reduce in pairs", report.pairs, list(by_name))
-        for node in by_name:
-            pairs = culprits.get(node, [])
-            value = "; ".join(f"{a} with {b}: {why[a, b]}" for a, b in pairs)
-            row = CheckRow("all-reduce in pairs", "refuse", value, "", judge.NCCL_LOG)
-            report.rows[node].append(row if pairs else slow[node])
+        measure_pairs(report, remotes, port, seconds)
     group = [remote for remote in remotes if report.passes(remote.name)]
     if len(group) < 2:
         report.cluster.append(skipped("all-reduce", "fewer than two nodes pass"))
@@ -305,27 +309,55 @@ def measure_collectives(
         report.cluster.append(judge.judge_collective(name, rate, len(group), gpus, limit))
 
 
+def measure_pairs(report: Report, remotes: Sequence[Remote], port: int, seconds: float) -> None:
+    """Measure all-reduce of each pair of nodes, and add a row about it to each node."""
+    by_name = {remote.name: remote for remote in remotes}
+    nodes = list(by_name)
+    why: dict[Pair, str] = {}  # pair that failed -> error
+    for pairs in rounds(nodes):
+        groups = [[by_name[node] for node in pair] for pair in pairs]
+        for pair, answer in zip(pairs, collective(report, groups, port, seconds), strict=True):
+            if "error" in answer:
+                why[pair] = answer["error"]
+            else:
+                report.pairs[pair] = answer["rates"]["all-reduce"]
+    culprits = judge.blamed(why, nodes)
+    rate_rows = judge.judge_links("all-reduce in pairs", report.pairs, nodes)
+    for node in nodes:
+        row = rate_rows[node]
+        if node in culprits:
+            value = "; ".join(f"{a} with {b}: {why[a, b]}" for a, b in culprits[node])
+            row = CheckRow("all-reduce in pairs", "refuse", value, "", judge.NCCL_LOG)
+        report.rows[node].append(row)
+
+
 def link_gbit_s(report: Report, nodes: Sequence[str]) -> float:
-    """Return the rate of a node's links: its RDMA ports with GPUs, or else TCP as measured."""
+    """Return the rate at which a node can send to others, the lowest of `nodes`.
+
+    On GPU nodes that all have RDMA ports, it is the sum of the ports' rates, otherwise the measured
+    rate over TCP.
+    """
     rdma = [sum(port["gbit_s"] for port in report.facts[node]["rdma"].values()) for node in nodes]
     if report.facts[nodes[0]]["gpus"] and min(rdma) > 0:
         return min(rdma)
-    return min(
-        (rate for (a, b), rate in report.rates.items() if a in nodes and b in nodes), default=0.0
-    )
+    tcp = [rate for (a, b), rate in report.rates.items() if a in nodes and b in nodes]
+    return min(tcp, default=0.0)
 
 
 def collective(
     report: Report, groups: Sequence[Sequence[Remote]], port: int, seconds: float
 ) -> list[dict]:
-    """Run the collectives in all groups at the same time.
+    """Run the collectives in all groups of nodes at the same time.
 
     Return the answer of each group's first node, or {"error"} with the reasons of all its nodes.
     """
-    member = {remote.name: (group, at) for group in groups for at, remote in enumerate(group)}
+    group_and_rank = {}
+    for members in groups:
+        for number, remote in enumerate(members):
+            group_and_rank[remote.name] = (members, number)
 
     def ask(remote: Remote) -> dict:
-        group, rank = member[remote.name]
+        group, rank = group_and_rank[remote.name]
         interface = report.proposal.get("NCCL_SOCKET_IFNAME", "")
         variables = {"MASTER_ADDR": group[0].host, "MASTER_PORT": str(port), **report.proposal}
         variables |= report.nccl
@@ -360,7 +392,7 @@ def collective(
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write the lists of nodes, the page and everything as JSON. Raises OSError."""
+    """Write the lists of passing and failing nodes, the page, and nodes.json. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     failing = [node for node in report.nodes if not report.passes(node)]
     passing_lines = [f"{node}\n" for node in report.passing]
@@ -376,7 +408,10 @@ def write(report: Report, folder: Path) -> None:
 
 
 def text(report: Report) -> str:
-    """Return the result as text: a line for each node, its warnings, and the network's table."""
+    """Return the report as text: each node with its reasons and warnings, and the network's table.
+
+    The last lines export the proposed variables.
+    """
     lines = []
     for node in report.nodes:
         lines.append(f"{'PASS' if report.passes(node) else 'FAIL'}  {node}")

@@ -35,24 +35,25 @@ SETTINGS = {
     "CPU governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
     "clock source": "sys/devices/system/clocksource/clocksource0/current_clocksource",
 }
-# Words of the kernel's command line that change speed. Others, such as root=, name this machine.
+# Parameters of the kernel's command line that affect speed. Others, such as root=, differ between
+# equal machines.
 BOOT_WORDS = re.compile(r"iommu|pci=|numa|hugepage|mitigations|cstate|isolcpus|pstate")
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 
 def read(environment: Mapping[str, str], root: Path = Path("/")) -> dict:
-    """Return all facts of this node that the nodes are compared by, without measuring."""
+    """Return all facts about this node. Nothing is measured."""
+    gpu_error = ""
     try:
         found = probe(environment)
-        broken = ""
     except PreflightError as error:
         found = Probe("none")
-        broken = error.what
+        gpu_error = error.what
     lines, unreadable = kernel_log.read()
     return {
         "host": socket.gethostname(),
         "gpus": len(found.devices),
-        "gpu_error": broken,
+        "gpu_error": gpu_error,
         "versions": versions(found),
         "settings": settings(root),
         "interfaces": interfaces(root),
@@ -63,7 +64,7 @@ def read(environment: Mapping[str, str], root: Path = Path("/")) -> dict:
 
 
 def versions(found: Probe) -> dict[str, str]:
-    """Return code, packages, driver and GPUs: a run needs them to be equal on all nodes."""
+    """Return code, packages, driver and GPUs, which must be equal on all nodes of a run."""
     gpu_names = sorted({device.name or device.arch for device in found.devices})
     return {
         "code": git(ROOT, "rev-parse", "--short", "HEAD") or "",
@@ -75,7 +76,7 @@ def versions(found: Probe) -> dict[str, str]:
 
 
 def settings(root: Path) -> dict[str, str]:
-    """Return the settings that should be equal: of the kernel, and those of `tuning`."""
+    """Return settings of the kernel and of `tuning`, which should be equal on all nodes."""
     boot = [word for word in read_text(root / "proc/cmdline").split() if BOOT_WORDS.search(word)]
     return {
         "kernel": platform.release(),

@@ -1,6 +1,7 @@
 """Judgments of several nodes: differences, clocks, ports and links. Nothing is measured here.
 
-The limits of speed are chosen, not measured: 8 healthy links of one fabric differ by a few percent.
+The limits for speed are our choice, not measured. They allow for healthy links of one fabric, which
+differ by a few percent.
 """
 
 from __future__ import annotations
@@ -12,32 +13,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from launch.preflight.check_row import CheckRow, graded, skipped, worst
 
 Pair = tuple[str, str]  # a link: from, to
-CLOCK_S = (0.1, 10.0)  # difference of clocks: warn, refuse
-SLOW = (0.2, 0.5)  # loss of a link against the others: warn, refuse
-# TCP fills links up to this speed with a few streams. Faster ones are for RDMA.
+# Limits for warn and refuse.
+CLOCK_S = (0.1, 10.0)  # difference of clocks
+SLOW = (0.2, 0.5)  # share by which a link is slower than the usual one
+COLLECTIVE = (0.5, 0.8)  # share by which a collective is slower than the links
+# A few TCP streams fill links up to this speed. Faster links are meant for RDMA.
 TCP_GBIT_S = 25.0
 NCCL_LOG = "repeat it with NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p, and read that file"
-COLLECTIVE = (0.5, 0.8)  # loss of a collective against the links: warn, refuse
 
 
 def usual(values: Iterable[str]) -> str:
-    """Return the most common value; of equally common ones, the first node's."""
+    """Return the most common value. If several are equally common, return the first of them."""
     return Counter(values).most_common(1)[0][0]
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Pair]]:
-    """Return node -> name -> (value there, value on most nodes), where they differ.
+    """Return node -> name -> (value on the node, value on most nodes), where the two differ.
 
     `facts`: node -> name -> value.
     """
     names = dict.fromkeys(name for values in facts.values() for name in values)
-    found: dict[str, dict[str, Pair]] = {node: {} for node in facts}
+    different: dict[str, dict[str, Pair]] = {node: {} for node in facts}
     for name in names:
         most = usual(values.get(name, "") for values in facts.values())
         for node, values in facts.items():
             if (here := values.get(name, "")) != most:
-                found[node][name] = (here, most)
-    return found
+                different[node][name] = (here, most)
+    return different
 
 
 def judge_differences(check: str, different: Mapping[str, Pair], refuse: bool) -> CheckRow:
@@ -57,7 +59,7 @@ def judge_differences(check: str, different: Mapping[str, Pair], refuse: bool) -
 
 
 def judge_clock(node: str, links: Mapping[Pair, Mapping]) -> CheckRow:
-    """Judge this node's clock against the median of the others, by the pings between them."""
+    """Judge this node's clock: its median difference from the others', as pings measured it."""
     ahead = []
     for (start, to), link in links.items():
         if "clock_s" in link and to == node:
@@ -74,54 +76,56 @@ def judge_clock(node: str, links: Mapping[Pair, Mapping]) -> CheckRow:
 
 
 def blamed(bad: Iterable[Pair], nodes: Sequence[str]) -> dict[str, list[Pair]]:
-    """Attribute bad links to as few nodes as possible: node -> its bad links.
+    """Attribute bad links to as few nodes as possible: return node -> its bad links.
 
-    The node with the most bad links is blamed first, then the one with the most of those left. Of
-    equal ones it is the node that is sent to, then the later one: with two nodes nobody can tell.
+    The node with the most bad links is blamed first, then the one with the most of those that are
+    left. If several have equally many, the node that receives over most of them is blamed, or else
+    the last one: with two nodes, the cause cannot be told.
     """
     left = set(bad)
-    found = {}
+    links_of: dict[str, list[Pair]] = {}
+
+    def number_of_bad_links(node: str) -> tuple[int, int, int]:
+        receiving = sum(node == to for _, to in left)
+        return sum(node in pair for pair in left), receiving, nodes.index(node)
+
     while left:
-        worst_node = max(
-            nodes,
-            key=lambda node: (
-                sum(node in pair for pair in left),
-                sum(node == pair[1] for pair in left),
-                nodes.index(node),
-            ),
-        )
-        found[worst_node] = sorted(pair for pair in left if worst_node in pair)
-        left -= set(found[worst_node])
-    return found
+        culprit = max(nodes, key=number_of_bad_links)
+        links_of[culprit] = sorted(pair for pair in left if culprit in pair)
+        left -= set(links_of[culprit])
+    return links_of
 
 
 def unreachable(links: Mapping[Pair, Mapping]) -> dict[Pair, str]:
-    """Return the links with a port that cannot be reached -> which port, and why."""
-    found = {}
+    """Return, for each link with a port that cannot be reached, which port and why."""
+    why_unreachable = {}
     for pair, link in links.items():
         reasons = [f"port {port}: {why}" for port, why in link.get("port_errors", {}).items()]
         if "error" in link:
             reasons.append(f"any port: {link['error']}")
         if reasons:
-            found[pair] = ", ".join(reasons)
-    return found
+            why_unreachable[pair] = ", ".join(reasons)
+    return why_unreachable
 
 
 def judge_ports(node: str, culprits: Mapping[str, list[Pair]], why: Mapping[Pair, str]) -> CheckRow:
-    """Judge whether this node's ports are reachable, and whether it reaches those of others."""
+    """Judge whether this node's ports are reachable, and whether it reaches those of others.
+
+    `culprits`: result of `blamed`. `why`: result of `unreachable`.
+    """
     pairs = culprits.get(node, [])
-    links: dict[str, list[str]] = {}
+    links_by_reason: dict[str, list[str]] = {}
     for start, to in pairs:
-        links.setdefault(why[start, to], []).append(f"{start} -> {to}")
-    value = "; ".join(f"{reason} ({', '.join(found)})" for reason, found in links.items())
+        links_by_reason.setdefault(why[start, to], []).append(f"{start} -> {to}")
+    value = "; ".join(f"{why} ({', '.join(links)})" for why, links in links_by_reason.items())
     do = "open MASTER_PORT, the next port and the kernel's free ports in the firewall of this node"
     return graded("ports", value or "reachable", "reachable", do, refuse=bool(pairs))
 
 
 def usual_rate(rates: Mapping[Pair, float]) -> float:
-    """Return the rate of a healthy link: the median over nodes of each node's best link.
+    """Return the rate of a healthy link: the median over all nodes of each node's best rate.
 
-    The median of all links would be a slow one as soon as one node of three is slow.
+    The median of all links would not do: if one of three nodes is slow, most links are slow.
     """
     nodes = {node for pair in rates for node in pair}
     best = [max(rate for pair, rate in rates.items() if node in pair) for node in nodes]
@@ -131,7 +135,7 @@ def usual_rate(rates: Mapping[Pair, float]) -> float:
 def judge_links(
     check: str, rates: Mapping[Pair, float], nodes: Sequence[str]
 ) -> dict[str, CheckRow]:
-    """Judge each node's links (Gb/s) against the usual link: node -> row."""
+    """Judge each node's links against the usual rate. Return node -> row. `rates`: in Gb/s."""
     healthy = usual_rate(rates)
     expected = f"{(1 - SLOW[0]) * healthy:.2f} Gb/s or more, usual {healthy:.2f}"
     do = "check cable, switch port, speed and errors of this node's interface (ethtool)"
@@ -143,11 +147,11 @@ def judge_links(
     rows = {}
     for node in nodes:
         own = {pair: rate for pair, rate in rates.items() if node in pair}
-        fine = [rate for pair, rate in own.items() if pair not in bad["refuse"] | bad["warn"]]
+        good = [rate for pair, rate in own.items() if pair not in bad["refuse"] | bad["warn"]]
         if not own:
             rows[node] = skipped(check, "not measured", expected)
             continue
-        value = f"slowest {min(fine):.2f} Gb/s" if fine else "only links to slow nodes"
+        value = f"slowest {min(good):.2f} Gb/s" if good else "only links to slow nodes"
         rows[node] = CheckRow(check, "ok", value, expected)
         for verdict in ("warn", "refuse"):
             if pairs := culprits[verdict].get(node):
@@ -181,7 +185,7 @@ def judge_ring(rates: Mapping[Pair, float], nodes: Sequence[str]) -> CheckRow:
     ring = [(node, nodes[(at + 1) % len(nodes)]) for at, node in enumerate(nodes)]
     measured = {pair: rates[pair] for pair in ring if pair in rates}
     if not measured:
-        return skipped("ring", "no link of it was measured")
+        return skipped("ring", "no link of the ring was measured")
     slowest = min(measured, key=lambda pair: measured[pair])
     healthy = usual_rate(rates)
     verdict = "ok" if worst(1 - measured[slowest] / healthy, SLOW) == "ok" else "warn"
@@ -193,13 +197,13 @@ def judge_ring(rates: Mapping[Pair, float], nodes: Sequence[str]) -> CheckRow:
 def judge_collective(name: str, rate: float, nodes: int, gpus: int, link_gbit_s: float) -> CheckRow:
     """Judge the bus bandwidth of a collective on all nodes, in Gb/s, against a node's links.
 
-    An all-reduce of a ring carries its bus bandwidth over each node's links. Of an all-to-all of n
-    ranks, g on a node, each GPU sends (n - g) / (n - 1) of its bus bandwidth to other nodes.
+    A ring all-reduce sends its bus bandwidth over each node's links. In an all-to-all of n ranks
+    with g ranks per node, each rank sends (n - g) / (n - 1) of its bus bandwidth to other nodes.
     """
-    ranks = nodes * max(gpus, 1)
+    local = max(gpus, 1)
+    ranks = nodes * local
     most = link_gbit_s
     if name == "all-to-all":
-        local = max(gpus, 1)
         most = link_gbit_s * (ranks - 1) / (local * (ranks - local))
     value = f"{rate:.2f} Gb/s bus bandwidth, {nodes} nodes"
     verdict = worst(1 - rate / most, COLLECTIVE) if most else "skipped"
@@ -214,10 +218,10 @@ def proposal(
 
     `facts`: node -> facts of the agent. `interfaces`: node -> interface that its links used.
     """
-    devices = {}
-    for node, found in facts.items():
-        fastest = max((port["gbit_s"] for port in found["rdma"].values()), default=0)
-        names = [name for name, port in found["rdma"].items() if port["gbit_s"] == fastest]
+    devices = {}  # node -> its fastest RDMA ports
+    for node, own in facts.items():
+        fastest = max((port["gbit_s"] for port in own["rdma"].values()), default=0)
+        names = [name for name, port in own["rdma"].items() if port["gbit_s"] == fastest]
         devices[node] = ",".join(names)
     variables = {}
     rows = []
@@ -228,11 +232,11 @@ def proposal(
         values = {value for value in chosen.values() if value}
         each = "; ".join(f"{node} {value or 'none'}" for node, value in chosen.items())
         if not values:
-            rows.append(skipped(check, "none found: NCCL would use TCP" if devices else "unknown"))
+            rows.append(skipped(check, "none found; NCCL uses TCP" if devices else "unknown"))
         elif len(set(chosen.values())) == 1:
             variables[variable] = "=" + values.pop()
             rows.append(CheckRow(check, "ok", f"{variable}={variables[variable]}"))
         else:
-            do = f"set {variable} on each node by itself, or give the devices equal names"
+            do = f"set {variable} on each node separately, or give the devices equal names"
             rows.append(CheckRow(check, "warn", each, "equal on all nodes", do))
     return variables, rows

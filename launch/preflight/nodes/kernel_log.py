@@ -1,7 +1,7 @@
 """Errors of GPUs, memory, PCIe and network cards in the kernel log. Standard library only.
 
-Xid numbers: "GPU Deployment and Management: Xid Errors" of NVIDIA's documentation. amdgpu and EDAC:
-messages of the drivers in Linux, drivers/gpu/drm/amd/amdgpu and drivers/edac.
+Sources: for Xid numbers, "GPU Deployment and Management: Xid Errors" in NVIDIA's documentation; for
+amdgpu and EDAC, the messages in Linux, drivers/gpu/drm/amd/amdgpu and drivers/edac.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from launch.preflight.check_row import CheckRow, skipped
 
 COMMANDS = (["dmesg"], ["journalctl", "--dmesg", "--boot", "--quiet", "--no-pager"])
 READ_S = 20.0
-# Xids that a program causes: an exception or a page fault of its own kernels, or its end. The
-# others point to the GPU, its memory, its links, its firmware or its driver.
+# Xids that a program causes: an exception or a page fault in its kernels, or its termination. Other
+# Xids point to the GPU, its memory, links, firmware or driver.
 PROGRAM_XIDS = (13, 31, 43, 45, 68, 69)
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]+)\): (\d+)")
 # Pattern, name of the error and verdict. The first pattern that matches a line counts.
@@ -33,7 +33,7 @@ PATTERNS = (
 
 
 def read() -> tuple[list[str], str]:
-    """Return the lines of the kernel log since boot, and why there are none ("" if there are)."""
+    """Return the lines of the kernel log since boot, and an error if it cannot be read, else ""."""
     why = ""
     for command in COMMANDS:
         try:
@@ -48,18 +48,19 @@ def read() -> tuple[list[str], str]:
 
 
 def errors(lines: list[str]) -> dict[str, dict]:
-    """Return name of an error -> its verdict, number of lines and last line."""
-    found: dict[str, dict] = {}
+    """Return name of an error -> its verdict, the number of its lines, and the last of them."""
+    by_name: dict[str, dict] = {}
     counts: Counter[str] = Counter()
     for line in lines:
         name, verdict = _error(line)
         if name:
             counts[name] += 1
-            found[name] = {"verdict": verdict, "count": counts[name], "last": line.strip()}
-    return found
+            by_name[name] = {"verdict": verdict, "count": counts[name], "last": line.strip()}
+    return by_name
 
 
 def _error(line: str) -> tuple[str, str]:
+    """Return the name and the verdict of the error that `line` reports, "" and "" if none."""
     if xid := XID.search(line):
         address, number = xid.groups()
         verdict = "warn" if int(number) in PROGRAM_XIDS else "refuse"
@@ -71,7 +72,7 @@ def _error(line: str) -> tuple[str, str]:
 
 
 def judge(found: dict[str, dict], unreadable: str) -> CheckRow:
-    """Judge the errors that `errors` found."""
+    """Judge the errors in the kernel log. `found`: result of `errors`. `unreadable`: of `read`."""
     expected = "no error of GPUs, memory, PCIe or network cards since boot"
     if unreadable:
         return skipped("kernel log", unreadable, expected)
@@ -79,5 +80,5 @@ def judge(found: dict[str, dict], unreadable: str) -> CheckRow:
         return CheckRow("kernel log", "ok", "no such error", expected)
     verdicts = {error["verdict"] for error in found.values()}
     value = "; ".join(f"{name} ({error['count']} x)" for name, error in found.items())
-    do = "see dmesg; reset or replace the part, then reboot, because the log counts from boot"
+    do = "see dmesg; reset or replace the part, then reboot, since errors are counted from boot"
     return CheckRow("kernel log", "refuse" if "refuse" in verdicts else "warn", value, expected, do)

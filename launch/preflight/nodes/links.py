@@ -1,7 +1,7 @@
 """Speed, latency and clock difference of the link to another node, over TCP. Standard library only.
 
-A listener reads what others send and answers with the number of bytes, or returns pings with its
-clock. It needs no password, like torchrun's port, and exists for the duration of the check.
+A listener either receives data and answers with the number of bytes, or answers pings with the time
+of its clock. Like torchrun's port it has no password. It exists only during the check.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 CONNECT_S = 3.0
 ANSWER_S = 10.0  # for a listener to answer, and for its queues to drain
-PINGS = 50
+PINGS = 50  # of one measurement
 STREAMS = 4  # one TCP stream does not fill a fast link
-CHUNK = 2**18
-PING, SINK = b"p", b"s"
+CHUNK = 2**18  # bytes
+# First byte of a connection: what the listener does.
+PING = b"p"
+SINK = b"s"
 
 
 class Listener:
-    """A listener on `ports`, and on a free port, until `close`.
+    """A listener on `ports`, and on `free_port`, which the kernel chooses, until `close`.
 
-    `errors`: port -> why it cannot be used. `free_port`: a port that the kernel chose.
+    `errors`: port -> why it cannot be used.
     """
 
     def __init__(self, ports: Sequence[int]):
@@ -111,8 +113,9 @@ def _connect(host: str, port: int, kind: bytes) -> socket.socket:
 def ping(host: str, port: int) -> dict:
     """Return median round trip, clock difference and its uncertainty in s, and local address.
 
-    The clock difference is that of the fastest round trip, as NTP (RFC 5905) estimates it: the
-    other clock against the middle of the round trip, wrong by at most half of it.
+    The clock difference is estimated as in NTP (RFC 5905), from the
+    fastest round trip: the other clock's time minus the middle of the round trip. The error is at
+    most half of the round trip.
     """
     trips = []
     with _connect(host, port, PING) as connection:
@@ -132,7 +135,7 @@ def ping(host: str, port: int) -> dict:
 def send(host: str, port: int, seconds: float) -> float:
     """Send for `seconds` on STREAMS connections, and return the rate in bit/s.
 
-    The time ends when the listener has confirmed everything, so that buffers do not count.
+    The time includes the listener's confirmation, so that data in buffers does not count as sent.
     """
     chunk = bytes(CHUNK)
 

@@ -1,4 +1,4 @@
-"""HTML page of `preflight --nodes`: nodes, reasons, matrices of links, and differences."""
+"""HTML page of `preflight --nodes`: all nodes with reasons, the network, and every check's row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from common.html import page as html
 from common.html.page import Block, Section
 
 Matrix = Mapping[tuple[str, str], float]
+COLUMNS = ("verdict", "check", "value", "expected", "do")  # of a table of rows
 
 
 def page(result: dict) -> str:
@@ -27,19 +28,19 @@ def sections(result: dict) -> list[Section]:
     refused = [row["check"] for row in result["cluster"] if row["verdict"] == "refuse"]
     state = "bad" if result["failing"] or refused else "good"
     summary = f"{len(result['passing'])} of {len(nodes)} nodes pass"
-    heads = ("verdict", "check", "value", "expected", "do")
-    every = (0, 1, 2, 3, 4)
-    found: list[Section] = [
+    all_columns = range(len(COLUMNS))
+    page_sections: list[Section] = [
         ("", [html.banner(state, summary, *result["failing"], *refused)]),
         ("Nodes", [html.table(("node", "verdict", "reasons"), verdicts, (0, 1, 2))]),
-        ("Network", [html.table(heads, cluster, every), html.table((), proposed)]),
+        ("Network", [html.table(COLUMNS, cluster, all_columns), html.table((), proposed)]),
         ("TCP in Gb/s", _matrix(nodes, rates, ".2f")),
         ("Round trip in µs", _matrix(nodes, trips, ".0f")),
         ("All-reduce in pairs in Gb/s", _matrix(nodes, pairs, ".2f")),
     ]
     for node, rows in result["rows"].items():
-        found.append((node, [html.table(heads, [_cells(row) for row in rows], every)]))
-    return found
+        cells = [_cells(row) for row in rows]
+        page_sections.append((node, [html.table(COLUMNS, cells, all_columns)]))
+    return page_sections
 
 
 def _measured(result: dict) -> list[dict]:
@@ -55,7 +56,7 @@ def _verdict(node: str, result: dict) -> list[str]:
 
 
 def _cells(row: dict) -> list[str]:
-    return [row[name] for name in ("verdict", "check", "value", "expected", "do")]
+    return [row[name] for name in COLUMNS]
 
 
 def _matrix(nodes: Sequence[str], values: Matrix, form: str) -> list[Block]:

@@ -22,12 +22,12 @@ from common.errors import ConfigError
 from common.paths import ROOT
 
 END_S = 8.0  # for an agent to end its processes after its stdin was closed
-NODE = re.compile(r"[A-Za-z0-9_.:@-]+")
-CONNECT_S = 10
+NODE = re.compile(r"[A-Za-z0-9_.:@-]+")  # name or address of a host
+CONNECT_S = 10  # for ssh to connect
 
 
 class NodeFailed(Exception):
-    """A node that did not answer, or whose agent ended. The message says which."""
+    """A node did not answer, or its agent ended, as the message says."""
 
 
 def node_names(text: str) -> list[str]:
@@ -85,21 +85,21 @@ def agent_command(launcher: str, node: str, environment: Mapping[str, str]) -> l
         command = [*words, "sh", "-c", shell]
     else:
         raise ConfigError(
-            f"--launcher {launcher}",
-            "it is neither ssh nor srun, and has no {node} in it",
-            "write for example --launcher 'kubectl exec -i {node} --'",
+            f"--launcher {launcher}: unknown launcher",
+            "it is neither ssh nor srun, and does not contain {node}",
+            "write, for example, --launcher 'kubectl exec -i {node} --'",
         )
     if not shutil.which(command[0], path=environment.get("PATH")):
         raise ConfigError(
             f"{command[0]} is not installed here",
             "it starts the agent on each node",
-            "set --launcher to ssh, srun or a command with {node} in it",
+            "set --launcher to ssh, srun or a command that contains {node}",
         )
     return command
 
 
 class Remote:
-    """The agent of one node. Its methods raise NodeFailed; after that the agent is ended."""
+    """The agent of one node. After a method has raised NodeFailed, the agent cannot be used."""
 
     def __init__(self, name: str, command: list[str]):
         self.name = name

@@ -262,7 +262,7 @@ def test_a_run_does_not_end_for_what_cannot_be_shown(tmp_path, monkeypatch, brok
         os.write(view.stderr.fileno(), b"warning of rank 3\n")
         view.update()
         view.update()
-    assert stderr.getvalue().count("the run goes on") == 1
+    assert stderr.getvalue().count("display stops") == 1
     assert (tmp_path / "stderr.txt").read_text() == "warning of rank 3\n"
 
 

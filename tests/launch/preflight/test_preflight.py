@@ -364,7 +364,7 @@ def test_torch_that_hides_the_address_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (190 * GIB, 192 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
     found = Measured(0)
-    measure.look(found, "cuda")
+    measure.record_properties(found, "cuda")
     assert (found.arch, found.compute_units, found.uuid, found.pci) == (
         "gfx942:sramecc+",
         304,
@@ -378,7 +378,7 @@ def test_torch_that_hides_the_address_of_a_gpu(monkeypatch):
         "pci_device_id": 0,
     }.items():
         setattr(facts, name, value)
-    measure.look(found, "cuda")
+    measure.record_properties(found, "cuda")
     assert (found.uuid, found.pci) == ("ab", "0000:1b:00.0")
 
 
