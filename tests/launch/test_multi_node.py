@@ -424,9 +424,7 @@ def test_another_program_where_node_0_should_listen(monkeypatch):
     """It takes the connection and says nothing."""
     monkeypatch.setattr(multi_node, "ANSWER_S", 1.0)
     node = Node(1, 2, "127.0.0.1", free_ports())
-    refused = pytest.raises(
-        ConfigError, match=f"port {node.port + 1} of 127.0.0.1 is not answered by a launcher"
-    )
+    refused = pytest.raises(ConfigError, match=f"no launcher .*port {node.port + 1}")
     with socket.create_server(("127.0.0.1", node.port + 1)), refused, Nodes(node, 1):
         pass
 
