@@ -46,7 +46,7 @@ def script(shell: str) -> str:
     text = shtab.complete(command_tree(), shell)
     if shell == "bash":
         return text + BASH_TAIL
-    # In zsh, shtab's script takes effect inside `eval` only, not in a file that is read by `source`.
+    # In zsh, the script of shtab works only inside `eval`, not in a file that is read by `source`.
     return f"{ZSH_HEAD}eval {shlex.quote(text)}\n"
 
 
