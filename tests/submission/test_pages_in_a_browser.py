@@ -182,6 +182,13 @@ def test_wide_windows_cut_off_no_table(opened, pages):
         assert max(opened(path, 1280, "light").evaluate(HIDDEN)) <= 1, path
 
 
+def test_long_heads_are_folded_before_a_table_is_cut_off(opened, tmp_path):
+    heads = ("model", *(f"result {number} of this machine, tokens/s" for number in range(8)))
+    table = Section("Results", "", heads, (False, *(True,) * 8), (("llama", *("1,234.5",) * 8),))
+    throughput_report.write(tmp_path, "results", [table])
+    assert max(opened(tmp_path / "page.html", 1280, "light").evaluate(HIDDEN)) <= 1
+
+
 def test_both_runs_of_a_comparison_are_visible_on_a_phone(opened, pages):
     page = opened(pages["comparison"][0], 400, "light")
     box = page.locator("th", has_text="B").first.bounding_box()
