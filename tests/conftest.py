@@ -1,4 +1,6 @@
-"""What several test files share: a process group of one, tiny token files, and one pair of ranks that does all that needs two."""
+"""What several test files share: a process group of one, tiny token files, and one pair of ranks
+that does all that needs two.
+"""
 
 import fcntl
 import json
@@ -13,14 +15,17 @@ from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
 from common import engines
 
-# Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is imported, which happens after this file.
+# Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is
+# imported, which happens after this file.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    # Here and in every process of the tests: on tiny tensors two threads only wait for each other, 100 times slower beside other work.
+    # Here and in every process of the tests: on tiny tensors two threads only wait for each other,
+    # 100 times slower beside other work.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
+# A shell that starts the tests in the background lets them ignore the interrupt, and every process
+# of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,7 +49,9 @@ def processes():
 
 
 def made_once(tmp_path_factory, name, make):
-    """The folder that make(folder) filled for the first of pytest's processes that asked; the others wait for it. Only to be read."""
+    """The folder that make(folder) filled for the first of pytest's processes that asked; the
+    others wait for it. Only to be read.
+    """
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = place.parent  # of this run's workers together

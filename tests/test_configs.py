@@ -1,4 +1,6 @@
-"""Every shipped config loads, fits its name, its rules and its GPU; a broken config is refused with one clear error."""
+"""Every shipped config loads, fits its name, its rules and its GPU; a broken config is refused with
+one clear error.
+"""
 
 import tomllib
 from dataclasses import MISSING, fields, replace
@@ -161,7 +163,9 @@ def test_config_fits_the_memory_of_its_gpu(path):
 
 @each_benchmark
 def test_the_smallest_memory_keeps_a_reserve(benchmark):
-    """torch reserves up to 5 % more than it allocates where it can, and 8 ranks of NCCL hold memory that one GPU does not."""
+    """torch reserves up to 5 % more than it allocates where it can, and 8 ranks of NCCL hold memory
+    that one GPU does not.
+    """
     config = read(ROOT / "configs" / benchmark / "H100_1x8.toml")
     assert plan.memory_peak(config, workload(benchmark, config)).needed <= 0.95 * plan.usable_bytes(
         KINDS["H100"]

@@ -1,4 +1,7 @@
-"""The documents against the code: generated tables, links, commands, config keys, exit codes. Not their prose."""
+"""The documents against the code: generated tables, links, commands, config keys, exit codes.
+
+Not their prose.
+"""
 
 import importlib.util
 import re
@@ -32,7 +35,7 @@ each_current_page = pytest.mark.parametrize(
 )
 
 
-# --- generated tables -------------------------------------------------------------------------------------------------
+# --- generated tables -----------------------------------------------------------------------------
 
 
 @each_page
@@ -76,7 +79,7 @@ def test_every_gpu_kind_has_a_page():
         )
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
@@ -121,7 +124,7 @@ def test_every_page_is_in_the_index():
     } <= linked
 
 
-# --- commands and keys ------------------------------------------------------------------------------------------------
+# --- commands and keys ----------------------------------------------------------------------------
 
 
 def blocks(text: str) -> list[str]:
@@ -129,7 +132,9 @@ def blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of this repository in the code blocks and code spans of a page, without variables and comments."""
+    """The words of each command of this repository in the code blocks and code spans of a page,
+    without variables and comments.
+    """
     lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(
         r"`((?:[A-Z_]+=\S+ )*(?:sudo )?(?:\./|python3? -m |python3? tests/)[^`\n]+)`", text
@@ -221,7 +226,7 @@ def test_the_patterns_find_something():
     assert len(ADVICE) >= 2
 
 
-# --- exit codes -------------------------------------------------------------------------------------------------------
+# --- exit codes -----------------------------------------------------------------------------------
 
 
 def test_every_exit_code_has_its_entry_and_no_other():

@@ -1,4 +1,7 @@
-"""Every GPU as its driver shows it, whole and partitioned. Only the H200's output was seen by us; the rest is from reports."""
+"""Every GPU as its driver shows it, whole and partitioned.
+
+Only the H200's output was seen by us; the rest is from reports.
+"""
 
 import os
 import re
@@ -176,7 +179,7 @@ def test_config_path_lists_what_exists():
     assert "MI300X_1x8" in caught.value.why and "DGXNGPU" in caught.value.do
 
 
-# --- the probes -------------------------------------------------------------------------------------------------------
+# --- the probes -----------------------------------------------------------------------------------
 
 SMI = (
     "\n".join(
@@ -237,7 +240,8 @@ def test_probe_with_a_stub_nvidia_smi(tmp_path):
         ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, Disabled, 580.0'", r"memory '\[N/A\]'"),
         ("echo 'GPU-1, NVIDIA H200, 143771, [N/A], Disabled, 580.0'", "compute capability"),
         (
-            "echo 'GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.0'; echo 'Unable to determine the device handle'",
+            "echo 'GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.0'; echo 'Unable to determine "
+            "the device handle'",
             "Unable to determine",
         ),
         ("echo 'GPU-1, NVIDIA H200'", "GPU-1, NVIDIA H200"),

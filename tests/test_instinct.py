@@ -1,4 +1,6 @@
-"""Each Instinct kind, from what its driver and torch say to the first screen, preflight and the self-test; no such GPU is at hand."""
+"""Each Instinct kind, from what its driver and torch say to the first screen, preflight and the
+self-test; no such GPU is at hand.
+"""
 
 import argparse
 from pathlib import Path
@@ -43,7 +45,9 @@ def probe(folder: Path, card, count: int = 8):
 
 
 def rank(number: int, card, **changed) -> Measured:
-    """As torch for ROCm sees the card: its own spelling of the name, the whole architecture, and a little less memory."""
+    """As torch for ROCm sees the card: its own spelling of the name, the whole architecture, and a
+    little less memory.
+    """
     kind = KINDS[card.kind]
     facts = {
         "phase": "done",

@@ -1,4 +1,6 @@
-"""The list of what is known to fail: every entry is well-formed, and fixtures of versions meet the right ones on the right GPU."""
+"""The list of what is known to fail: every entry is well-formed, and fixtures of versions meet the
+right ones on the right GPU.
+"""
 
 import re
 
@@ -201,7 +203,8 @@ def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
     torch.mkdir()
     (torch / "__init__.py").write_text("raise RuntimeError('imported')")
     (torch / "version.py").write_text(
-        "__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.53211-e1a6'\n"
+        "__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\n"
+        "hip: Optional[str] = '7.2.53211-e1a6'\n"
     )
     packages = {"torch": "2.10.0+rocm7.2", "pytorch-triton-rocm": "3.6.0", "amd-aiter": "0.1.5"}
 
@@ -214,5 +217,9 @@ def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
     spec = known_issues.importlib.util.spec_from_file_location("torch", torch / "__init__.py")
     monkeypatch.setattr(known_issues.importlib.util, "find_spec", lambda name: spec)
     assert known_issues.installed("6.16.13") == {
-        "torch": "2.10.0+rocm7.2", "triton": "3.6.0", "aiter": "0.1.5", "rocm": "7.2.53211-e1a6", "driver": "6.16.13"
-    }  # fmt: skip
+        "torch": "2.10.0+rocm7.2",
+        "triton": "3.6.0",
+        "aiter": "0.1.5",
+        "rocm": "7.2.53211-e1a6",
+        "driver": "6.16.13",
+    }

@@ -1,4 +1,6 @@
-"""The layout of this repository: its folders, one direction of imports, and what no file may contain."""
+"""The layout of this repository: its folders, one direction of imports, and what no file may
+contain.
+"""
 
 import ast
 import dataclasses
@@ -51,7 +53,8 @@ BASE = {
     "common.terminal",
     "common.text_tables",
 }
-# Package -> packages or modules that it may import besides itself and BASE. A package that is missing here fails the test.
+# Package -> packages or modules that it may import besides itself and BASE. A package that is
+# missing here fails the test.
 MAY_IMPORT: dict[str, set[str]] = {
     "common": set(),  # the files directly in it
     "common.kernels": set(),
@@ -95,7 +98,9 @@ def name_of(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.job` -> `launch`."""
+    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.job` ->
+    `launch`.
+    """
     parts = module.split(".")
     deep = parts[0] == "common" and len(parts) > 1 and (ROOT / "common" / parts[1]).is_dir()
     return ".".join(parts[: 2 if deep else 1])
@@ -153,7 +158,9 @@ def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
 
 
 def circle_in(files: dict[Path, set[Path]]) -> list[Path]:
-    """Return the files of one circle, in the order in which they import each other; none if there is no circle."""
+    """Return the files of one circle, in the order in which they import each other; none if there
+    is no circle.
+    """
     try:
         list(graphlib.TopologicalSorter(files).static_order())
     except graphlib.CycleError as error:
@@ -162,7 +169,9 @@ def circle_in(files: dict[Path, set[Path]]) -> list[Path]:
 
 
 def test_no_circle_between_files():
-    """Imports in functions and under TYPE_CHECKING count: a circle that they hide is still one for a reader."""
+    """Imports in functions and under TYPE_CHECKING count: a circle that they hide is still one for
+    a reader.
+    """
     assert circle_in({path: imported_files(path, type_checking=True) for path in SOURCES}) == []
 
 
@@ -187,7 +196,8 @@ def test_imports_are_followed(tmp_path):
     """Into functions, and under TYPE_CHECKING where asked for."""
     path = tmp_path / "a.py"
     path.write_text(
-        "from common import paths\ndef f():\n    import launch.job\nif TYPE_CHECKING:\n    from common.errors import RunError\n"
+        "from common import paths\ndef f():\n    import launch.job\nif TYPE_CHECKING:\n"
+        "    from common.errors import RunError\n"
     )
     assert imports_of_names(path, False) == {"common.paths", "launch.job"}
     assert imports_of_names(path, True) == {"common.paths", "launch.job", "common.errors"}
@@ -200,7 +210,8 @@ def imports_of_names(path: Path, type_checking: bool) -> set[str]:
     return {module_of(file) for file in imported_files(path, type_checking)}
 
 
-# --- a benchmark is a type: class Rules and its Config, behind the registry in common/benchmarks.py --------------------
+# --- a benchmark is a type: class Rules and its Config, behind the registry in common/benchmarks.py
+# --------------------
 
 TYPED = re.compile(
     r"(^|[._])(rules|configs?)$"
@@ -214,7 +225,10 @@ OPTIONS = {
 
 
 def untyped(tree: ast.AST) -> list[str]:
-    """Return the uses of rules and configs that a type checker cannot follow. A lambda cannot have types."""
+    """Return the uses of rules and configs that a type checker cannot follow.
+
+    A lambda cannot have types.
+    """
     found = []
     lambdas = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
     in_lambdas = {arg for node in lambdas for arg in ast.walk(node.args)}
@@ -239,7 +253,9 @@ def has_any(annotation: ast.expr) -> bool:
 
 
 def guesses(call: ast.Call) -> bool:
-    """Whether it is hasattr, or getattr with a default, on rules or a config: by its name, or by the name of the option."""
+    """Whether it is hasattr, or getattr with a default, on rules or a config: by its name, or by
+    the name of the option.
+    """
     function = ast.unparse(call.func)
     if function != "hasattr" and (function != "getattr" or len(call.args) < 3):
         return False
@@ -277,14 +293,18 @@ def test_this_test_would_see_an_untyped_use(text):
 
 
 def test_typed_uses_pass():
-    typed = "def f(rules: Rules, config: RunConfig) -> int: return getattr(config, name) + getattr(args, 'miniature', 0)"
+    typed = (
+        "def f(rules: Rules, config: RunConfig) -> int: return getattr(config, name) + "
+        "getattr(args, 'miniature', 0)"
+    )
     assert untyped(ast.parse(typed)) == []
 
 
 def benchmark_names(tree: ast.AST) -> list[str]:
     """Return the strings and names that contain the name of a benchmark.
 
-    Two kinds of strings are documentation and left out: docstrings, and the examples that a Parser shows in its help.
+    Two kinds of strings are documentation and left out: docstrings, and the examples that a Parser
+    shows in its help.
     """
     documentation = set()
     for node in ast.walk(tree):
@@ -343,7 +363,7 @@ def test_each_mode_of_throughput_is_that_of_one_benchmark():
         benchmarks.measured_in("no_such_mode")
 
 
-# --- what the launcher reads runs without torch -----------------------------------------------------------------------
+# --- what the launcher reads runs without torch ---------------------------------------------------
 
 LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
 NEED_TORCH_SOMETIMES = {
@@ -414,7 +434,7 @@ def test_only_listed_modules_of_the_launcher_import_torch():
     assert heavy <= NEED_TORCH | NEED_TORCH_SOMETIMES
 
 
-# --- what no file may contain -----------------------------------------------------------------------------------------
+# --- what no file may contain ---------------------------------------------------------------------
 
 
 def test_no_file_is_called_utils():

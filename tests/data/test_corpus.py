@@ -1,4 +1,6 @@
-"""The miniature's text and vocabulary: the same every time, nothing shared between train and validation, nothing unknown."""
+"""The miniature's text and vocabulary: the same every time, nothing shared between train and
+validation, nothing unknown.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""The order of the training samples against an independent witness: GPTDataset of megatron-core itself.
+"""The order of the training samples against an independent witness: GPTDataset of megatron-core
+itself.
 
-megatron-core is a pinned test dependency: where it is missing these tests fail, because a skipped check would look like a passed
-one. MEGATRON_WITNESS=0 says aloud that the witness is not wanted.
+megatron-core is a pinned test dependency: where it is missing these tests fail, because a skipped
+check would look like a passed one. MEGATRON_WITNESS=0 says aloud that the witness is not wanted.
 """
 
 import time
@@ -69,7 +70,9 @@ CORPORA = {
 
 
 def requests(one_pass):
-    """Numbers of samples around the turns of the rule: within a pass, over its end, below and above 80 % of the last pass."""
+    """Numbers of samples around the turns of the rule: within a pass, over its end, below and above
+    80 % of the last pass.
+    """
     wanted = [
         1,
         one_pass // 2,
@@ -134,7 +137,9 @@ def _has_separate_final_epoch(lengths, sequence_length, num_samples):
 
 
 def test_order_of_empty_documents_equals_megatrons_tokens(megatron, tmp_path):
-    """Our writer refuses empty documents, but a file may hold them: the tokens of every sample must still be Megatron's."""
+    """Our writer refuses empty documents, but a file may hold them: the tokens of every sample must
+    still be Megatron's.
+    """
     lengths = np.random.RandomState(3).randint(0, 3, 300)
     prefix = write_corpus(tmp_path / "full", lengths[lengths > 0])
     write_empty_documents_into(prefix, lengths)
@@ -163,7 +168,9 @@ def write_empty_documents_into(prefix, lengths):
 
 @pytest.mark.parametrize("seed", [1, 1234])
 def test_the_references_code_shuffles_its_evaluation_set(megatron, tmp_path, seed):
-    """What README.md says of it: Megatron orders the validation split as the training split, so other seeds evaluate on other sequences."""
+    """What README.md says of it: Megatron orders the validation split as the training split, so
+    other seeds evaluate on other sequences.
+    """
     prefix = write_corpus(tmp_path / "v", CORPORA["mixed"](np.random.RandomState(0)))
     one_pass = sequences_in(prefix, 16)
     theirs = witness(megatron, prefix, 16, 10 * one_pass, seed, tmp_path / "cache", "valid")
@@ -258,7 +265,9 @@ def test_too_little_data_is_refused(tmp_path):
 
 
 def test_order_of_two_million_documents_is_vectorized(tmp_path):
-    """45 million take about 3 s; a Python loop over documents would need seconds for these 2 million already."""
+    """45 million take about 3 s; a Python loop over documents would need seconds for these 2
+    million already.
+    """
     lengths = np.random.RandomState(0).randint(50, 800, 2_000_000).astype("<i4")
     index = Index(
         tmp_path / "none",

@@ -1,4 +1,6 @@
-"""`prepare fetch --download` against a server on this machine that speaks as the hub does, through the real huggingface_hub; kills in the middle."""
+"""`prepare fetch --download` against a server on this machine that speaks as the hub does, through
+the real huggingface_hub; kills in the middle.
+"""
 
 import contextlib
 import hashlib
@@ -23,7 +25,11 @@ pytest.importorskip("huggingface_hub")
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Files of one data set, or of one model. `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in the sums."""
+    """Files of one data set, or of one model.
+
+    `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in
+    the sums.
+    """
 
     daemon_threads = True
 
@@ -327,7 +333,9 @@ def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
 
 @pytest.mark.slow
 def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
-    """50 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
+    """50 kills at random points, of the beginning of the process too; then everything is there, and
+    little came twice.
+    """
     when, kills = random.Random(7), 0
     total = sum(len(content) for content in hub.files.values())
     hub.pause_s = 0.01

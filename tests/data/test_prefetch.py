@@ -1,4 +1,6 @@
-"""Prefetcher: the same batches in the same order, errors of the reader where they are wanted, and a thread that ends with the process."""
+"""Prefetcher: the same batches in the same order, errors of the reader where they are wanted, and a
+thread that ends with the process.
+"""
 
 import itertools
 import time

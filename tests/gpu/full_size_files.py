@@ -1,13 +1,18 @@
-"""Files of the real shapes for a rehearsal of a whole run: what MLCommons gives its members, with other values.
+"""Write data and weights of the real shapes, with other values, to rehearse a whole run.
 
-    python3 -m tests.gpu.full_size_files llama2_70b_lora --data-dir D --weights W [--more-weights V --keep BYTES]
+    python3 -m tests.gpu.full_size_files llama2_70b_lora --data-dir D --weights W
+        [--more-weights V --keep BYTES]
     python3 -m tests.gpu.full_size_files llama31_8b --data-dir D [--tokens N]
 
-Base weights are N(0, 0.02) in the fused layout of MLCommons' copy, 29 files of 138 GB in all; where W's disk is too small, files beyond its first
-BYTES go to V, /dev/shm say, and W has links to them. Sequences are the texts of this Python's packages as byte tokens, ids 3 to 258 of
-Llama 2's vocabulary, packed and masked as GovReport is. The 8B's tokens are random, small ids more often than large ones.
+A run with these files tests speed, memory, file handling and timing. Its loss means nothing.
 
-A run with them proves speed, memory, files and times, and no loss.
+Base weights of the 70B are drawn from N(0, 0.02) in the fused layout of MLCommons' checkpoint: 29
+files, 138 GB. If the disk of W is too small, files after the first BYTES are written to V, such as
+/dev/shm, and W holds links to them.
+
+The sequences of the 70B are byte tokens of the texts of this Python's packages, ids 3 to 258 of
+Llama 2's vocabulary, packed and masked as GovReport is. The tokens of the 8B are random, with small
+ids more frequent than large ones.
 """
 
 from __future__ import annotations
@@ -40,7 +45,10 @@ DOCUMENT = 2000  # tokens of a document of the 8B
 def write_base(
     folder: Path, shape: ModelShape, *, files: int = FILES, more: Path | None = None, keep: int = 0
 ) -> int:
-    """Write the checkpoint; returns its bytes. Values repeat: every tensor is cut out of one pool, each at another place."""
+    """Write the checkpoint; returns its bytes.
+
+    Values repeat: every tensor is cut out of one pool, each at another place.
+    """
     shapes = tensor_shapes(shape, FUSED)
     sizes = {name: int(np.prod(size)) for name, size in shapes.items()}
     largest = max(sizes.values())

@@ -1,10 +1,16 @@
-"""Is a GPU that becomes 6 % slower named within 50 steps, and nobody before? Real training steps on synthetic tokens, on two GPUs or more.
+"""Test on real GPUs whether a rank that becomes 6 % slower is named within 50 steps, and no other.
 
-    python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.slow_rank [--late 6] [--layers 16] [--steps 260] [--at 180]
+    python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.slow_rank
+        [--late 6] [--layers 16] [--steps 260] [--at 180]
 
-After --at steps the rank that is slowest by then gets matrix products more in the forward of every block, as many as take --late percent of
-a block's time. Rank 0 prints each comparison, the noise of the healthy part, who was named when, and what the timing costs a step.
---device cpu tries this program with the miniature on processes, whose times mean nothing.
+Runs training steps on synthetic tokens, on two or more GPUs. After --at steps, the rank that is
+slowest so far computes extra matrix products in the forward pass of every block. They take --late
+percent of the time of a block.
+
+Rank 0 prints each comparison of the ranks, the noise before the slowdown, which rank was named at
+which step, and the cost of the timing per step.
+
+--device cpu checks the program itself with the miniature. Its times mean nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +61,9 @@ class HostEvent:
 
 
 class ExtraWork:
-    """`count` products before the forward of each block, inside of what BlockTimes measures if it was made before this."""
+    """`count` products before the forward of each block, inside of what BlockTimes measures if it
+    was made before this.
+    """
 
     def __init__(self, blocks, device: torch.device):
         self.count, self.device = 0, device
@@ -140,7 +148,8 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
     timed = time_of(step, UNTIMED, processes)
     ranks.probe()
     say(
-        f"{len(blocks)} of {len(model.blocks)} blocks timed; a step {untimed:.2f} ms without, {timed:.2f} ms with ({timed / untimed - 1:+.2%})"
+        f"{len(blocks)} of {len(model.blocks)} blocks timed; a step {untimed:.2f} ms without, "
+        f"{timed:.2f} ms with ({timed / untimed - 1:+.2%})"
     )
     slowest, named, looks = 0, [], []
     for number in range(1, options.steps + 1):
@@ -162,7 +171,8 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
                 round(options.late / 100 * mine[0] / one_ms) if processes.rank == slowest else 0
             )
             say(
-                f"from here on rank {slowest} has {options.late:g} % more to do in each block of {mine[0]:.3f} ms, products of {one_ms:.4f} ms"
+                f"from here on rank {slowest} has {options.late:g} % more to do in each block of "
+                f"{mine[0]:.3f} ms, products of {one_ms:.4f} ms"
             )
     report(options, looks, named, slowest, say)
 
@@ -191,13 +201,15 @@ def report(
         ]
         spread = max(fives) / min(fives) - 1
         say(
-            f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, with its neighbor {shifted:+.2f}, medians of five within {spread:.2%}"
+            f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, "
+            f"with its neighbor {shifted:+.2f}, medians of five within {spread:.2%}"
         )
     false = [number for number, _ in named if number <= options.at]
     seen = [number for number, slow in named if number > options.at and slowest in slow]
     say(f"named while all were healthy: {len(false)} of {len(healthy)} comparisons")
     say(
-        f"rank {slowest} named {seen[0] - options.at} steps after it became {options.late:g} % slower"
+        f"rank {slowest} named {seen[0] - options.at} steps after it became {options.late:g} % "
+        "slower"
         if seen
         else f"rank {slowest} was never named"
     )

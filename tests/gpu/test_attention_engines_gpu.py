@@ -66,7 +66,8 @@ def test_a_package_is_as_exact_as_sdpa(name, rules, monkeypatch):
 def decibels_of(name, shape, length, draw, backends):
     """Return dB of out, dQ, dK, dV; the backend that runs must begin with `name`.
 
-    With two sequences, of which the last is compared: also the stride between them must be right."""
+    With two sequences, of which the last is compared: also the stride between them must be right.
+    """
     projection, d_out = (
         draw(2, length, shape.qkv_size),
         draw(2, length, shape.num_heads, shape.head_dim),

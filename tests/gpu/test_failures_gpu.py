@@ -1,4 +1,6 @@
-"""What tests/training/test_evidence.py and tests/throughput/test_memory_profile.py check with made-up GPUs, on real ones."""
+"""What tests/training/test_evidence.py and tests/throughput/test_memory_profile.py check with
+made-up GPUs, on real ones.
+"""
 
 import json
 import os
@@ -93,7 +95,10 @@ def body():
     for _ in range(2):
         processes.sum(torch.ones(1000, device=processes.device)).sum().item()
     (folder / "ranks" / f"rank_{rank}.heartbeat").touch()
-    processes.sum(torch.ones(3, 7, device=processes.device)).sum().item() if rank == 0 else time.sleep(300)
+    if rank == 0:
+        processes.sum(torch.ones(3, 7, device=processes.device)).sum().item()
+    else:
+        time.sleep(300)
 run_guarded(folder, rank, body, lambda: None, lambda: 7)
 """
 

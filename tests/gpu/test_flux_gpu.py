@@ -1,4 +1,6 @@
-"""FLUX's transformer on GPUs: the attention that the order of backends chooses, and the search for the largest batch where memory ends."""
+"""FLUX's transformer on GPUs: the attention that the order of backends chooses, and the search for
+the largest batch where memory ends.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ FITS, TOO_MUCH = 4, 8  # batches: the last rank is left the memory midway betwee
 
 
 def outputs_and_gradients(model: Flux, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """fp32, all in one vector on the CPU; each tensor scaled to length 1, so that none outweighs the others."""
+    """fp32, all in one vector on the CPU; each tensor scaled to length 1, so that none outweighs
+    the others.
+    """
     generator = torch.Generator().manual_seed(1)
     drawn = [
         torch.randn(2, *size, generator=generator).to(device, dtype)
@@ -40,7 +44,9 @@ def copy_of(weights: dict[str, torch.Tensor], device: str, dtype: torch.dtype) -
 
 
 def compare_backends(device: str) -> tuple[float, float]:
-    """Errors of bf16 with the backend that a run takes, and with attention in plain products, against fp32 on a CPU."""
+    """Errors of bf16 with the backend that a run takes, and with attention in plain products,
+    against fp32 on a CPU.
+    """
     torch.manual_seed(2)
     weights = {name: value.bfloat16() for name, value in Flux(SMALL).state_dict().items()}
     truth = outputs_and_gradients(copy_of(weights, "cpu", torch.float32), "cpu", torch.float32)
@@ -62,8 +68,9 @@ def test_attention_is_as_exact_as_plain_products():
 
 
 def search(processes, folder):
-    """From 4 images on the peak grows by about 1 GiB an image, so FITS has 2 GiB to spare, for what torch's cache cannot use, and TOO_MUCH lacks 2:
-    counted on fake tensors, 11.9 GiB of one rank for 4 and 15.7 for 8. Below, the optimizer's gradients set it: 10.0 and 10.1 for 1 and 2.
+    """From 4 images on the peak grows by about 1 GiB an image, so FITS has 2 GiB to spare, for what
+    torch's cache cannot use, and TOO_MUCH lacks 2: counted on fake tensors, 11.9 GiB of one rank
+    for 4 and 15.7 for 8. Below, the optimizer's gradients set it: 10.0 and 10.1 for 1 and 2.
     """
     request = FluxRequest(
         "cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2
@@ -80,7 +87,9 @@ def search(processes, folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_search_ends_where_a_gpu_runs_out_of_memory(tmp_path, ranks):
-    """With two, the second runs out while the first has room: nobody hangs, and what failed leaves its memory to the next try."""
+    """With two, the second runs out while the first has room: nobody hangs, and what failed leaves
+    its memory to the next try.
+    """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     found = call_on_ranks(ranks, "test_flux_gpu:search", tmp_path, timeout_s=300, device="cuda")

@@ -19,8 +19,9 @@ from common.model.linear_layers import DelayedScaling
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
-    """The whole block at the 8B's width. Both engines cast the same numbers to the same formats: Triton may not be 1 dB further from fp32
-    than plain torch is, nor may the two differ by more than two such errors that know nothing of each other, 3 dB.
+    """The whole block at the 8B's width. Both engines cast the same numbers to the same formats:
+    Triton may not be 1 dB further from fp32 than plain torch is, nor may the two differ by more
+    than two such errors that know nothing of each other, 3 dB.
     """
     shape = replace(
         TINY.shape,
@@ -76,7 +77,8 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
             for a, b in ((plain[name], value), (triton[name], value), (triton[name], plain[name]))
         )
         report.append(
-            f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart {apart_db:5.1f}"
+            f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart "
+            f"{apart_db:5.1f}"
         )
         margin = (
             1 if value.ndim > 1 else 2
@@ -91,7 +93,9 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
 def test_both_engines_of_the_lora_block_compute_the_same(in_fp8):
-    """The whole block at width 1024 with the same masks, Triton against plain torch on the same GPU: only rounding separates them."""
+    """The whole block at width 1024 with the same masks, Triton against plain torch on the same
+    GPU: only rounding separates them.
+    """
     plain = lora.plain_block(lora.WIDE, torch.bfloat16).to("cuda")
     x, d_out, tables = lora.data(lora.WIDE, torch.bfloat16, sequence=256)
     x, d_out, tables = x.cuda(), d_out.cuda(), [table.cuda() for table in tables]

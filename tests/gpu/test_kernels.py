@@ -1,4 +1,6 @@
-"""The kernels at the sizes of the two benchmarks, against plain torch on the same GPU. tests/kernels runs them at small sizes."""
+"""The kernels at the sizes of the two benchmarks, against plain torch on the same GPU.
+tests/kernels runs them at small sizes.
+"""
 
 import pytest
 import torch
@@ -60,7 +62,9 @@ def test_quantize_stores_what_torch_computes(shape, gradient):
 @pytest.mark.parametrize("keeps", [False, True], ids=["keeps bf16", "keeps fp8"])
 @pytest.mark.parametrize("num_rows, ffn", [(16384, 14336), (8192, 28672), (300, 208)])
 def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
-    """All bytes but 1e-4 of them: sigmoids that differ in the last bit meet a rounding boundary now and then."""
+    """All bytes but 1e-4 of them: sigmoids that differ in the last bit meet a rounding boundary now
+    and then.
+    """
     device = torch.device("cuda")
     gate_up = torch.randn(num_rows, 2 * ffn, device=device, dtype=torch.bfloat16)
     d_h = torch.randn(num_rows, ffn, device=device, dtype=torch.bfloat16) * 1e-4
@@ -236,7 +240,9 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
 @pytest.mark.parametrize("normed", [False, True], ids=["o", "qkv"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
-    """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the same mask; the quantized gradient bit for bit."""
+    """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the
+    same mask; the quantized gradient bit for bit.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     rows, inputs, outputs, rank = 8192, 8192, 10240 if normed else 8192, 16
 
@@ -292,7 +298,9 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
     "size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str
 )
 def test_products_by_cublaslt_are_torchs(monkeypatch, tmp_path, size):
-    """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as a result in bf16 can be."""
+    """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as
+    a result in bf16 can be.
+    """
     m, n, k = size
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
     scales = torch.tensor([0.5], device="cuda"), torch.tensor([3.0], device="cuda")
@@ -342,7 +350,9 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_cross_entropy_is_as_exact_as_plain_torch(shape):
-    """Three sequences of 128,256 are past 2**31 logits, where 32-bit offsets end; 50,257 is no multiple of anything."""
+    """Three sequences of 128,256 are past 2**31 logits, where 32-bit offsets end; 50,257 is no
+    multiple of anything.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     original = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(
         0, 3, generator=generator
@@ -379,7 +389,8 @@ def test_cross_entropy_is_as_exact_as_plain_torch(shape):
             error = (gradient[sequence, rows].float() - truth[0]).norm()
             plain = (truth[0].bfloat16().float() - truth[0]).norm()
             assert error <= 2 * plain, (
-                f"sequence {sequence}, rows from {rows[0]}: error {error:.3e}, plain torch {plain:.3e}"
+                f"sequence {sequence}, rows from {rows[0]}: error {error:.3e}, plain torch "
+                f"{plain:.3e}"
             )
     assert ((loss_sum.double() - truth_sum).abs() <= 1e-5 * truth_sum).all(), (
         loss_sum.tolist(),

@@ -1,10 +1,15 @@
-"""A whole run as a submitter starts it, watched from outside: when its phases begin, what it takes, and how it ends when it is hit.
+"""Run a benchmark as a submitter would and observe it from outside.
 
-    python3 -m tests.gpu.whole_run llama31_8b --data-dir D --log-dir L [--stop-after S | --kill-rank R --after S] [-- --checkpoint 60s]
+    python3 -m tests.gpu.whole_run llama31_8b --data-dir D --log-dir L
+        [--stop-after S | --kill-rank R --after S] [-- --checkpoint 60s]
 
---stop-after sends SIGTERM to ./run_and_time.sh so many seconds after `run_start`, --kill-rank sends SIGKILL to one rank --after so many; without
-either the run goes to its end. What follows `--` goes to ./run_and_time.sh. Base weights are those of $MODEL. Printed are the seconds from the
-command to each phase, the steps, those beside a save apart, peaks of memory, the exit code, what is left running, and the verdict of `check`.
+--stop-after S sends SIGTERM to ./run_and_time.sh S seconds after `run_start`. --kill-rank R
+--after S sends SIGKILL to rank R instead. Without either, the run continues to its end. Arguments
+after `--` are passed to ./run_and_time.sh. Base weights are read from $MODEL.
+
+Prints the time of each phase in seconds since the command, step times (with those during a
+checkpoint apart), peak memory, the exit code, processes left running, and the verdict of `check`.
+
 tests/gpu/full_size_files.py writes files of the real shapes.
 """
 
@@ -64,7 +69,9 @@ def wait_for(run_of, key: str, child: subprocess.Popen, seconds: float) -> None:
 
 
 def steps_line(run: Path, watch: Watch) -> list[str]:
-    """The first three steps are left out; steps that a save stopped or ran beside are counted apart."""
+    """The first three steps are left out; steps that a save stopped or ran beside are counted
+    apart.
+    """
     records, begin = read_attempt(run / "result.txt").records, time_of(run, "block_start")
     steps = [
         (begin + event["time_s"], event["step_time_ms"])
@@ -75,11 +82,16 @@ def steps_line(run: Path, watch: Watch) -> list[str]:
     alone: list[float] = []
     beside: list[float] = []
     for at, ms in steps:
-        (
-            beside if any(at > first and at - ms / 1e3 < last for first, last in spans) else alone
-        ).append(ms)
-    lines = [f"{len(ms):5} steps {name}: median {statistics.median(ms):.1f} ms, mean {statistics.mean(ms):.1f}, {min(ms):.1f} to {max(ms):.1f}"
-             for name, ms in (("without a save", alone), ("beside a save", beside)) if ms]  # fmt: skip
+        overlaps = any(at > first and at - ms / 1e3 < last for first, last in spans)
+        steps_of_kind = beside if overlaps else alone
+        steps_of_kind.append(ms)
+    lines = []
+    for name, ms in (("without a save", alone), ("beside a save", beside)):
+        if ms:
+            lines.append(
+                f"{len(ms):5} steps {name}: median {statistics.median(ms):.1f} ms, "
+                f"mean {statistics.mean(ms):.1f}, {min(ms):.1f} to {max(ms):.1f}"
+            )
     lines += [
         f"      save of step {event['step']}: training stood still for {event['seconds']:.2f} s"
         for event in records

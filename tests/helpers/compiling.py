@@ -1,10 +1,13 @@
-"""Compiles every Triton kernel of common/kernels for a GPU that is not here, as the shipped launchers would launch it there.
+"""Compile every Triton kernel of common/kernels for a GPU that this machine need not have.
 
-    python tests/helpers/compiling.py gfx942|gfx950|sm_89|...      prints one JSON object per compiled form of a kernel
+    python tests/helpers/compiling.py gfx942|gfx950|sm_89|...
 
-The public functions are called on meta tensors at the sizes of both benchmarks (shipped_launches.py). Each kernel is replaced by a recorder,
-which takes the types, the constants and the number of warps from the launch itself. A process of its own, because the tests' process may
-run Triton in its interpreter, which cannot compile.
+Prints one JSON object per compiled form of a kernel.
+
+The public functions are called on meta tensors with the sizes of both benchmarks
+(shipped_launches.py). A recorder replaces each kernel and takes the types, the constants and the
+number of warps from the launch. This runs in a process of its own, because the process of the tests
+may run Triton's interpreter, which cannot compile.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ TARGETS: dict[str, tuple[str, str | int, int, int]] = {
 
 
 def compiled_forms(arch: str, triton: str = "") -> list[dict[str, Any]]:
-    """Run this file in a process without the interpreter and return what it printed, one entry per form of a kernel.
+    """Run this file in a process without the interpreter and return what it printed, one entry per
+    form of a kernel.
 
     `triton`: one of OTHER_TRITONS (default: the installed one).
     """
@@ -59,7 +63,8 @@ def compiled_forms(arch: str, triton: str = "") -> list[dict[str, Any]]:
 
 
 def other_triton(version: str) -> Path:
-    """Return a folder with this version of Triton, installed at the first call into the user's cache by its hashes.
+    """Return a folder with this version of Triton, installed at the first call into the user's
+    cache by its hashes.
 
     Raises AssertionError if pip cannot install it, e.g. without a network.
     """
@@ -103,7 +108,9 @@ def kernel_modules() -> list[ModuleType]:
 
 
 class Recorder:
-    """Takes the place of the Triton kernel `name` in its module: a launch is compiled, once for each form, and not run."""
+    """Takes the place of the Triton kernel `name` in its module: a launch is compiled, once for
+    each form, and not run.
+    """
 
     def __init__(self, arch: str, kernel: Any, name: str = ""):
         self.arch, self.kernel, self.forms = arch, kernel, set()
@@ -153,7 +160,9 @@ class Recorder:
         }
 
     def is_pipelined(self, source: Any, made: Any, options: dict) -> bool:
-        """Whether a loop has more than one stage by Triton's default, which is two on AMD: loops with a product whose own number is not given."""
+        """Whether a loop has more than one stage by Triton's default, which is two on AMD: loops
+        with a product whose own number is not given.
+        """
         import triton
         from triton.backends.compiler import GPUTarget
 
@@ -165,7 +174,9 @@ class Recorder:
 
 
 def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any, list]:
-    """(Triton's name of the type, the value if it is a constant, attributes) of a launch's argument, as Triton's launcher has them."""
+    """(Triton's name of the type, the value if it is a constant, attributes) of a launch's
+    argument, as Triton's launcher has them.
+    """
     import torch
     import triton.language as tl
 
@@ -208,8 +219,8 @@ POINTERS = {
 
 
 def spills(asm: Any, backend: str) -> int:
-    """Registers spilled on AMD, by the assembly's metadata. On NVIDIA bytes of a thread's local memory, from the machine code, as PTX has any
-    number of registers.
+    """Registers spilled on AMD, by the assembly's metadata. On NVIDIA bytes of a thread's local
+    memory, from the machine code, as PTX has any number of registers.
     """
     if backend == "hip":
         counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", asm["amdgcn"])
@@ -291,7 +302,8 @@ def compile_one_that_spills(arch: str) -> None:
             bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout
         )
     else:
-        # LLVM takes 21 s for a tile with twice the elements, 5 s for this one, of which gfx950 spills 83 registers.
+        # LLVM takes 21 s for a tile with twice the elements, 5 s for this one, of which gfx950
+        # spills 83 registers.
         rows, columns = (2, 8192) if arch == "gfx950" else (4, 4096)
         rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(rows, columns, warps=1)
         rms_norm._add_rms_norm_kernel = Recorder(

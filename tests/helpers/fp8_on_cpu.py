@@ -1,4 +1,6 @@
-"""Without a GPU, FP8 products by torch's own code: oneDNN takes 600 times as long on a Xeon with AMX for int8 and bf16 (torch 2.13)."""
+"""Without a GPU, FP8 products by torch's own code: oneDNN takes 600 times as long on a Xeon with
+AMX for int8 and bf16 (torch 2.13).
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Fused LoRA blocks whose frozen weights are in memory: one with the weights of a plain block, and a whole Llama."""
+"""Fused LoRA blocks whose frozen weights are in memory: one with the weights of a plain block, and
+a whole Llama.
+"""
 
 import torch
 from plain_block import Block, LoRALinear
@@ -52,7 +54,9 @@ class MemoryBase:
 
 
 def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
-    """A block with weights as at the start of training, and adapters of which B is already a little off zero."""
+    """A block with weights as at the start of training, and adapters of which B is already a little
+    off zero.
+    """
     torch.manual_seed(1)
     block = Block(shape)
     std = (
@@ -95,7 +99,9 @@ def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
 
 
 def lora_llama(source, rank, alpha, dropout=0.0):
-    """Return a Llama with the frozen weights of `source` and undefined adapters, which alone train."""
+    """Return a Llama with the frozen weights of `source` and undefined adapters, which alone
+    train.
+    """
     shape, settings = source.shape, AdapterSettings(rank, alpha, dropout)
     linear = LinearLayers()
     blocks = []

@@ -1,4 +1,6 @@
-"""Every Instinct kind as its driver and torch show it: from reports and from AMD's PCI device numbers, never seen by us."""
+"""Every Instinct kind as its driver and torch show it: from reports and from AMD's PCI device
+numbers, never seen by us.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def kfd_tree(
         )
         minor = 120 + 8 * i
         (nodes / str(i) / "properties").write_text(
-            f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\ndevice_id {device_id}\ndrm_render_minor {minor}\n"
+            f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\n"
+            f"device_id {device_id}\ndrm_render_minor {minor}\n"
         )
         card = sys / f"class/drm/renderD{minor}/device"
         card.mkdir(parents=True)

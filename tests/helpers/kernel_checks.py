@@ -1,4 +1,7 @@
-"""What the tests of the kernels share. They run on a GPU where there is one, and in Triton's interpreter on a CPU (tests/conftest.py)."""
+"""What the tests of the kernels share.
+
+They run on a GPU where there is one, and in Triton's interpreter on a CPU (tests/conftest.py).
+"""
 
 import torch
 
@@ -24,7 +27,9 @@ def sqnr_db(value, truth):
 
 
 class UnroundedQuantizer(Quantizer):
-    """Stores the scaled and clamped value itself, in fp32: Triton's interpreter rounds wrongly to e4m3 (127 becomes 64)."""
+    """Stores the scaled and clamped value itself, in fp32: Triton's interpreter rounds wrongly to
+    e4m3 (127 becomes 64).
+    """
 
     largest = 2.0
 

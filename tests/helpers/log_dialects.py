@@ -1,7 +1,9 @@
-"""Logs as other submitters write them, made from the records of a synthetic log: what official tools accept and RunLog never writes.
+"""Logs as other submitters write them, made from the records of a synthetic log: what official
+tools accept and RunLog never writes.
 
-Seen in accepted submissions: `srun -l` puts the rank before the token; mlperf_common logs a block's size as its samples_count; NeMo
-logs accumulation steps as a float and train_samples after run_stop; each rank logs its own init_start; the disclosure keys came later.
+Seen in accepted submissions: `srun -l` puts the rank before the token; mlperf_common logs a block's
+size as its samples_count; NeMo logs accumulation steps as a float and train_samples after run_stop;
+each rank logs its own init_start; the disclosure keys came later.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ OURS = {
 
 
 def srun(log: list[dict]) -> list[dict]:
-    """One record less of ours, blocks by size, a float, a time that goes back, a key after run_stop."""
+    """One record less of ours, blocks by size, a float, a time that goes back, a key after
+    run_stop.
+    """
     benchmark = log[find(log, "submission_benchmark")]["value"]
     changed = [
         dict(record)
@@ -58,7 +62,9 @@ def older(log: list[dict]) -> list[dict]:
 
 
 def processes(log: list[dict]) -> list[dict]:
-    """Two ranks log what comes before the clock, and each evaluation, at slightly different times."""
+    """Two ranks log what comes before the clock, and each evaluation, at slightly different
+    times.
+    """
     changed = []
     for record in older(log):
         changed.append(record)

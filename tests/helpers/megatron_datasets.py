@@ -24,7 +24,8 @@ def megatron():
             from megatron.core.datasets.utils import Split
     except ImportError as error:
         pytest.fail(
-            f"the witness is missing ({error}): pip install megatron-core=={WITNESS_VERSION}, or set MEGATRON_WITNESS=0 to go without"
+            f"the witness is missing ({error}): pip install megatron-core=={WITNESS_VERSION}, or "
+            "set MEGATRON_WITNESS=0 to go without"
         )
     assert megatron.core.__version__ == WITNESS_VERSION, (
         "the order was checked against this version: look at what changed"

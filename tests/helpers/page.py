@@ -7,7 +7,9 @@ from urllib.parse import unquote
 
 
 class Page(HTMLParser):
-    """Collects tags, links, the data of charts and scripts, and fails on a tag that is not closed in order."""
+    """Collects tags, links, the data of charts and scripts, and fails on a tag that is not closed
+    in order.
+    """
 
     VOID = ("meta", "br", "wbr", "link")
 
@@ -52,7 +54,10 @@ class Page(HTMLParser):
 
 
 def read_page(path: Path) -> str:
-    """The text of the page at `path`, without its scripts. It must be whole, stand alone, link to its own sections and to files beside it only."""
+    """The text of the page at `path`, without its scripts.
+
+    It must be whole, stand alone, link to its own sections and to files beside it only.
+    """
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     assert page.inside and all(page.ids.count(name) == 1 for name in page.inside), page.inside

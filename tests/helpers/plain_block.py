@@ -1,4 +1,5 @@
-"""The blocks as their formulas say, in torch's own operations under autograd: what the fused blocks are tested against.
+"""The blocks as their formulas say, in torch's own operations under autograd: what the fused blocks
+are tested against.
 
 Legend of tensor names: B batch, S sequence, D hidden.
 """
@@ -17,7 +18,10 @@ from common.model.shapes import ModelShape
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then the same with the feed-forward. Parameters are named as in FusedBlock."""
+    """x + attention(norm(x)), then the same with the feed-forward.
+
+    Parameters are named as in FusedBlock.
+    """
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -53,7 +57,10 @@ class Block(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear without bias, `base`, and its adapter. `lora_a`: fp32 [rank, in]; `lora_b`: fp32 [out, rank]."""
+    """A frozen linear without bias, `base`, and its adapter.
+
+    `lora_a`: fp32 [rank, in]; `lora_b`: fp32 [out, rank].
+    """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float):
         super().__init__()

@@ -1,11 +1,14 @@
-"""The RCP test by formulae of our own: the second opinion that the official verdict is held against.
+"""The RCP test by formulae of our own: the second opinion that the official verdict is held
+against.
 
-The rule (MLPerf Training rules, "Reference Convergence Points"; mlcommons/logging, rcp_checker): per global batch the reference
-ran 20 times. A submission that converges so much faster that chance alone would do it in less than 5 % of the cases fails; one
-that is a little faster is brought back to the reference's mean by a factor on its score; a slower one keeps its time.
+The rule (MLPerf Training rules, "Reference Convergence Points"; mlcommons/logging, rcp_checker):
+per global batch the reference ran 20 times. A submission that converges so much faster that chance
+alone would do it in less than 5 % of the cases fails; one that is a little faster is brought back
+to the reference's mean by a factor on its score; a slower one keeps its time.
 
-The formulae below are the official ones, down to the order of operations, so that the numbers are equal to the last digit that
-the official tools print; the code is our own. Everything counts training sequences. Standard library only.
+The formulae below are the official ones, down to the order of operations, so that the numbers are
+equal to the last digit that the official tools print; the code is our own. Everything counts
+training sequences. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the p
 
 @dataclass(frozen=True)
 class Point:
-    """What the reference needs at one global batch; sequences, except for the batch and the counts."""
+    """What the reference needs at one global batch; sequences, except for the batch and the
+    counts.
+    """
 
     batch: int
     mean: float  # without the best and the worst run
     sigma: float  # population standard deviation, of all runs
     minimum: float  # the lowest mean of a submission that passes
-    counted: int  # reference runs that the test counts: 18 of a measured point, 20 of an interpolated one
-    samples: tuple[
-        int, ...
-    ] = ()  # of the reference runs, ascending; empty for an interpolated point
+    counted: int  # reference runs that the test uses: 18 for a measured point, 20 if interpolated
+    # Sequences of each reference run, ascending. Empty for an interpolated point.
+    samples: tuple[int, ...] = ()
 
     @property
     def max_speedup(self) -> float:
@@ -46,7 +50,9 @@ class Point:
 
     @property
     def threshold(self) -> float:
-        """The number that a mean is compared with: `minimum`, after the official detour through the speed-up."""
+        """The number that a mean is compared with: `minimum`, after the official detour through the
+        speed-up.
+        """
         return self.mean / self.max_speedup
 
 
@@ -59,14 +65,16 @@ class Verdict:
     message: str  # in the official checker's words
     mean: float  # sequences, without the best and the worst run
     point: Point | None  # what it was held against
-    factor: float  # the score is to be multiplied by it; at least 1, and of no meaning where the test failed
+    factor: float  # multiplies the score; at least 1, and undefined if the test failed
 
 
 def judge(benchmark: str, batch: int, samples: Sequence[float], points: str = "pruned") -> Verdict:
-    """The verdict over the runs of a series. `samples`: sequences to the target of each, NOT_CONVERGED where it was not reached.
+    """The verdict over the runs of a series. `samples`: sequences to the target of each,
+    NOT_CONVERGED where it was not reached.
 
-    At least three runs; two or more that did not converge fail. Batches between two points are interpolated; below the smallest
-    the series is held against the smallest; above the largest there is nothing to hold it against, and it fails.
+    At least three runs; two or more that did not converge fail. Batches between two points are
+    interpolated; below the smallest the series is held against the smallest; above the largest
+    there is nothing to hold it against, and it fails.
     """
     mean = trimmed_mean(samples)
     if sum(value >= NOT_CONVERGED for value in samples) > 1:
@@ -119,7 +127,10 @@ def _measured(batch: int, runs: Sequence[tuple[int, int]]) -> Point:
 
 
 def _interpolated(batch: int, low: Point, high: Point) -> Point:
-    """Mean and sigma on the straight line between two points. The test then counts all 20 runs, as the official checker does."""
+    """Mean and sigma on the straight line between two points.
+
+    The test then counts all 20 runs, as the official checker does.
+    """
 
     def between(start: float, stop: float) -> float:
         return (stop - start) / (high.batch - low.batch) * (batch - low.batch) + start
@@ -133,8 +144,8 @@ def _interpolated(batch: int, low: Point, high: Point) -> Point:
 
 
 def pruned(points: list[Point]) -> list[Point]:
-    """Without the points that would make the test too easy: batches below that of the fastest point, and every point that is
-    slower than the line between its neighbours."""
+    """Without the points that would make the test too easy: batches below that of the fastest
+    point, and every point that is slower than the line between its neighbours."""
     fastest = min(points, key=lambda point: point.mean)
     kept = [point for point in points if point.batch >= fastest.batch]
     index = 1
@@ -151,10 +162,11 @@ def pruned(points: list[Point]) -> list[Point]:
 
 @cache
 def _minimum(mean: float, sigma: float, counted: int) -> float:
-    """The lowest mean that a pooled t-test does not call faster than the reference, both with the reference's sigma.
+    """The lowest mean that a pooled t-test does not call faster than the reference, both with the
+    reference's sigma.
 
-    By bisection between 0 and `mean`, because the official number is where that stops, up to TOLERANCE beside
-    mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
+    By bisection between 0 and `mean`, because the official number is where that stops, up to
+    TOLERANCE beside mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
     """
     runs = SUBMISSION_RUNS - 2
     margin = (
@@ -173,7 +185,9 @@ def _minimum(mean: float, sigma: float, counted: int) -> float:
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """The t that Student's distribution with `freedom` degrees stays below with `probability`, from 0.5 to 1 exclusive."""
+    """The t that Student's distribution with `freedom` degrees stays below with `probability`, from
+    0.5 to 1 exclusive.
+    """
     low, high = 0.0, 1e6
     while (middle := (low + high) / 2) not in (low, high):
         if 1 - t_tail(middle, freedom) < probability:
@@ -184,7 +198,9 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_tail(t: float, freedom: int) -> float:
-    """P(T > t) for t >= 0: I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17; Abramowitz, Stegun 26.7.1)."""
+    """P(T > t) for t >= 0: I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17;
+    Abramowitz, Stegun 26.7.1).
+    """
     square = t * t
     return (
         _incomplete_beta(
@@ -195,7 +211,9 @@ def t_tail(t: float, freedom: int) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF 8.17.22."""
+    """The regularized incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF
+    8.17.22.
+    """
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only

@@ -1,4 +1,6 @@
-"""Every launch of a Triton kernel that the two benchmarks and Qwen3 make, on meta tensors: for compiling.py, which compiles instead of running."""
+"""Every launch of a Triton kernel that the two benchmarks and Qwen3 make, on meta tensors: for
+compiling.py, which compiles instead of running.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def launch_all() -> None:
 
 
 def launch_long_sequences(shape: ModelShape) -> None:
-    """A gradient of 2 GiB beside smaller ones, which AMD's compiler addresses in another way. No benchmark has one."""
+    """A gradient of 2 GiB beside smaller ones, which AMD's compiler addresses in another way.
+
+    No benchmark has one.
+    """
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
     sequences = 2**30 // (SEQUENCE * shape.num_heads * shape.head_dim)
     d_q, d_k, d_v = (
@@ -140,7 +145,9 @@ def launch_finish(shape: ModelShape, quantizers: Quantizers) -> None:
 
 
 def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
-    """Both precisions of full training, and the adapters': they take the gradient in bf16 and train no norm."""
+    """Both precisions of full training, and the adapters': they take the gradient in bf16 and train
+    no norm.
+    """
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
     weights, gradients = (
@@ -194,7 +201,9 @@ def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
 
 
 def launch_optimizer() -> None:
-    """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has fewer than 2^31 elements."""
+    """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has
+    fewer than 2^31 elements.
+    """
     weight, one = fp32(14336, 4096), torch.empty((), dtype=torch.float32, device=META)
     step = adamw.AdamWStep(1e-4, (0.9, 0.95), 1e-5, one, one, one)
     for moment, rounded in (

@@ -1,10 +1,14 @@
-"""A compute and a side stream whose work a test executes later, in any order that the events allow."""
+"""A compute and a side stream whose work a test executes later, in any order that the events
+allow.
+"""
 
 import random
 
 
 class SimulatedStreams:
-    """A SideStream, common/sharding/side_stream.py, and the compute stream beside it, as two lists of (event to wait for, work)."""
+    """A SideStream, common/sharding/side_stream.py, and the compute stream beside it, as two lists
+    of (event to wait for, work).
+    """
 
     def __init__(self):
         self.work = {"compute": [], "side": []}

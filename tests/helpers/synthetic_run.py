@@ -207,7 +207,10 @@ def find(log: list[dict], key: str, occurrence: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a run took. Seconds; `minutes` of the whole run, if given, decide what is left after the last evaluation."""
+    """What a run took.
+
+    Seconds; `minutes` of the whole run, if given, decide what is left after the last evaluation.
+    """
 
     samples: int  # training sequences to the target
     samples_per_s: float = 30.0
@@ -464,7 +467,9 @@ def write_attempt(
 
 
 class Curve:
-    """Plausible curves: a power law down to the target, a little noise, steps of 0.9 s with a tail."""
+    """Plausible curves: a power law down to the target, a little noise, steps of 0.9 s with a
+    tail.
+    """
 
     def __init__(self, plan: Plan, rules_, batch: int, clock: Clock):
         self.chance = random.Random(plan.seed)

@@ -1,6 +1,8 @@
-"""Series for the tests: run directories and a ledger as the launcher leaves them, their logs written by the real RunLog and rules.
+"""Series for the tests: run directories and a ledger as the launcher leaves them, their logs
+written by the real RunLog and rules.
 
-Losses are invented, times come from a clock that the test turns, so that ten runs of an hour cost a second.
+Losses are invented, times come from a clock that the test turns, so that ten runs of an hour cost a
+second.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ def plans(evaluations: list[int], **changes) -> list[Plan]:
 
 
 def evaluations_near_reference(benchmark: Benchmark) -> list[int]:
-    """Of ten runs that pass the RCP test: eight a little slower than the reference's mean, two a little faster."""
+    """Of ten runs that pass the RCP test: eight a little slower than the reference's mean, two a
+    little faster.
+    """
     rules, name = benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     batch = configs.load(ROOT / "configs" / name / CONFIG, benchmark.rules.Config).global_batch_size
     mean = mean_samples(rules, batch)

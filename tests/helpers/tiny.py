@@ -40,7 +40,8 @@ from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
 TINY_PROGRAM = Path(__file__).resolve()
-# 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch. The target is out of reach.
+# 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch.
+# The target is out of reach.
 TINY = replace(
     MINIATURE,
     shape=ModelShape(2, 32, 48, 4, 2, 61, 10000.0),
@@ -105,7 +106,10 @@ def drawn(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def write_data(
     folder: Path, rules: Rules = TINY, train_documents: int = 80, validation_tokens: int = 200
 ) -> Path:
-    """Both pairs. A token decides its successor but for some noise, so that there is something to learn."""
+    """Both pairs.
+
+    A token decides its successor but for some noise, so that there is something to learn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     vocab = rules.shape.vocab_size
@@ -148,7 +152,9 @@ def run(
     continues: Path | None = None,
     **changes,
 ) -> Facts:
-    """The trainer's `run` in this process, and `abort` where it fails, as run_guarded would call it."""
+    """The trainer's `run` in this process, and `abort` where it fails, as run_guarded would call
+    it.
+    """
     rank = int(os.environ.get("RANK", "0"))
     run_dir.mkdir(
         parents=True, exist_ok=True
@@ -176,7 +182,8 @@ def run(
             error = failure
             reports.abort()
         finally:
-            gc.unfreeze()  # the loop froze and stopped the collector, for a process that ends with it
+            # The training loop disables the garbage collector for the rest of its process.
+            gc.unfreeze()
             gc.enable()
     return facts(run_dir, error)
 
@@ -365,7 +372,9 @@ def lora_steps(
 
 
 def train_watched(opens: Path, arguments: list[str]) -> None:
-    """The trainer's main with TINY rules; `opens` gets a line per token file opened: its path, and whether run_start was logged."""
+    """The trainer's main with TINY rules; `opens` gets a line per token file opened: its path, and
+    whether run_start was logged.
+    """
     result = Path(arguments[arguments.index("--run-dir") + 1]) / "result.txt"
 
     def hook(event: str, details: tuple) -> None:

@@ -1,4 +1,5 @@
-"""A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose trainer misbehaves as told.
+"""A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose
+trainer misbehaves as told.
 
 The environment variable TOY is one of
 good                      succeed
@@ -34,10 +35,13 @@ victim = int(os.environ.get("VICTIM", "1"))
 
 def log(key, **metadata):
     if rank == 0:
-        line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
+        now = int(time.time() * 1000)
+        entry = {"key": key, "time_ms": now, "value": None, "metadata": metadata}
+        line = ":::MLLOG " + json.dumps(entry)
         if key != "tracked_stats":
             with contextlib.suppress(OSError):
-                os.write(1, line.encode() + b"\\n")  # as common/training/mllog.py: whatever has this number
+                # As in common/training/mllog.py: descriptor 1, whatever it is.
+                os.write(1, line.encode() + b"\\n")
         with (run_dir / "result.txt").open("a") as file:
             file.write(line + "\\n")
 
@@ -56,8 +60,11 @@ def stop(number, frame):
     os._exit(143)
 
 signal.signal(signal.SIGTERM, stop)
-faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"))  # as common/training/guard.py
-assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
+# As in common/training/guard.py.
+faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"))
+assert (run_dir / "config.toml").is_file()
+assert os.environ["CACHE_CLEARED"] == "fadvise"
+assert os.environ["FROM_CONFIG"] == "yes"
 (run_dir / f"seed_{rank}").write_text(args.seed)
 log("run_start", config=args.config_name)
 beat("train")
@@ -84,13 +91,17 @@ try:
     for step in range(600):
         log("tracked_stats", text="a line to fill the disk" * 4)
 except OSError as error:
-    end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
-while mode == "held" and rank and not (run_dir / "ranks/rank_0.json").exists() and time.monotonic() < deadline:
-    time.sleep(0.02)  # as collectives hold the ranks together
+    failure = StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space")
+    end("failed", failure, step=1)
+first_record = run_dir / "ranks/rank_0.json"
+# Collectives keep real ranks together in the same way.
+while mode == "held" and rank and not first_record.exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
 log("run_stop", status="success", samples_count=32)
 if args.save and rank == 0:
     beat("save")
-    while not (run_dir / "ranks" / "rank_1.json").exists():  # a real rank has its record also where torchrun ends it
+    # A real rank has a record even if torchrun ends it.
+    while not (run_dir / "ranks" / "rank_1.json").exists():
         time.sleep(0.01)
 if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
@@ -100,24 +111,36 @@ if mode == "late":
     end("failed", StorageError("something is missing", "the disk is full", "free space"), step=2)
 end("done", step=2)
 """
-# In place of launch/processes/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
+# In place of launch/processes/torchrun.py: the same processes, signals and findings, without the
+# seconds that an import of torch takes.
 TORCHRUN = """
 import json, os, signal, subprocess, sys, time
 folder, arguments = sys.argv[1], sys.argv[2:]
 value = lambda name: arguments[arguments.index(name) + 1]
-count, node = int(value("--nproc-per-node")), int(value("--node-rank")) if "--node-rank" in arguments else 0
+count = int(value("--nproc-per-node"))
+node = int(value("--node-rank")) if "--node-rank" in arguments else 0
 command = [sys.executable, *arguments[arguments.index("-m"):]]
 ranks = range(node * count, (node + 1) * count)
-children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
+children = {}
+for rank in ranks:
+    environment = os.environ | {"RANK": str(rank)}
+    children[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 def stop(number, frame):
     for child in children.values():
         child.terminate()
 signal.signal(signal.SIGTERM, stop)
-while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
+while True:
+    codes = [child.poll() for child in children.values()]
+    if None not in codes or any(codes):
+        break
     time.sleep(0.02)
 codes = {rank: child.poll() for rank, child in children.items()}
 stop(None, None)
-failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
+failed = [
+    {"rank": rank, "pid": children[rank].pid, "exit_code": code, "time": time.time()}
+    for rank, code in codes.items()
+    if code
+]
 if failed and os.path.isdir(folder):
     open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
 sys.exit(1 if failed else 0)
@@ -162,7 +185,8 @@ for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
     (folder / name).write_text("x")
 print("prepared")
 """
-STUB = "if __name__ != '__main__': raise ImportError\n"  # so that the door, which imports a verb's module for its options, does not run it
+# The command line imports the module of a command for its options, which must not run it.
+STUB = "if __name__ != '__main__': raise ImportError\n"
 CHECK = (
     STUB
     + """
@@ -176,14 +200,16 @@ print('one finding')
 sys.exit(int(os.environ.get('FINDINGS', 0)))
 """
 )
-REPORT = (
-    STUB
-    + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>'); print('report.html', 'advice of the toy', sep='\\n')"
+REPORT = STUB + (
+    "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>'); "
+    "print('report.html', 'advice of the toy', sep='\\n')"
 )
 
 
 def shorten(root: Path, module: str, limit: str, instead: str) -> None:
-    """In the project's copy of `module`, the line `limit`, such as "LOST_S = 30.0", becomes `instead`."""
+    """In the project's copy of `module`, the line `limit`, such as "LOST_S = 30.0", becomes
+    `instead`.
+    """
     path = root / module
     source = path.read_text()
     assert limit in source
@@ -227,7 +253,9 @@ def make_project(root: Path, torchrun: str = "") -> Path:
 
 
 def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none; by a line of bash."""
+    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb
+    that takes none; by a line of bash.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {
         key: value

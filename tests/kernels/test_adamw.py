@@ -24,9 +24,14 @@ CASES = [
 
 
 def start(shape, device):
-    """A weight and the gradients of all steps: the update outgrows the weight, so its error does not hide in it."""
+    """A weight and the gradients of all steps: the update outgrows the weight, so its error does
+    not hide in it.
+    """
     generator = torch.Generator(device).manual_seed(3)
-    normal = lambda scale: scale * torch.randn(shape, generator=generator, device=device)  # noqa: E731
+
+    def normal(scale):
+        return scale * torch.randn(shape, generator=generator, device=device)
+
     return normal(0.02), [normal(0.01) for _ in range(STEPS)]
 
 
@@ -103,7 +108,9 @@ def check_skip(engine, device, dtype):
 
 
 def check_rate_zero(engine, device):
-    """The warm-up steps at rate 0, and the weights' bits must be what they were (common/training/warmup.py)."""
+    """The warm-up steps at rate 0, and the weights' bits must be what they were
+    (common/training/warmup.py).
+    """
     weight, (gradient, *_) = start((5000,), device)
     weight[:2] = 0.0
     before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)

@@ -1,4 +1,6 @@
-"""Attention by optional packages, through stand-ins for them that compute by SDPA. tests/gpu runs FlashAttention-4; AITER was never run by us."""
+"""Attention by optional packages, through stand-ins for them that compute by SDPA. tests/gpu runs
+FlashAttention-4; AITER was never run by us.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -31,7 +33,9 @@ def sdpa(q, k, v):
 
 
 class Aiter:
-    """The signatures of ROCm/aiter v0.1.9.post1 and what they compute; `calls` has what decides their kernels."""
+    """The signatures of ROCm/aiter v0.1.9.post1 and what they compute; `calls` has what decides
+    their kernels.
+    """
 
     def __init__(self):
         self.calls = []
@@ -100,7 +104,9 @@ class Aiter:
 
 
 class FlashAttention4:
-    """The signature of flash-attn-4 4.0.0b36, as far as it is used, and what it refuses; `calls` has whether a backward is to follow."""
+    """The signature of flash-attn-4 4.0.0b36, as far as it is used, and what it refuses; `calls`
+    has whether a backward is to follow.
+    """
 
     def __init__(self):
         self.calls = []

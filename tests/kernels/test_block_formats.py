@@ -1,4 +1,6 @@
-"""Block formats against torchao bit for bit, where its rules are ours; and what differs: infinities, and blocks of numbers near fp32's smallest."""
+"""Block formats against torchao bit for bit, where its rules are ours; and what differs:
+infinities, and blocks of numbers near fp32's smallest.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def ours(x, name, **options):
 
 
 def by_torchao(x, name, block_size=None):
-    """What torchao's own conversions give in fp32; x: [rows, columns], filled up with zeros, since it takes whole blocks only."""
+    """What torchao's own conversions give in fp32; x: [rows, columns], filled up with zeros, since
+    it takes whole blocks only.
+    """
     from torchao.prototype.mx_formats.mx_tensor import (
         to_dtype,
         to_mx,
@@ -78,9 +82,11 @@ def numbers(element: Element):
 
 
 def ties_and_neighbors(name):
-    """Every number of the format, every tie between two, and the fp32 numbers beside both, with both signs; the block's scale is 2^0.
+    """Every number of the format, every tie between two, and the fp32 numbers beside both, with
+    both signs; the block's scale is 2^0.
 
-    One number of the size of the format's largest power of two in each block fixes that scale; larger ones of its binade saturate.
+    One number of the size of the format's largest power of two in each block fixes that scale;
+    larger ones of its binade saturate.
     """
     element, size = element_of(name), FORMATS[name].block_size
     exact = numbers(element)
@@ -125,7 +131,9 @@ def test_ties_go_to_even_and_large_numbers_saturate(name):
 
 
 def test_ties_of_nvfp4():
-    """A tensor whose scale is 1 and whose blocks' scales are numbers of e4m3: elements are at ties for certain."""
+    """A tensor whose scale is 1 and whose blocks' scales are numbers of e4m3: elements are at ties
+    for certain.
+    """
     points = torch.tensor(
         [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0]
     )

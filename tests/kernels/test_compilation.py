@@ -1,4 +1,6 @@
-"""Compile every Triton kernel for each GPU architecture, without a GPU: the kernels, forms and settings that are shipped."""
+"""Compile every Triton kernel for each GPU architecture, without a GPU: the kernels, forms and
+settings that are shipped.
+"""
 
 import ast
 import inspect
@@ -44,7 +46,9 @@ def arch(request):
 
 @pytest.fixture(scope="module")
 def forms(arch, tmp_path_factory):
-    """Half a minute of a core, for the first of pytest's processes that asks; Triton's cache makes a second run short."""
+    """Half a minute of a core, for the first of pytest's processes that asks; Triton's cache makes
+    a second run short.
+    """
     name = f"forms_{arch}"
     folder = made_once(
         tmp_path_factory,
@@ -55,7 +59,9 @@ def forms(arch, tmp_path_factory):
 
 
 def check(arch, forms):
-    """Raise AssertionError unless every kernel was compiled, without spills and within the shared memory of `arch`."""
+    """Raise AssertionError unless every kernel was compiled, without spills and within the shared
+    memory of `arch`.
+    """
     forms = [form for form in forms if form["kernel"] != SPILLS_ON_PURPOSE]
     assert {form["kernel"] for form in forms} == kernels().keys(), (
         "a kernel that tests/helpers/shipped_launches.py does not launch"
@@ -84,12 +90,17 @@ def test_spills_are_found_for(forms):
 
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
 def test_no_loop_is_pipelined_by_default_on(arch, forms):
-    """Where Triton 3.7 and 3.8 get it wrong: the settings' one stage (below) holds only for loops that are given it."""
+    """Where Triton 3.7 and 3.8 get it wrong: the settings' one stage (below) holds only for loops
+    that are given it.
+    """
     assert not [form["kernel"] for form in forms if form["pipelined"]]
 
 
 def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
-    """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
+    """Its speed is that of memory.
+
+    Forward: eight columns per thread and tile row; backward: two times eight.
+    """
     found = {(form["kernel"], *form["wide"]) for form in forms if "cross_entropy" in form["kernel"]}
     assert found == {
         ("_cross_entropy_forward_kernel", 8, 0),
@@ -98,7 +109,9 @@ def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
 
 
 def test_a_recorded_amax_is_compared_with_that_of_all_programs(arch, forms):
-    """Not with an old one in this compute unit's cache: then most programs would issue an atomic."""
+    """Not with an old one in this compute unit's cache: then most programs would issue an
+    atomic.
+    """
     casts = [form for form in forms if form["kernel"] == "_quantize_kernel"]
     recording = [form for form in casts if f"'MODE': {STORE.value}" not in form["form"]]
     assert len(recording) > 2 and all(form["amax_loads"] == 1 for form in recording)

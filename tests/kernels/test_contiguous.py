@@ -1,4 +1,6 @@
-"""Every launcher refuses tensors whose strides its kernel does not read: it would compute with other elements, or with foreign memory."""
+"""Every launcher refuses tensors whose strides its kernel does not read: it would compute with
+other elements, or with foreign memory.
+"""
 
 import pytest
 import torch

@@ -73,7 +73,8 @@ def compare(logits, labels, upstream, what=""):
     truth_gradient = results(truth_of, logits.double(), labels, upstream)[2]
     assert ours[0].dtype == ours[1].dtype == torch.float32 and ours[2].dtype == logits.dtype
     assert ours[1].tolist() == truth[1].tolist(), what
-    # The loss of a confident token is log(1 + a little), and fp32 knows the sum of 1 and a little to some eps.
+    # The loss of a confident token is log(1 + a little), and fp32 knows the sum of 1 and a little
+    # to some eps.
     wrong = (ours[0] - truth[0]).abs() > 1e-5 * truth[0].abs() + 4 * torch.finfo(
         torch.float32
     ).eps * truth[1]
@@ -136,7 +137,10 @@ def test_upstream_gradients_and_labels_may_lie_in_memory_as_they_like(randn, ran
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("behind", [1.0, 0.0, 8.0, 2e4])
 def test_logits_of_1e4(dtype, behind):
-    """Rounding them, or their log-sum-exp, in fp32 would cost 5e-4. The runner-up is one behind the label, equal to it, or far behind."""
+    """Rounding them, or their log-sum-exp, in fp32 would cost 5e-4.
+
+    The runner-up is one behind the label, equal to it, or far behind.
+    """
     vocab = TILE + 100
     for label, other in ((5, vocab - 1), (vocab - 1, 5), (7, 7 + LANES)):
         for right in (label, other, 9):
@@ -176,7 +180,10 @@ def test_a_masked_label(randn):
 def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
     engine, above, randn, random_labels
 ):
-    """NaN and inf among its logits; and a sequence without valid tokens, whose 1 / count is inf. The other rows are as without them."""
+    """NaN and inf among its logits; and a sequence without valid tokens, whose 1 / count is inf.
+
+    The other rows are as without them.
+    """
     logits, labels = randn(3, 4, 3000), random_labels(3000, 3, 4)
     labels[0, 1:3], labels[1] = IGNORE_INDEX, IGNORE_INDEX
     compare(logits, labels, tensor(1.0, 2.0, 3.0))
@@ -217,7 +224,9 @@ VOCAB = 500
 
 @pytest.fixture
 def head(randn, random_labels):
-    """(a function that makes logits of new leaves, its labels): the projection as the model uses it."""
+    """(a function that makes logits of new leaves, its labels): the projection as the model uses
+    it.
+    """
     x, weight, labels = randn(2, 3, 16), randn(VOCAB, 16), random_labels(VOCAB, 2, 3)
     labels[1, 0] = IGNORE_INDEX
 

@@ -1,4 +1,6 @@
-"""The engine of products by cuBLASLt, with a library in its place that computes what its descriptors say and notes what it was asked."""
+"""The engine of products by cuBLASLt, with a library in its place that computes what its
+descriptors say and notes what it was asked.
+"""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""An embedding's gradient by rows: the kernel against the reference, and the reference against torch's dense gradient."""
+"""An embedding's gradient by rows: the kernel against the reference, and the reference against
+torch's dense gradient.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""FP8 products without transposes, as on compute capability 10.x: here of a CPU, whose products take every layout, too."""
+"""FP8 products without transposes, as on compute capability 10.x: here of a CPU, whose products
+take every layout, too.
+"""
 
 import pytest
 import torch

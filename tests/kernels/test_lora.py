@@ -18,7 +18,8 @@ def check(what, ours, plain, truth):
     )
 
 
-# Rows and columns that fill no tile; rank 4 is padded to 16, and 24 to 32. The last ones need several row parts of several tiles.
+# Rows and columns that fill no tile; rank 4 is padded to 16, and 24 to 32. The last ones need
+# several row parts of several tiles.
 CASES = [
     (70, 1100, 300, 16, torch.float32),
     (33, 48, 40, 4, torch.float16),
@@ -126,7 +127,8 @@ def test_the_mask_drops_the_share_it_should_everywhere():
     ):
         # 5 sigma: of 1024 columns one in 3 million would be so far off
         assert ((share - p).abs() < 5 * (p * (1 - p) / count) ** 0.5).all(), name
-    # Neighbours in both directions, and other seeds (either half of the key), are independent: both dropped with p^2.
+    # Neighbours in both directions, and other seeds (either half of the key), are independent: both
+    # dropped with p^2.
     others = [keep_mask(rows, columns, Dropout(seed + step, p)) for step in (1, 2**32)]
     pairs = [
         (mask[1:], mask[:-1]),
@@ -145,7 +147,10 @@ def test_the_mask_belongs_to_row_and_column_not_to_the_shape():
 
 
 def test_philox_is_the_published_one():
-    """Known answer of Philox4x32-7 (Random123's kat_vectors): counter and key zero. 5f6fb709 0d893f64 4f121f81 4f730a48."""
+    """Known answer of Philox4x32-7 (Random123's kat_vectors): counter and key zero.
+
+    5f6fb709 0d893f64 4f121f81 4f730a48.
+    """
     words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
     numbers = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     seed = torch.tensor([0])

@@ -1,4 +1,6 @@
-"""Both layouts from one tile, as kernels write them on AMD: the columns are the rows, in every mode, and no second kernel runs."""
+"""Both layouts from one tile, as kernels write them on AMD: the columns are the rows, in every
+mode, and no second kernel runs.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,9 @@ TILED = {
 
 
 def results(run):
-    """Return the tensors of a first step, of a second one that saturates, and of an evaluation; and the quantizer's state."""
+    """Return the tensors of a first step, of a second one that saturates, and of an evaluation; and
+    the quantizer's state.
+    """
     scaling, (quantizer,) = unrounded({})
     found = [run(quantizer, 1.0)]
     scaling.step_done()
@@ -74,7 +78,9 @@ def test_the_columns_are_the_rows(op, monkeypatch):
 
 
 def test_whole_rows_leave_the_columns_to_a_second_kernel(monkeypatch):
-    """A tile of the norm has one or two rows: columns of two bytes would be slower than a transpose."""
+    """A tile of the norm has one or two rows: columns of two bytes would be slower than a
+    transpose.
+    """
     monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
     _, (quantizer,) = unrounded({})
     _, normed, _ = rms_norm.add_rms_norm_triton(

@@ -1,6 +1,8 @@
-"""No Triton kernel chooses between pointers at run time: AMD's compiler of Triton 3.6 ends with an assertion there.
+"""No Triton kernel chooses between pointers at run time: AMD's compiler of Triton 3.6 ends with an
+assertion there.
 
-Later ones end so too where only one of the tensors has 2 GiB (triton#9859). Loads belong into the branches; values may leave them.
+Later ones end so too where only one of the tensors has 2 GiB (triton#9859). Loads belong into the
+branches; values may leave them.
 """
 
 import ast
@@ -13,7 +15,9 @@ pytestmark = pytest.mark.quick
 
 
 def choices(source: str) -> list[str]:
-    """Return "function: line" of each choice between pointers in the Triton functions of a module."""
+    """Return "function: line" of each choice between pointers in the Triton functions of a
+    module.
+    """
     found = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef) and any(
@@ -24,7 +28,9 @@ def choices(source: str) -> list[str]:
 
 
 class Reader(ast.NodeVisitor):
-    """Follow pointers through the body of one Triton function, from its parameters that are called `..._ptr`."""
+    """Follow pointers through the body of one Triton function, from its parameters that are called
+    `..._ptr`.
+    """
 
     def __init__(self, function: ast.FunctionDef):
         self.found: list[str] = []
@@ -58,7 +64,9 @@ class Reader(ast.NodeVisitor):
         return False
 
     def is_constant(self, test: ast.expr) -> bool:
-        """Whether the compiler knows the value: constexprs, constants of the module (in capitals), and `x is None`."""
+        """Whether the compiler knows the value: constexprs, constants of the module (in capitals),
+        and `x is None`.
+        """
         match test:
             case ast.BoolOp():
                 return all(map(self.is_constant, test.values))
@@ -135,7 +143,8 @@ def test_choices_are_found(body, count):
     assert (
         len(
             choices(
-                f"@triton.jit\ndef kernel(a_ptr, b_ptr, head, heads, HALF: tl.constexpr):\n{lines}\n"
+                "@triton.jit\ndef kernel(a_ptr, b_ptr, head, heads, HALF: tl.constexpr):\n"
+                f"{lines}\n"
             )
         )
         == count

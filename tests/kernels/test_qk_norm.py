@@ -1,4 +1,6 @@
-"""RMSNorm of query and key heads with RoPE, forward in place and backward to a quantized gradient: the kernels against an fp64 truth."""
+"""RMSNorm of query and key heads with RoPE, forward in place and backward to a quantized gradient:
+the kernels against an fp64 truth.
+"""
 
 import pytest
 import torch
@@ -94,7 +96,10 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
 
 
 def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
-    """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded. The weights' gradients are the same in all."""
+    """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded.
+
+    The weights' gradients are the same in all.
+    """
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
     before, weights = (

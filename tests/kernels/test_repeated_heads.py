@@ -1,4 +1,7 @@
-"""Attention whose backward repeats the key heads: gradients against fp64, on what a block gives it. On a CPU by torch's flash kernels there."""
+"""Attention whose backward repeats the key heads: gradients against fp64, on what a block gives it.
+
+On a CPU by torch's flash kernels there.
+"""
 
 import pytest
 import torch

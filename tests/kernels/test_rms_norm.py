@@ -1,4 +1,6 @@
-"""RMSNorm with the residual add, forward and backward: as exact as plain torch, and quantized results as the reference's."""
+"""RMSNorm with the residual add, forward and backward: as exact as plain torch, and quantized
+results as the reference's.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ SHAPES = [(37, 100), (5, 300), (16, 64), (1, 8)]
 
 @pytest.fixture(autouse=True)
 def ragged_tiles(monkeypatch):
-    """Several rows per tile and several tiles per program, so that the small shapes here end within one."""
+    """Several rows per tile and several tiles per program, so that the small shapes here end within
+    one.
+    """
     forward, backward = rms_norm.add_rms_norm_settings, rms_norm.rms_norm_backward_settings
 
     def small_forward(arch: str, num_columns: int) -> Tile:
@@ -71,7 +75,10 @@ def check(what, ours, plain, truth):
 
 
 def by_autograd(x, branch, weight, d_n, d_residual):
-    """n, d_x and d_weight in the inputs' dtype. The residual is the leaf, since the kernel and torch round it alike."""
+    """n, d_x and d_weight in the inputs' dtype.
+
+    The residual is the leaf, since the kernel and torch round it alike.
+    """
     residual = (x if branch is None else x + branch).detach().requires_grad_()
     weight = weight.detach().requires_grad_()
     if x.dtype == torch.float64:

@@ -1,4 +1,6 @@
-"""RoPE on the packed projection, forward in place and backward to a quantized gradient: the kernels against an fp64 truth and the reference."""
+"""RoPE on the packed projection, forward in place and backward to a quantized gradient: the kernels
+against an fp64 truth and the reference.
+"""
 
 import pytest
 import torch

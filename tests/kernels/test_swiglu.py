@@ -1,4 +1,6 @@
-"""SwiGLU with quantized results: the kernels against an fp64 truth, against the reference, and in every combination of launches."""
+"""SwiGLU with quantized results: the kernels against an fp64 truth, against the reference, and in
+every combination of launches.
+"""
 
 import itertools
 

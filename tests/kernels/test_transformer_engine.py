@@ -1,4 +1,6 @@
-"""Products by Transformer Engine, through a stand-in with the signatures of 2.20.2 and ROCm's fork."""
+"""Products by Transformer Engine, through a stand-in with the signatures of 2.20.2 and ROCm's
+fork.
+"""
 
 import os
 import sys

@@ -37,8 +37,8 @@ def test_the_header_says_from_what_a_config_was_derived():
         "llama31_8b", select_config(ROOT, "llama31_8b", options, {}, found), CLOSED, None
     )
     assert (
-        "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x MI300X found"
-        in lines
+        "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x "
+        "MI300X found" in lines
     )
     assert any(line.startswith("NOTE") and "not for submission" in line for line in lines)
 

@@ -1,6 +1,8 @@
-"""Dockerfile, run_with_docker.sh and run.sub: linted, and what they print for each GPU and engine. No engine and no Slurm is needed.
+"""Dockerfile, run_with_docker.sh and run.sub: linted, and what they print for each GPU and engine.
+No engine and no Slurm is needed.
 
-What a container engine would do is played by a stand-in on PATH, for what must hold of it: signals, exit codes, and its own container only.
+What a container engine would do is played by a stand-in on PATH, for what must hold of it: signals,
+exit codes, and its own container only.
 """
 
 import fnmatch
@@ -76,7 +78,7 @@ def test_every_shell_script_is_looked_at():
     } <= set(SCRIPTS)
 
 
-# --- the image --------------------------------------------------------------------------------------------------------
+# --- the image ------------------------------------------------------------------------------------
 
 
 def instructions() -> list[str]:
@@ -195,7 +197,7 @@ def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
     assert not hidden, "the image's commit would be called dirty"
 
 
-# --- run_with_docker.sh -----------------------------------------------------------------------------------------------
+# --- run_with_docker.sh ---------------------------------------------------------------------------
 
 
 def environment(**variables) -> dict[str, str]:
@@ -226,7 +228,9 @@ def devices(words):
 
 
 def test_more_options_reach_the_engine(tmp_path):
-    """What AMD's recipes allow beyond ours, where RCCL cannot pass memory between processes in a container."""
+    """What AMD's recipes allow beyond ours, where RCCL cannot pass memory between processes in a
+    container.
+    """
     wanted = ["--cap-add=SYS_PTRACE", "--security-opt=seccomp=unconfined", "--ipc=host"]
     words = container("amd", "docker", CONTAINER_OPTIONS=" ".join(wanted))
     image = words.index("llama-training")
@@ -445,7 +449,11 @@ echo "$*" >> "$PLAY/calls"
 case $1 in
     run)
         if [[ -n ${CODE:-} ]]; then echo out; echo err >&2; exit "$CODE"; fi
-        setsid bash -c 'trap "exit 42" TERM; trap "exit 43" INT; echo $$ > "$PLAY/pid"; while :; do sleep 0.05; done'
+        setsid bash -c '
+            trap "exit 42" TERM
+            trap "exit 43" INT
+            echo $$ > "$PLAY/pid"
+            while :; do sleep 0.05; done'
         exit $?
         ;;
     kill) kill -s "$3" "$(cat "$PLAY/pid")" ;;
@@ -454,7 +462,9 @@ esac
 
 
 def engine(tmp_path, **variables) -> subprocess.Popen:
-    """run_with_docker.sh with a stand-in for docker: its container waits for a signal, or ends at once with CODE."""
+    """run_with_docker.sh with a stand-in for docker: its container waits for a signal, or ends at
+    once with CODE.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/docker").write_text(ENGINE)
     (tmp_path / "bin/docker").chmod(0o755)
@@ -501,7 +511,7 @@ def test_signals_reach_the_container_once(tmp_path, number, name, code):
     assert calls(tmp_path)[1:] == [["kill", "--signal", name, own], ["rm", "--force", own]]
 
 
-# --- run.sub ----------------------------------------------------------------------------------------------------------
+# --- run.sub --------------------------------------------------------------------------------------
 
 
 def test_slurm_without_a_container():

@@ -184,7 +184,8 @@ def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, 
     [
         b"\xff\xfe:::MLLOG {",
         b':::MLLOG {"key": "run_stop", "time_ms": 3, "metadata": []}',
-        b':::MLLOG {"key": "run_start", "time_ms": "1"}\n:::MLLOG {"key": "run_stop", "time_ms": 3, "metadata": {"samples_count": []}}',
+        b':::MLLOG {"key": "run_start", "time_ms": "1"}\n'
+        b':::MLLOG {"key": "run_stop", "time_ms": 3, "metadata": {"samples_count": []}}',
         b':::MLLOG {"key": ["run_stop"]}\n:::MLLOG ' + b"[" * 100_000,
         b':::MLLOG {"key": "run_stop", "metadata": {"status": 7}}',
     ],

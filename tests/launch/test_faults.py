@@ -1,6 +1,8 @@
-"""Faults, made from outside on real runs of the miniature: exit code, message, log and failure.json must tell the truth.
+"""Faults, made from outside on real runs of the miniature: exit code, message, log and failure.json
+must tell the truth.
 
-Nothing in the program knows of these tests: files are damaged, processes killed or stopped, limits set, values overridden.
+Nothing in the program knows of these tests: files are damaged, processes killed or stopped, limits
+set, values overridden.
 """
 
 import json
@@ -250,7 +252,8 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
     run = Started(tmp_path, data, "hang_timeout_s=20", ranks=2)
     run.wait_for_step(3, ranks=2)
     os.kill(run.heartbeat(1)["pid"], signal.SIGSTOP)
-    # Rank 0 waits in a collective and is killed with the rest: nobody is left to write run_stop, and nobody forges it.
+    # Rank 0 waits in a collective and is killed with the rest: nobody is left to write run_stop,
+    # and nobody forges it.
     code, _, err = run.end()
     assert code == 13, err
     failure = run.failure()
@@ -267,7 +270,8 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
 
 NO_NAMES = ["unshare", "--map-root-user", "--mount", "--uts", "bash", "-c"]
 NO_NAMES.append(
-    'hostname nobody-knows && mount --bind /dev/null /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$0" "$@"'
+    "hostname nobody-knows && mount --bind /dev/null /etc/hosts && mount --bind /dev/null "
+    '/etc/resolv.conf && exec "$0" "$@"'
 )
 
 

@@ -1,4 +1,6 @@
-"""Dumps of torch's flight recorder, in the fields that its C++ writes as JSON (tests/training/test_evidence.py makes real ones)."""
+"""Dumps of torch's flight recorder, in the fields that its C++ writes as JSON
+(tests/training/test_evidence.py makes real ones).
+"""
 
 import json
 
@@ -19,7 +21,9 @@ def entry(
     group=("0", "default_pg"),
     **changes,
 ):
-    """As ProcessGroupNCCL records it; gloo's entries stay scheduled, and say retired when they are over."""
+    """As ProcessGroupNCCL records it; gloo's entries stay scheduled, and say retired when they are
+    over.
+    """
     return {
         **{
             "record_id": sequence,
@@ -78,7 +82,10 @@ def test_a_rank_that_never_came_is_named_with_the_collective(tmp_path):
         [],
     )
     assert one["waiting"] == {0: "started", 2: "started"}
-    said = "ranks 0, 2 entered collective 41 of group 0 default_pg, nccl:_all_gather_base of BFloat16 [[1024]] -> [[8192]], rank 1 did not"
+    said = (
+        "ranks 0, 2 entered collective 41 of group 0 default_pg, nccl:_all_gather_base of "
+        "BFloat16 [[1024]] -> [[8192]], rank 1 did not"
+    )
     assert sentence(one) == said
 
 
@@ -92,8 +99,8 @@ def test_a_call_that_is_not_the_others_is_shown_beside_theirs(tmp_path):
         and one["different"][2]["input_sizes"] == [[512]]
     )
     assert (
-        "[[1024]] -> [[8192]] is another one on rank 2: nccl:_all_gather_base of BFloat16 [[512]] -> [[4096]]"
-        in sentence(one)
+        "[[1024]] -> [[8192]] is another one on rank 2: nccl:_all_gather_base of BFloat16 [[512]] "
+        "-> [[4096]]" in sentence(one)
     )
 
 
@@ -126,7 +133,9 @@ def test_nothing_is_stuck_where_all_is_complete_or_nothing_was_left(tmp_path):
 
 
 def test_a_rank_that_left_no_record_is_not_called_missing(tmp_path):
-    """Gloo does not say which ranks a group has: those of the default group are all that reported."""
+    """Gloo does not say which ranks a group has: those of the default group are all that
+    reported.
+    """
     dump(
         tmp_path,
         0,

@@ -1,4 +1,6 @@
-"""The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves as told, under real torchrun."""
+"""The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves
+as told, under real torchrun.
+"""
 
 import argparse
 import errno
@@ -196,9 +198,9 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
 
 def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
     """It is not killed before it has ended its own processes."""
-    stub = (
-        STUB
-        + "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
+    stub = STUB + (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+        "print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
     )
     (project / "throughput").mkdir(exist_ok=True)
     (project / "throughput/__main__.py").write_text(stub)
@@ -455,11 +457,12 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     )
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith(
-        "-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n"
+        "-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu "
+        "--steps 5\n"
     )
     assert (
-        "-m launch.processes.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2"
-        in out
+        "-m launch.processes.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 "
+        "--nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
     )
 
 

@@ -1,7 +1,9 @@
-"""Two "nodes" on this machine: two launches of run_and_time.sh that find each other as two hosts would.
+"""Two "nodes" on this machine: two launches of run_and_time.sh that find each other as two hosts
+would.
 
-Once with real torchrun, gloo and trainer, to the losses of one process. What the launchers do, also when a node fails, is tested with
-stand-ins for torchrun and the trainer, which start within a second; the launchers' store is the real one.
+Once with real torchrun, gloo and trainer, to the losses of one process. What the launchers do, also
+when a node fails, is tested with stand-ins for torchrun and the trainer, which start within a
+second; the launchers' store is the real one.
 """
 
 import json
@@ -94,7 +96,7 @@ def ledger(cwd, node=0):
     ]
 
 
-# --- everything real --------------------------------------------------------------------------------------------------
+# --- everything real ------------------------------------------------------------------------------
 
 SMALL = """
 from common.model.shapes import ModelShape
@@ -151,7 +153,8 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     }
 
 
-# Four ranks on two nodes, without launchers: what test_adapters.py and test_loop.py say of two ranks on one node.
+# Four ranks on two nodes, without launchers: what test_adapters.py and test_loop.py say of two
+# ranks on one node.
 
 
 def on_four_ranks(processes, folder):
@@ -188,7 +191,7 @@ def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
             torch.testing.assert_close(two["adapters"][name], adapter, atol=1e-6, rtol=1e-5)
 
 
-# --- who decides ------------------------------------------------------------------------------------------------------
+# --- who decides ----------------------------------------------------------------------------------
 
 
 def test_node_0_decides_and_has_the_results(project, tmp_path):
@@ -271,7 +274,7 @@ def test_the_command_of_a_node(project, tmp_path):
     assert code == 0 and f"--nnodes 2 {where} --nproc-per-node 2 -m toy.train" in out
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What happens to a run from outside: its readers, its disk, its directory, torchrun, the launcher itself. The toy under a stand-in for torchrun.
+"""What happens to a run from outside: its readers, its disk, its directory, torchrun, the launcher
+itself. The toy under a stand-in for torchrun.
 
 Each test looks at the exit code, the message, the ledger and what is left running.
 """
@@ -41,7 +42,7 @@ def the_end(running, code: int, kind: str) -> dict:
     return end
 
 
-# --- readers ----------------------------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
             ), path
 
 
-# --- disk -------------------------------------------------------------------------------------------------------------
+# --- disk -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_what_belongs_to_a_run_from_when_on(tmp_path):
     assert missing(tmp_path).what.endswith("result.txt is gone")
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def test_torchrun_is_killed(project, tmp_path):
@@ -264,7 +265,10 @@ def test_few_processes_and_threads(monkeypatch):
 )
 def test_limits_of_the_system(name, value, words):
     """As ulimit sets them; root has no limit of processes."""
-    code = "from common.command_line import exit_code_of; from launch.limits import require_limits; import sys\n"
+    code = (
+        "from common.command_line import exit_code_of; from launch.limits import require_limits; "
+        "import sys\n"
+    )
     code += "sys.exit(exit_code_of(lambda: require_limits(8)))"
     user = {"user": 65534, "group": 65534} if os.geteuid() == 0 and name == "RLIMIT_NPROC" else {}
     limit = lambda: resource.setrlimit(getattr(resource, name), (value, value))  # noqa: E731

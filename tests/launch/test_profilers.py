@@ -28,11 +28,20 @@ TORCHRUN = [
     "cuda",
 ]
 EXPECTED = {
-    "nsys": "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi "
-    "--capture-range-end=stop --output=/out/nsys --stats=true",
-    "ncu": "ncu --profile-from-start off --nvtx --target-processes all --set detailed --export /out/ncu --stats=true",
-    "rocprofv3": "rocprofv3 --kernel-trace --memory-copy-trace --rccl-trace --marker-trace --stats --output-format pftrace csv "
-    "--output-directory /out --output-file rocprofv3 --stats=true --",
+    "nsys": (
+        "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none "
+        "--capture-range=cudaProfilerApi --capture-range-end=stop "
+        "--output=/out/nsys --stats=true"
+    ),
+    "ncu": (
+        "ncu --profile-from-start off --nvtx --target-processes all --set detailed "
+        "--export /out/ncu --stats=true"
+    ),
+    "rocprofv3": (
+        "rocprofv3 --kernel-trace --memory-copy-trace --rccl-trace --marker-trace --stats "
+        "--output-format pftrace csv "
+        "--output-directory /out --output-file rocprofv3 --stats=true --"
+    ),
 }
 
 
@@ -77,7 +86,8 @@ os.execv(sys.argv[start], sys.argv[start:])
 """
 
 
-# Leaves a file where a rank's interpreter is torn down, which gloo's threads now and then end with std::terminate.
+# Leaves a file where a rank's interpreter is torn down, which gloo's threads now and then end with
+# std::terminate.
 WATCH = """
 import atexit, os, sys
 if "RANK" in os.environ and "throughput.bench" in sys.orig_argv:

@@ -1,6 +1,8 @@
-"""Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
+"""Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two
+series at once. Nothing is lost, nothing mixed.
 
-The toy of tests/helpers/toy.py under a stand-in for torchrun, and one pair of runs of the real miniature.
+The toy of tests/helpers/toy.py under a stand-in for torchrun, and one pair of runs of the real
+miniature.
 """
 
 import json
@@ -142,7 +144,9 @@ def test_as_many_good_runs_as_asked_for_though_two_fail(project, tmp_path):
 
 
 def test_enough_is_enough(project, tmp_path):
-    """Two failures with --max-failures 1: the series ends with the code of the first, and can go on later."""
+    """Two failures with --max-failures 1: the series ends with the code of the first, and can go on
+    later.
+    """
     running = Running(project, tmp_path, "--max-failures", "1", held=(1, 2, 3), NEXP="3")
     for attempt in (1, 3):
         os.kill(int((running.run_dir(attempt) / "pid_1").read_text()), signal.SIGKILL)
@@ -235,7 +239,7 @@ def test_two_series_in_one_place_do_not_mix(project, tmp_path):
     assert len({line["run"] for line in ends}) == 4 == len({line["seed"] for line in ends})
 
 
-# --- without a run ----------------------------------------------------------------------------------------------------
+# --- without a run --------------------------------------------------------------------------------
 
 
 def test_what_can_be_requested():
@@ -292,12 +296,14 @@ def test_resume_says_everything_that_changed(tmp_path):
     )
 
 
-# --- the real thing ---------------------------------------------------------------------------------------------------
+# --- the real thing -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, miniature_data):
-    """One good run wanted, one failure allowed: the first attempt loses its rank in training, the second reaches the target."""
+    """One good run wanted, one failure allowed: the first attempt loses its rank in training, the
+    second reaches the target.
+    """
     hidden = ("SEED", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
     variables = {key: value for key, value in os.environ.items() if key not in hidden} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -1,4 +1,6 @@
-"""Which build of torch fits a machine, played by a fake nvidia-smi and a fake /sys, and what Triton needs to compile."""
+"""Which build of torch fits a machine, played by a fake nvidia-smi and a fake /sys, and what Triton
+needs to compile.
+"""
 
 import os
 import subprocess
@@ -93,7 +95,7 @@ def test_a_machine_without_gpus_and_one_of_amd(tmp_path):
     assert suitable_builds(environment, tmp_path, tmp_path) == ("rocm",)
 
 
-# --- the torch that is there --------------------------------------------------------------------------------------------
+# --- the torch that is there ----------------------------------------------------------------------
 
 
 def h200s(driver: str = "580.95.05") -> Probe:
@@ -137,7 +139,9 @@ H200_ROW = "GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05"
     torch_build.installed_build() != "cpu", reason="this torch is not the one for CPUs"
 )
 def test_torch_for_cpus_beside_a_gpu_is_refused_before_anything_starts(tmp_path, words):
-    """The failure was AttributeError: module 'torch._C' has no attribute '_cuda_setDevice', in each rank."""
+    """The failure was AttributeError: module 'torch._C' has no attribute '_cuda_setDevice', in each
+    rank.
+    """
     environment = (
         os.environ
         | fake_nvidia_smi(tmp_path, f"echo '{H200_ROW}'")
@@ -163,7 +167,7 @@ def test_a_measurement_on_the_cpu_asks_for_no_torch_of_the_gpu():
     options.check_torch("cpu", h200s())
 
 
-# --- what Triton compiles with ------------------------------------------------------------------------------------------
+# --- what Triton compiles with --------------------------------------------------------------------
 
 
 def test_compiler_and_header_are_asked_for_by_their_packages(tmp_path, monkeypatch):

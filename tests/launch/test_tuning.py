@@ -1,4 +1,7 @@
-"""`--tune`: made before the first run, put back after the last one, whatever ends the launcher. On a copy of a host's files."""
+"""`--tune`: made before the first run, put back after the last one, whatever ends the launcher.
+
+On a copy of a host's files.
+"""
 
 import contextlib
 import os
@@ -19,7 +22,10 @@ from system_tuning.settings import KERNEL, value_of
 
 pytestmark = pytest.mark.quick
 
-HOLD = "import sys; from pathlib import Path; from system_tuning.__main__ import main; sys.exit(main({words}, Path({root!r})))"
+HOLD = (
+    "import sys; from pathlib import Path; from system_tuning.__main__ import main; "
+    "sys.exit(main({words}, Path({root!r})))"
+)
 FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
 
 
@@ -113,8 +119,13 @@ def test_the_record_of_a_run_says_what_was_set(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_they_are_put_back_when_the_launcher_is_killed(host, number):
-    """SIGINT reaches all of a terminal's processes; who holds the settings waits for the launcher's end."""
-    words = f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\ntuning.HOLD = {tuning.HOLD!r}\n"
+    """SIGINT reaches all of a terminal's processes; who holds the settings waits for the launcher's
+    end.
+    """
+    words = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\n"
+        f"tuning.HOLD = {tuning.HOLD!r}\n"
+    )
     words += "tuning.os.geteuid = lambda: 0\n"
     words += (
         f"with tuning.tuned({str(ROOT)!r}):\n    print('running', flush=True)\n    time.sleep(60)\n"

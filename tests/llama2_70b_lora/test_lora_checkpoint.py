@@ -1,4 +1,6 @@
-"""LoRA continues from a checkpoint bit for bit, dropout included; the frozen base is not in it. tests/training/test_checkpoint.py does it on two ranks."""
+"""LoRA continues from a checkpoint bit for bit, dropout included; the frozen base is not in it.
+tests/training/test_checkpoint.py does it on two ranks.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,9 @@ RULES = replace(TINY, target_loss=0.1)
 
 
 def sittings(processes, folder):
-    """What a run on these ranks logged, and one that goes on from its checkpoint; each rank has data of its own, the runs are shared."""
+    """What a run on these ranks logged, and one that goes on from its checkpoint; each rank has
+    data of its own, the runs are shared.
+    """
     own, changes = folder / f"rank_{processes.rank}", {"micro_batch_size": 2, "max_samples": 96}
     for name, options in (("run", {"checkpoint": "2"}), ("on", {"continues": folder / "run"})):
         _, error = start(own / name, RULES, processes, run_dir=folder / name, **options, **changes)

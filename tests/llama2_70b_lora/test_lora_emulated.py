@@ -1,4 +1,6 @@
-"""LoRA by its own trainer in an emulated block format: with every storage of the base, healed to what the base is stored in."""
+"""LoRA by its own trainer in an emulated block format: with every storage of the base, healed to
+what the base is stored in.
+"""
 
 import pytest
 from tiny import LORA, lora_steps

@@ -1,5 +1,5 @@
-"""Checkpoint in either layout -> the trainer's run -> peft adapter -> PeftModel and merged checkpoint, with the same logits; and a
-closed-division log of the real loop and rules.
+"""Checkpoint in either layout -> the trainer's run -> peft adapter -> PeftModel and merged
+checkpoint, with the same logits; and a closed-division log of the real loop and rules.
 """
 
 import gc
@@ -45,7 +45,9 @@ TINY = replace(
 def start(
     folder, rules, processes, layout="fused", run_dir=None, checkpoint="", continues=None, **changes
 ):
-    """A whole run of the LoRA trainer in this process; the run directory, `folder`/run if not given, and the RunError that ended it."""
+    """A whole run of the LoRA trainer in this process; the run directory, `folder`/run if not
+    given, and the RunError that ended it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     splits = {"train": rules.train_samples, "validation": rules.eval_samples}
@@ -124,7 +126,9 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
 
 
 def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, monkeypatch):
-    """Real rules and loop; a scripted step and evaluation stand in for the compute of 1,920 sequences of 8192 tokens."""
+    """Real rules and loop; a scripted step and evaluation stand in for the compute of 1,920
+    sequences of 8192 tokens.
+    """
     losses = iter([0.93, 0.925])
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""What the closed division fixes for llama2_70b_lora, against the numbers of the rules; its learning rate against transformers."""
+"""What the closed division fixes for llama2_70b_lora, against the numbers of the rules; its
+learning rate against transformers.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ from llama2_70b_lora.rules import CLOSED, MINIATURE
 
 pytestmark = pytest.mark.quick
 
-# Global batch, interval, skipped evaluations, first evaluation: what published v5.1 logs and the rules' formulas have.
+# Global batch, interval, skipped evaluations, first evaluation: what published v5.1 logs and the
+# rules' formulas have.
 EVALUATIONS = [
     (8, 384, 3, 1536),
     (9, 387, 3, 1548),
@@ -39,7 +42,9 @@ def test_skipped_evaluations_are_those_of_the_formula_for_every_batch():
 
 
 def test_the_adapters_of_the_rules_have_44_million_parameters():
-    """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192): mlcommons/training, llama2_70b_lora."""
+    """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192): mlcommons/training,
+    llama2_70b_lora.
+    """
     shape, rank = CLOSED.shape, CLOSED.lora_rank
     per_layer = rank * (shape.hidden_size + shape.qkv_size) + rank * (
         shape.hidden_size + shape.hidden_size

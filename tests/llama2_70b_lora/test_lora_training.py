@@ -1,4 +1,6 @@
-"""LoRA on the frozen base: loaded alike on any ranks, trained on two ranks as on one, with the same bits from every storage."""
+"""LoRA on the frozen base: loaded alike on any ranks, trained on two ranks as on one, with the same
+bits from every storage.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def on_two_ranks(processes, folder):
 
 
 def load(processes, folder, layout):
-    """The operands of a checkpoint, as bytes, and what this rank read of the blocks' matrices: (file, offset, size)."""
+    """The operands of a checkpoint, as bytes, and what this rank read of the blocks' matrices:
+    (file, offset, size).
+    """
     ranges, reports, preadv = [], [], os.preadv
 
     def counted(file, buffers, offset):
@@ -156,7 +160,8 @@ def test_training_on_two_ranks_follows_one(processes, pair, name):
             ".weight" in name and "blocks" in name and "norm" not in name
             for name in found["parameters"]
         )
-        # The micro-batches are the same, so are their scales: what differs is the order of the sums of the gradients.
+        # The micro-batches are the same, so are their scales: what differs is the order of the sums
+        # of the gradients.
         assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3) and found[
             "norms"
         ] == pytest.approx(alone["norms"], rel=2e-2)

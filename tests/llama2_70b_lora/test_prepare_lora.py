@@ -1,4 +1,6 @@
-"""Preparing GovReport and the base: files that are wrong are refused, pickles execute nothing, the miniature in small."""
+"""Preparing GovReport and the base: files that are wrong are refused, pickles execute nothing, the
+miniature in small.
+"""
 
 import ast
 import hashlib
@@ -42,7 +44,9 @@ def small_rules(monkeypatch):
 
 
 def govreport_rows():
-    """{split: int64 [rows, 2, length]}: training counts every token, validation about half of them."""
+    """{split: int64 [rows, 2, length]}: training counts every token, validation about half of
+    them.
+    """
     random = np.random.default_rng(1)
     rows = {
         "train": random.integers(61, size=(9, 1, 12)),
@@ -134,7 +138,9 @@ def test_packed_rows_that_the_rules_refuse(tmp_path, capsys, split):
 
 
 def test_a_file_of_numpy_1_is_read(tmp_path):
-    """numpy 1 calls the same function by another module's name; AMD's files were written with it."""
+    """numpy 1 calls the same function by another module's name; AMD's files were written with
+    it.
+    """
     source = write_npy(tmp_path, govreport_rows(), "arrays") / "train.npy"
     raw = source.read_bytes()
     assert b"numpy._core.multiarray" in raw

@@ -1,4 +1,6 @@
-"""Preparing data: the miniature, conversion that survives a kill, verification that names the damage."""
+"""Preparing data: the miniature, conversion that survives a kill, verification that names the
+damage.
+"""
 
 import gzip
 import hashlib
@@ -431,7 +433,10 @@ def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
 
 
 def test_lock_makes_a_second_process_wait(tmp_path):
-    program = "import sys; from pathlib import Path; from common.data.preparation import locked\nwith locked(Path(sys.argv[1])): print('in')"
+    program = (
+        "import sys; from pathlib import Path; from common.data.preparation import locked\n"
+        "with locked(Path(sys.argv[1])): print('in')"
+    )
     with preparation.locked(tmp_path / "lock"):
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(tmp_path / "lock")],

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments of `prepare convert` and of --save: what has a final name is whole and right; everything else is made anew."""
+"""SIGKILL at random moments of `prepare convert` and of --save: what has a final name is whole and
+right; everything else is made anew.
+"""
 
 import os
 import random

@@ -1,4 +1,6 @@
-"""`--save`: what a run leaves in model/ is what transformers loads; nothing half-made has that name; and a failure leaves the run good."""
+"""`--save`: what a run leaves in model/ is what transformers loads; nothing half-made has that
+name; and a failure leaves the run good.
+"""
 
 import errno
 import json
@@ -31,14 +33,17 @@ from llama31_8b.rules import MINIATURE
 
 pytestmark = pytest.mark.quick
 
-# The miniature's model, with Llama 3.1's rotation and a vocabulary that neither two nor three ranks divide; the first evaluation ends the run.
+# The miniature's model, with Llama 3.1's rotation and a vocabulary that neither two nor three ranks
+# divide; the first evaluation ends the run.
 SHAPE = replace(MINIATURE.shape, vocab_size=2047, rope_scaling=RopeScaling(original_context=16))
 RULES = replace(TINY, shape=SHAPE, target_loss=100.0)
 TOKENS = torch.arange(32).view(2, 16) * 61 % SHAPE.vocab_size
 
 
 def saved_run(processes, folder):
-    """A run with --save: the logits of the model as the run left it, and the files in the run's directory."""
+    """A run with --save: the logits of the model as the run left it, and the files in the run's
+    directory.
+    """
     made = []
     if not (folder / "data").exists():
         write_data(folder / "data", RULES)
@@ -98,7 +103,9 @@ def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_pa
 
 
 def missed(processes, folder):
-    """Of a run with --save that misses its target: the kind of its error, how its log ends, and whether the model is there when this rank ends."""
+    """Of a run with --save that misses its target: the kind of its error, how its log ends, and
+    whether the model is there when this rank ends.
+    """
     changes = {
         "gpus_per_node": processes.world_size,
         "global_batch_size": 12,
@@ -196,8 +203,13 @@ if point == "rename":
 if point == "index":
     import json
     dumps = json.dumps
-    json.dumps = lambda content, **options: end() if "weight_map" in content else dumps(content, **options)
-save.save_model(test_save.random_model(), place, lambda: end() if point == str(next(beats)) else None)
+    def dumps_or_end(content, **options):
+        return end() if "weight_map" in content else dumps(content, **options)
+    json.dumps = dumps_or_end
+def beat():
+    if point == str(next(beats)):
+        end()
+save.save_model(test_save.random_model(), place, beat)
 """
 
 

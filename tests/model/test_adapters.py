@@ -1,4 +1,6 @@
-"""Adapters: only they train, the base keeps its bits, ranks and micro-batches change nothing, dropout only in training."""
+"""Adapters: only they train, the base keeps its bits, ranks and micro-batches change nothing,
+dropout only in training.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Blocks in an emulated block format against plain ones whose linears quantize by themselves, and healing."""
+"""Blocks in an emulated block format against plain ones whose linears quantize by themselves, and
+healing.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ WGRAD = {"mxfp4+hadamard": False, "nvfp4+random_hadamard": True}
 
 
 class ThreeProducts(torch.autograd.Function):
-    """x W^T with each factor of each product quantized along the dimension that the product sums over."""
+    """x W^T with each factor of each product quantized along the dimension that the product sums
+    over.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
@@ -264,7 +268,9 @@ def test_weights_are_cast_once_per_step():
 
 
 def test_the_triton_kernels_serve_it_as_the_reference_does():
-    """In Triton's interpreter: the block's kernels write the compute dtype, and the cast is the same."""
+    """In Triton's interpreter: the block's kernels write the compute dtype, and the cast is the
+    same.
+    """
     shape = replace(SHAPE, ffn_hidden_size=64)
     found = []
     for kernels in ("reference", "triton"):

@@ -1,4 +1,6 @@
-"""Shapes of public models: their totals against published ones, and a config.json against what transformers writes."""
+"""Shapes of public models: their totals against published ones, and a config.json against what
+transformers writes.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +13,8 @@ from common.model.shapes import LLAMA31_8B, ModelShape, RopeScaling
 
 pytestmark = pytest.mark.quick
 
-# Total parameters: `num_parameters` of each model's page at huggingface.co, which counts its safetensors.
+# Total parameters: `num_parameters` of each model's page at huggingface.co, which counts its
+# safetensors.
 PUBLISHED = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,

@@ -31,7 +31,8 @@ def pair(dtype=torch.float32, fp8=False, recompute=False, shape=SHAPE):
     plain, fused = Block(shape), FusedBlock(shape, "reference", scaling, recompute)
     scaling.allocate(torch.device("cpu"))
     for name, parameter in plain.named_parameters():
-        # Heads after their norms are as large as without: 0.05 * sqrt(64). Larger ones sharpen the softmax, which amplifies the noise of FP8.
+        # Heads after their norms are as large as without: 0.05 * sqrt(64). Larger ones sharpen the
+        # softmax, which amplifies the noise of FP8.
         torch.nn.init.normal_(
             parameter, 0.4 if "rotation" in name else 1.0 if "norm" in name else 0.0, 0.05
         )
@@ -91,8 +92,9 @@ def test_recompute_changes_no_bit_and_counts_nothing_twice(fp8, family):
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_fp8_is_as_near_as_its_casts(family):
-    """A product of two casts is 28.5 dB (e4m3 x e4m3) or 24.6 dB (e5m2 x e4m3) from the truth. The gradient of the first norm has
-    been through four of the latter, whose noise adds up: 24.6 - 10 log10(4) = 18.6 dB.
+    """A product of two casts is 28.5 dB (e4m3 x e4m3) or 24.6 dB (e5m2 x e4m3) from the truth. The
+    gradient of the first norm has been through four of the latter, whose noise adds up: 24.6 - 10
+    log10(4) = 18.6 dB.
     """
     plain, fused, scaling = pair(torch.bfloat16, fp8=True, shape=SHAPES[family])
     for step in range(3):

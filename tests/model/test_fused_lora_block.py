@@ -1,4 +1,6 @@
-"""The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is kept, what is asked of the base."""
+"""The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is
+kept, what is asked of the base.
+"""
 
 from dataclasses import replace
 
@@ -148,7 +150,9 @@ def test_what_the_base_is_asked_for():
 
 
 def storages(saved):
-    """Bytes by address of all that `saved` holds, and of what autograd's graph of attention holds."""
+    """Bytes by address of all that `saved` holds, and of what autograd's graph of attention
+    holds.
+    """
     graph, nodes = [saved.attention[0].grad_fn], []
     while graph:
         node = graph.pop()

@@ -63,7 +63,9 @@ def save(folder, tensors):
 
 
 def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
-    """The layout of MLCommons: query, key and value rows stacked in one matrix; two shards and an index."""
+    """The layout of MLCommons: query, key and value rows stacked in one matrix; two shards and an
+    index.
+    """
     folder.mkdir()
     fused = {}
     for name, tensor in state.items():
@@ -107,7 +109,9 @@ def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Both layouts of a small base, adapters saved for peft, tokens, and the logits of our model with the adapters."""
+    """Both layouts of a small base, adapters saved for peft, tokens, and the logits of our model
+    with the adapters.
+    """
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("adapter")
     ours, theirs = pair(SHAPE, LENGTH)

@@ -1,6 +1,8 @@
-"""The Llama with adapters against transformers with peft: logits, loss, adapter gradients, and twenty optimizer steps.
+"""The Llama with adapters against transformers with peft: logits, loss, adapter gradients, and
+twenty optimizer steps.
 
-peft adapts query, key and value apart; with one A for the three and the rows of our B, it computes the same function.
+peft adapts query, key and value apart; with one A for the three and the rows of our B, it computes
+the same function.
 """
 
 import itertools
@@ -46,8 +48,9 @@ STEPS, LEARNING_RATE, CURVE_TOLERANCE = 20, 3e-3, 1e-4
 def adapted_pair(name: str, fresh: bool = False, tied: bool = True):
     """Ours and peft's model with equal weights and adapters, without dropout.
 
-    `fresh`: adapters as a run begins with them, B zero. Otherwise random ones, so that every gradient is there.
-    `tied`: the three A of peft are one parameter, so that training keeps them equal and their gradient is the sum that ours is.
+    `fresh`: adapters as a run begins with them, B zero. Otherwise random ones, so that every
+    gradient is there. `tied`: the three A of peft are one parameter, so that training keeps them
+    equal and their gradient is the sum that ours is.
     """
     peft = pytest.importorskip("peft")  # here: not every worker of pytest needs it
     shape, rank, alpha = SHAPES[name]
@@ -82,7 +85,9 @@ def trained(model: Llama) -> dict[str, torch.nn.Parameter]:
 
 
 def batch_of(vocab_size: int, seed: int) -> torch.Tensor:
-    """[sequences, 2, length]: tokens and labels; every sequence has another number of labels that do not count."""
+    """[sequences, 2, length]: tokens and labels; every sequence has another number of labels that
+    do not count.
+    """
     windows = torch.randint(
         vocab_size, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
@@ -102,11 +107,16 @@ def their_loss(model, batch: torch.Tensor) -> torch.Tensor:
 
 
 def their_adapters(model, shape: ModelShape, gradients: bool) -> dict[str, torch.Tensor]:
-    """peft's tied adapters, or their gradients, under our names: query, key and value rows of B stacked."""
+    """peft's tied adapters, or their gradients, under our names: query, key and value rows of B
+    stacked.
+    """
     found = {}
     for number, layer in enumerate(model.base_model.model.model.layers):
         attention = layer.self_attn
-        value = lambda parameter: (parameter.grad if gradients else parameter).detach()  # noqa: E731
+
+        def value(parameter):
+            return (parameter.grad if gradients else parameter).detach()
+
         rows = [
             value(module.lora_B["default"].weight)
             for module in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -142,7 +152,9 @@ def test_logits_loss_and_adapter_gradients_agree_with_peft(name):
 
 
 def test_separate_adapters_of_peft_give_the_sum_of_their_gradients_to_our_a():
-    """What the tie in the other tests stands for: dA of ours = dA of query + key + value of peft."""
+    """What the tie in the other tests stands for: dA of ours = dA of query + key + value of
+    peft.
+    """
     ours, theirs = adapted_pair("groups of 2", tied=False)
     batch = batch_of(ours.shape.vocab_size, seed=3)
     loss_sum, count = ours(*batch.unbind(1))

@@ -1,4 +1,6 @@
-"""The Llama against transformers' Llama, Mistral and Qwen3; its initial weights; its parameter and FLOP counts."""
+"""The Llama against transformers' Llama, Mistral and Qwen3; its initial weights; its parameter and
+FLOP counts.
+"""
 
 import math
 import os
@@ -17,7 +19,8 @@ from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from llama31_8b.rules import CLOSED, MINIATURE
 from llama31_8b.train import assemble
 
-# Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in transformers.
+# Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in
+# transformers.
 TOLERANCE = 1e-5  # |ours - theirs| <= TOLERANCE * |theirs|, both L2 norms over the whole tensor
 THREE_BANDS = RopeScaling(
     original_context=64
@@ -127,7 +130,9 @@ def their_names(name: str) -> list[str]:
 
 
 def pair(shape: ModelShape, sequence_length: int, make=fused_llama, **theirs):
-    """Our model and theirs with the same weights, large enough that attention is far from uniform and norms far from 1."""
+    """Our model and theirs with the same weights, large enough that attention is far from uniform
+    and norms far from 1.
+    """
     torch.manual_seed(0)
     ours, theirs = make(shape, sequence_length), hugging_face(shape, sequence_length, **theirs)
     their_parameters = dict(theirs.named_parameters())
@@ -244,7 +249,7 @@ def test_a_token_does_not_see_what_follows_it():
     assert (before[:, 40:] - after[:, 40:]).abs().max() > 0.1
 
 
-# --- initial weights ------------------------------------------------------------------------------------------------------
+# --- initial weights ------------------------------------------------------------------------------
 
 
 def initialized(
@@ -312,7 +317,9 @@ def test_weights_do_not_depend_on_the_number_of_ranks(two_ranks, processes):
 
 
 def test_the_first_loss_is_that_of_a_guess():
-    """Logits of an untrained model are near N(0, D*std^2), which lifts the mean of logsumexp by half their variance."""
+    """Logits of an untrained model are near N(0, D*std^2), which lifts the mean of logsumexp by
+    half their variance.
+    """
     shape = MINIATURE.shape
     torch.manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (4, 2, 128))
@@ -324,7 +331,7 @@ def test_the_first_loss_is_that_of_a_guess():
     )  # 512 tokens with logits of deviation 0.23: 5 sigma
 
 
-# --- counts ---------------------------------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A tied embedding under our optimizer: one weight, whose gradient is the sum of both uses, as transformers computes it; on one rank and on two."""
+"""A tied embedding under our optimizer: one weight, whose gradient is the sum of both uses, as
+transformers computes it; on one rank and on two.
+"""
 
 from dataclasses import replace
 

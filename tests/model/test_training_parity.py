@@ -1,4 +1,6 @@
-"""Fifty steps of open_llama follow transformers and torch's AdamW, and with LoRA peft: same weights, same batches, fp32 on a CPU."""
+"""Fifty steps of open_llama follow transformers and torch's AdamW, and with LoRA peft: same
+weights, same batches, fp32 on a CPU.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The base's loader: both layouts, any sharding, nothing read twice; and what it refuses before a byte is copied."""
+"""The base's loader: both layouts, any sharding, nothing read twice; and what it refuses before a
+byte is copied.
+"""
 
 import hashlib
 import json

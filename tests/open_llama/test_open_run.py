@@ -1,4 +1,6 @@
-"""The page's example in small: a folder of text, a model, its loss by `eval`, text, and weights of a checkpoint."""
+"""The page's example in small: a folder of text, a model, its loss by `eval`, text, and weights of
+a checkpoint.
+"""
 
 import json
 import os

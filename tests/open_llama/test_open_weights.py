@@ -1,4 +1,6 @@
-"""Weights of open_llama in and out: what starts a run is what the files hold, and `eval` adds adapters as training does."""
+"""Weights of open_llama in and out: what starts a run is what the files hold, and `eval` adds
+adapters as training does.
+"""
 
 import json
 from functools import partial

@@ -1,4 +1,6 @@
-"""`open_llama prepare text`: every kind of input gives the same tokens, split by document, on any number of processes."""
+"""`open_llama prepare text`: every kind of input gives the same tokens, split by document, on any
+number of processes.
+"""
 
 import gzip
 import json
@@ -118,7 +120,9 @@ def test_every_kind_of_input_gives_the_same_documents(
 
 
 class InThisProcess:
-    """A pool without processes, which would take seconds to start; it fails at its `limit`-th task."""
+    """A pool without processes, which would take seconds to start; it fails at its `limit`-th
+    task.
+    """
 
     limit = 10**9
 

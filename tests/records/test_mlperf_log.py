@@ -1,4 +1,6 @@
-"""The reader of MLPerf logs: what a record is, in whose dialect, and what a file that is no log is called."""
+"""The reader of MLPerf logs: what a record is, in whose dialect, and what a file that is no log is
+called.
+"""
 
 import gzip
 import json

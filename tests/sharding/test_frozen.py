@@ -1,4 +1,6 @@
-"""The frozen base: every storage gives the same bits, and no buffer is overwritten while it is read."""
+"""The frozen base: every storage gives the same bits, and no buffer is overwritten while it is
+read.
+"""
 
 import random
 from dataclasses import replace
@@ -78,7 +80,10 @@ def wrong(base, shape, key, operands=None):
 
 
 def order_of_passes(num_layers):
-    """Two micro-batches, two evaluations, a micro-batch; then layers in random order. A bool starts a pass, of training or not."""
+    """Two micro-batches, two evaluations, a micro-batch; then layers in random order.
+
+    A bool starts a pass, of training or not.
+    """
     steps = []
     for training in (True, True, False, False, True):
         steps += [training, *pass_order(num_layers, training, COLUMNWISE)]
@@ -208,7 +213,9 @@ def test_a_buffer_in_use_is_not_overwritten():
 
 
 def count_fetches(base, num_layers):
-    """How many requests came before their layer was sent for, and the fetches of each pass: training twice, evaluation, training."""
+    """How many requests came before their layer was sent for, and the fetches of each pass:
+    training twice, evaluation, training.
+    """
     fetched, fetch, late, count = [], base.buffers.fetch, 0, []
 
     def counted(key, out):
@@ -254,7 +261,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def unquantized(processes, dtype):
-    """The weights, of several passes over a base in `dtype`, that differ from the matrix itself; and the base's bytes."""
+    """The weights, of several passes over a base in `dtype`, that differ from the matrix itself;
+    and the base's bytes.
+    """
     base = fill(FrozenBase(SHAPE, processes, dtype=dtype), SHAPE)
     wrong = []
     for training in (True, False, True):
@@ -315,7 +324,9 @@ def test_two_nodes_share_within_a_node(tmp_path):
 
 
 def test_gathers_are_ahead_and_none_is_made_twice(pair):
-    """Only the first layer of the first pass is late; each pass fetches two layers of the next one."""
+    """Only the first layer of the first pass is late; each pass fetches two layers of the next
+    one.
+    """
     for rank in pair:
         assert rank["fetches"] == {"late": 1, "count": [12, 10, 5, 10]}
 
@@ -349,7 +360,9 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 
 
 def test_the_plan_of_the_70b():
-    """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57 of prefetch buffers."""
+    """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57
+    of prefetch buffers.
+    """
     config = lora_config(linear="fp8", micro_batch_size=1, gpus_per_node=4)
     work = plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
     assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(
@@ -364,7 +377,9 @@ def test_the_plan_of_the_70b():
 
 
 def on_two_gpus(processes, folder):
-    """What differs from the whole matrices in all passes of `ask_all`, and in products enqueued without waiting, as a block does."""
+    """What differs from the whole matrices in all passes of `ask_all`, and in products enqueued
+    without waiting, as a block does.
+    """
     shape = replace(SHAPE, hidden_size=1024, ffn_hidden_size=2816, num_heads=8)
     differences = []
     for storage in ("sharded", "replicated"):
@@ -374,7 +389,9 @@ def on_two_gpus(processes, folder):
 
 
 def under_load(base, shape):
-    """Copies of the operands taken on the compute stream behind slow work, for three passes without the host ever waiting."""
+    """Copies of the operands taken on the compute stream behind slow work, for three passes without
+    the host ever waiting.
+    """
     busy, copies = torch.randn(4096, 4096, device=base.device), []
     for training in (True, False, True):
         base.start_pass(training)

@@ -28,7 +28,9 @@ def offloader_of(depth, streams=None, size=4):
 
 
 class Memory:
-    """Device memory as torch's allocator hands it out: freed tensors are reused in the order of the launches."""
+    """Device memory as torch's allocator hands it out: freed tensors are reused in the order of the
+    launches.
+    """
 
     def __init__(self):
         self.free, self.pieces = [], 0
@@ -40,7 +42,9 @@ class Memory:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_nothing_is_overwritten_before_it_is_copied_or_read_before_it_is_back(order, monkeypatch):
-    """Two micro-batches of five layers, whose memory is handed out again as soon as the offloader frees it."""
+    """Two micro-batches of five layers, whose memory is handed out again as soon as the offloader
+    frees it.
+    """
     streams, memory, seen = SimulatedStreams(), Memory(), []
     offloader = offloader_of(5, streams)
     monkeypatch.setattr(offload.torch, "empty_like", lambda like, device: memory.allocate())

@@ -1,4 +1,6 @@
-"""Symmetric memory: every rank's buffers are mapped, multicast stays off, and a node without peer access is refused."""
+"""Symmetric memory: every rank's buffers are mapped, multicast stays off, and a node without peer
+access is refused.
+"""
 
 import os
 from unittest import mock

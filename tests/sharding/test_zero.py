@@ -1,6 +1,8 @@
-"""ZeRO-2 against plain tensors: on one rank, two, two nodes of one, by NCCL's way and by copy engines; and what it refuses.
+"""ZeRO-2 against plain tensors: on one rank, two, two nodes of one, by NCCL's way and by copy
+engines; and what it refuses.
 
-That two ranks train as one process does is in test_loop.py; several nodes are in test_multi_node.py.
+That two ranks train as one process does is in test_loop.py; several nodes are in
+test_multi_node.py.
 """
 
 import gc
@@ -48,7 +50,10 @@ def full(name, seed):
 
 
 class FileBuffers:
-    """SymmetricBuffers on a CPU: a file per rank, which all ranks map. A rank reaches a barrier after a random time."""
+    """SymmetricBuffers on a CPU: a file per rank, which all ranks map.
+
+    A rank reaches a barrier after a random time.
+    """
 
     def __init__(self, folder, seconds, group, count, num_bytes):
         self.rank, self.ranks, self.group, self.seconds = group.rank(), group.size(), group, seconds
@@ -91,8 +96,10 @@ def on_two_ranks(processes, folder):
     by_copy = partial(copy_engines, folder, 0.0, torch.float32, processes.shard_group)
     found = {}
     for way, (place, reduce_scatter) in {
-        "one node": (processes, None), "two nodes": (two_nodes, None), "copy engines": (processes, by_copy)
-    }.items():  # fmt: skip
+        "one node": (processes, None),
+        "two nodes": (two_nodes, None),
+        "copy engines": (processes, by_copy),
+    }.items():
         modules = [Weights(["even", "ragged"]), Weights(["single"])]
         optimizer = zero(modules, place, reduce_scatter)
         named = {
@@ -128,7 +135,9 @@ def two_ranks(tmp_path_factory):
 
 
 def mean_gradient(name):
-    """Each rank's gradients are bf16, as the weight is; the mean over the ranks is not rounded again, nor is the sum over micro-batches."""
+    """Each rank's gradients are bf16, as the weight is; the mean over the ranks is not rounded
+    again, nor is the sum over micro-batches.
+    """
     weight = full(name, 1).bfloat16().float()
     scales = [[1.0, 2.0], [2.0, 3.0]]  # of the two micro-batches, by rank
     return sum(
@@ -190,7 +199,9 @@ def reduce_in_bf16(processes, folder):
 
 
 def reduce_with_late_ranks(processes, folder):
-    """Six micro-batches over five modules, by collectives and by copies, the ranks now and then late."""
+    """Six micro-batches over five modules, by collectives and by copies, the ranks now and then
+    late.
+    """
     found = []
     group = processes.shard_group
     by_nccl = NcclReduceScatter(group, None, torch.bfloat16, accumulate.ENGINES["reference"])
@@ -218,7 +229,9 @@ def reduce_with_late_ranks(processes, folder):
 
 
 def test_copies_are_summed_as_they_were_sent_however_late_a_rank_is(tmp_path):
-    """A buffer overwritten too early would change the sum; so would a copy in another rank's place, of which two ranks have but one."""
+    """A buffer overwritten too early would change the sum; so would a copy in another rank's place,
+    of which two ranks have but one.
+    """
     for by_collectives, by_copies in call_on_ranks(4, "test_zero:reduce_with_late_ranks", tmp_path):
         assert by_collectives == by_copies
 
@@ -252,7 +265,7 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(tmp_path):
     assert ranks[0][1] != ranks[1][1]
 
 
-# --- the contract ---------------------------------------------------------------------------------------------------------
+# --- the contract ---------------------------------------------------------------------------------
 
 
 def test_a_weight_that_was_never_set_is_refused(processes):

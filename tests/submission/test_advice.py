@@ -1,4 +1,6 @@
-"""Advice by symptom: a healthy run on H200s gets none; each symptom, planted in it, gets its own, with its number."""
+"""Advice by symptom: a healthy run on H200s gets none; each symptom, planted in it, gets its own,
+with its number.
+"""
 
 import random
 from pathlib import Path
@@ -24,7 +26,9 @@ PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
 
 
 def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
-    """As an H200 under full load: at its board's power limit most of the time, so that its clock swings."""
+    """As an H200 under full load: at its board's power limit most of the time, so that its clock
+    swings.
+    """
     return {
         "power_w": noise.gauss(685, 15),
         "power_limit_w": 700.0,
@@ -38,7 +42,9 @@ def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
 
 
 class Planted:
-    """A healthy run in `folder`; each method plants something, `symptoms` reads what is said of it."""
+    """A healthy run in `folder`; each method plants something, `symptoms` reads what is said of
+    it.
+    """
 
     def __init__(self, folder: Path):
         self.folder, noise = folder, random.Random(0)

@@ -1,4 +1,6 @@
-"""Ledgers and logs of any shape: check, score, report, package and resume end with an exit code of the project, never with a traceback."""
+"""Ledgers and logs of any shape: check, score, report, package and resume end with an exit code of
+the project, never with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def good(tmp_path_factory):
 
 @draw.composite
 def harmed(draws, records: list[dict]) -> list[object]:
-    """The records with one to four changes: a field of another value or gone, a line that is gone, doubled, moved, or anything at all."""
+    """The records with one to four changes: a field of another value or gone, a line that is gone,
+    doubled, moved, or anything at all.
+    """
     changed: list[object] = [dict(record) for record in records]
     for _ in range(draws(draw.integers(1, 4))):
         if not changed:

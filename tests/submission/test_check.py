@@ -370,7 +370,10 @@ def test_a_closed_pipe_is_no_traceback(tmp_path):
 
 def test_check_imports_no_torch(tmp_path):
     path = dialect(tmp_path / "result_0.txt", "srun")
-    code = f"import sys; from submission import check; code = check.main([{str(path)!r}]); sys.exit(code or 'torch' in sys.modules)"
+    code = (
+        f"import sys; from submission import check; code = check.main([{str(path)!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60

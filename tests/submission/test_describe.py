@@ -1,4 +1,6 @@
-"""The system description: machines as trees of files, what they tell, and what has to be asked for."""
+"""The system description: machines as trees of files, what they tell, and what has to be asked
+for.
+"""
 
 import json
 
@@ -339,7 +341,9 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
 
 
 def test_this_machine(tmp_path, capsys):
-    """Whatever it is: all keys, all strings, and the exit code says whether something is missing."""
+    """Whatever it is: all keys, all strings, and the exit code says whether something is
+    missing.
+    """
     path = tmp_path / "this.json"
     code = describe.main(["--out", str(path), "--submitter", "Acme", "--set", "status=rdi"])
     description = json.loads(path.read_text())

@@ -1,4 +1,6 @@
-"""Files that mean harm, read by the commands here: one line of error, never a traceback, never a hang."""
+"""Files that mean harm, read by the commands here: one line of error, never a traceback, never a
+hang.
+"""
 
 import json
 import os

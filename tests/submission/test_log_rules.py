@@ -1,4 +1,6 @@
-"""Our own rules on synthetic logs, without the official checker: what is found, where, and what is left alone."""
+"""Our own rules on synthetic logs, without the official checker: what is found, where, and what is
+left alone.
+"""
 
 import pytest
 from log_dialects import processes, srun
@@ -69,7 +71,8 @@ def test_an_aborted_log_that_says_so_is_clean(tmp_path):
     assert found_in(path) == []
 
 
-# One value of a log of ours changed: key, new value, rule that must find it on that line, and nothing else.
+# One value of a log of ours changed: key, new value, rule that must find it on that line, and
+# nothing else.
 VALUES = [
     ("cache_clear", False, "cache_clear"),
     ("seed", 2**32, "odd_seed"),
@@ -159,7 +162,8 @@ def test_a_wrong_interval_is_found_at_the_first_wrong_evaluation(tmp_path):
         ]
 
 
-# Global batch, evaluations, which of them is wrong. By the rules 8 begins at 1536 and 16 at 1920, and both go on by 384.
+# Global batch, evaluations, which of them is wrong. By the rules 8 begins at 1536 and 16 at 1920,
+# and both go on by 384.
 LORA_EVALUATIONS = [
     (8, [1536, 1920, 2304], None),
     (8, [384, 768, 1152], 0),

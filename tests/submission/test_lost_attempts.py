@@ -1,4 +1,6 @@
-"""Which attempts count: one answer from score, package and report, whatever became of a launcher (docs/submission.md has the table)."""
+"""Which attempts count: one answer from score, package and report, whatever became of a launcher
+(docs/submission.md has the table).
+"""
 
 import json
 
@@ -73,7 +75,8 @@ def against_the_rules(folder, run) -> None:
     synthetic_run.write_records(run / "result.txt", records)
 
 
-# What became of the log, what the ledger knows, and the state of the attempt. One of ten may be lost: it counts as the slowest.
+# What became of the log, what the ledger knows, and the state of the attempt. One of ten may be
+# lost: it counts as the slowest.
 CASES = {
     "a whole log and a start without an end": (nothing, killed_launcher, GOOD),
     "a whole log that --resume calls lost": (nothing, resumed, GOOD),
@@ -95,7 +98,9 @@ CASES = {
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
 def case(request, tmp_path):
-    """Folder of a series of twelve attempts, each slower than the one before, with what happened to the fifth; and its state."""
+    """Folder of a series of twelve attempts, each slower than the one before, with what happened to
+    the fifth; and its state.
+    """
     plans = synthetic.plans(
         [evaluations for evaluations in synthetic.evaluations_near_reference(LORA)] + [7, 8]
     )

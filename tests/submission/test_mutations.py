@@ -1,4 +1,6 @@
-"""Every way to spoil a log that was seen to mislead an official tool, in two dialects: `check` names line, rule, source and severity."""
+"""Every way to spoil a log that was seen to mislead an official tool, in two dialects: `check`
+names line, rule, source and severity.
+"""
 
 import pytest
 from log_dialects import DIALECTS, write
@@ -109,7 +111,8 @@ def run_stop_before_run_start(log):
 CUSTOM = {"key": "tracked_stats", "event_type": "POINT_IN_TIME", "metadata": {"samples_count": 0}}
 BOTH = (PRETRAINING, LORA)
 COMMON, LATEST, RCP, OWN = "/common.yaml", "training_6.1.0/common.yaml", "RCP rcp_checker.py", "OWN"
-# what, how (returns the line), rule, how its source begins or ends; and where a log of others differs: its rule and severity
+# what, how (returns the line), rule, how its source begins or ends; and where a log of others
+# differs: its rule and severity
 ERROR, WARNING, NOTE = "error", "warning", "note"
 MUTATIONS = [
     (
@@ -260,7 +263,9 @@ IDS = [f"{benchmark.rules.BENCHMARK}: {name}" for benchmark, name, *_ in CASES]
 
 
 def spoiled(tmp_path, benchmark, dialect, spoil):
-    """The findings on a spoiled log, as (line, rule, severity, source), and the line that was spoiled."""
+    """The findings on a spoiled log, as (line, rule, severity, source), and the line that was
+    spoiled.
+    """
     change, options = DIALECTS[dialect]
     log = change(records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)))
     line = spoil(log)
@@ -287,7 +292,8 @@ def test_a_spoiled_log_is_refused_or_warned_about(
     assert any(row[:3] == (line, rule, severity) and source in row[3] for row in found), found
 
 
-# How line n of the file becomes another one; the rule in our logs and those of others, None where they may write so.
+# How line n of the file becomes another one; the rule in our logs and those of others, None where
+# they may write so.
 LINES = [
     ("text after the JSON", "{line} done", "line_format", "line_format", ERROR),
     ("text before the token", "rank 0: {line}", "line_format", None, None),

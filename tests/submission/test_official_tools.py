@@ -1,4 +1,6 @@
-"""The compliance checker, called in this process: what it says of our logs, by line and rule, and what a crash of it becomes."""
+"""The compliance checker, called in this process: what it says of our logs, by line and rule, and
+what a crash of it becomes.
+"""
 
 import importlib.metadata
 import importlib.resources
@@ -80,8 +82,9 @@ def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(
 ):
     """So that a key which the closed rules demand cannot be forgotten in the miniature.
 
-    `closed_keys` of the official 6.1.0 rules, the pair of eval_start and eval_stop, which is optional there, and `ours`, which the
-    closed division fixes for LoRA but no checker wants: sequence length, optimizer, betas, epsilon, warm-up factor, dropout.
+    `closed_keys` of the official 6.1.0 rules, the pair of eval_start and eval_stop, which is
+    optional there, and `ours`, which the closed division fixes for LoRA but no checker wants:
+    sequence length, optimizer, betas, epsilon, warm-up factor, dropout.
     """
     logged = {
         record["key"]

@@ -1,4 +1,6 @@
-"""From series to a submission: the official tools accept what we build, and what must not be submitted is refused by name."""
+"""From series to a submission: the official tools accept what we build, and what must not be
+submitted is refused by name.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ def commit_all(folder) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The project as it is now, as a git repository of its own, with what must never get into a submission lying about."""
+    """The project as it is now, as a git repository of its own, with what must never get into a
+    submission lying about.
+    """
     folder = tmp_path_factory.mktemp("project")
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")
     for path in ROOT.iterdir():
@@ -84,7 +88,9 @@ def described(folder, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def submission(project, tmp_path_factory):
-    """Both benchmarks, ten good runs each, built and judged for 6.1.0: the request and the exit code."""
+    """Both benchmarks, ten good runs each, built and judged for 6.1.0: the request and the exit
+    code.
+    """
     folder = tmp_path_factory.mktemp("good")
     for benchmark in (PRETRAINING, LORA):
         synthetic.write(folder / "logs", benchmark, plans(benchmark, project))
@@ -290,7 +296,9 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
 
 @pytest.fixture
 def case(tmp_path, project, monkeypatch):
-    """A series of ten and a request for it; the official checker of single logs says yes to everything."""
+    """A series of ten and a request for it; the official checker of single logs says yes to
+    everything.
+    """
     monkeypatch.setattr(
         official_tools,
         "closed_verdict",
@@ -718,7 +726,8 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
             NAMES[1]
         ]
     )
-    # The same tree, if nobody had said that one run missed its target: the tools forgive it in silence, we do not.
+    # The same tree, if nobody had said that one run missed its target: the tools forgive it in
+    # silence, we do not.
     assert package.judge(request, missed=0) == 20
 
 
@@ -751,9 +760,11 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     [
         "",
         "Traceback (most recent call last):\nKeyError: 'x'",
-        "WARNING -  Skipping benchmark: llama31_8B\nINFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",
+        "WARNING -  Skipping benchmark: llama31_8B\n"
+        "INFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",
         "INFO - PACKAGE CHECKER FOUND ERRORS, LOOK INTO ERROR LOG LINES AND FIX THEM.",
-        "INFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",  # without an RCP test: the division was not closed
+        # No RCP test was made, so the division was not closed.
+        "INFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",
     ],
 )
 def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):

@@ -1,4 +1,6 @@
-"""The pages in Chromium, driven by Playwright: charts are drawn and answer the mouse, nothing is loaded, nothing is wider than a phone."""
+"""The pages in Chromium, driven by Playwright: charts are drawn and answer the mouse, nothing is
+loaded, nothing is wider than a phone.
+"""
 
 import io
 import shutil
@@ -18,11 +20,13 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 VIEWS = [(width, scheme) for width in (1280, 400) for scheme in ("light", "dark")]
 # The pixels of a canvas, from a copy of it: Chromium warns of pages that read their own canvas.
 PIXELS = """function pixels(canvas) {
-  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", {willReadFrequently: true});
+  const offscreen = new OffscreenCanvas(canvas.width, canvas.height);
+  const copy = offscreen.getContext("2d", {willReadFrequently: true});
   copy.drawImage(canvas, 0, 0);
   return copy.getImageData(0, 0, canvas.width, canvas.height).data;
 }"""
-# How many pixels of each chart's canvas are painted in the color of its last curve, and whether the canvas lies within the window.
+# How many pixels of each chart's canvas are painted in the color of its last curve, and whether the
+# canvas lies within the window.
 PAINTED = (
     "() => {"
     + PIXELS
@@ -32,7 +36,8 @@ PAINTED = (
   const wanted = [1, 3, 5].map(at => parseInt(color.slice(at, at + 2), 16));
   const data = pixels(canvas);
   let count = 0;
-  for (let at = 0; at < data.length; at += 4) count += wanted.every((part, index) => Math.abs(data[at + index] - part) < 8);
+  for (let at = 0; at < data.length; at += 4)
+    count += wanted.every((part, index) => Math.abs(data[at + index] - part) < 8);
   return [count, box.left >= 0 && box.right <= innerWidth];
 })}"""
 )
@@ -90,7 +95,9 @@ def _measurement(folder):
 
 @pytest.fixture
 def opened(browser, request):
-    """Opens a page in a window of a width and a color scheme; at the end nothing may have been said or loaded."""
+    """Opens a page in a window of a width and a color scheme; at the end nothing may have been said
+    or loaded.
+    """
     heard: list[str] = []
     contexts = []
 

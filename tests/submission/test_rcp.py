@@ -1,4 +1,6 @@
-"""The RCP test: the official checker, as we call it, against a second opinion by formulae of our own and the published tables."""
+"""The RCP test: the official checker, as we call it, against a second opinion by formulae of our
+own and the published tables.
+"""
 
 import json
 import sys
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.quick
 _8B, LORA = "llama31_8b", "llama2_70b_lora"
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 
-# Mean, sigma, lowest mean that passes, max speed-up, in the pruned set; as mlperf-logging 4.1.68 computes them.
+# Mean, sigma, lowest mean that passes, max speed-up, in the pruned set; as mlperf-logging 4.1.68
+# computes them.
 MEASURED = [
     (_8B, 16, 161_109.33, 4_387.69, 157_919.55, 1.02020, True),
     (_8B, 32, 178_858.67, 7_165.07, 173_649.76, 1.03000, True),
@@ -195,7 +198,10 @@ def test_reference_runs_are_those_of_every_ruleset(benchmark):
 
 @pytest.mark.parametrize("benchmark", closed())
 def test_every_batch_has_the_official_numbers(benchmark):
-    """Mean and minimum to the last bit. Sigma to the last but one: the formula is rounded once, numpy's at every step."""
+    """Mean and minimum to the last bit.
+
+    Sigma to the last but one: the formula is rounded once, numpy's at every step.
+    """
     largest = max(divisions(benchmark)["closed"].reference_runs)
     for batch in range(1, largest + 2):
         official, formula = (
@@ -246,7 +252,8 @@ def test_a_crash_of_the_official_checker_is_a_failure_in_one_line(tmp_path, capl
     logs = [tmp_path / str(index) for index in range(3)]
     for path in logs:
         path.write_text(
-            ':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n:::MLLOG {"key": "eval_accuracy"}\n'
+            ':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n'
+            ':::MLLOG {"key": "eval_accuracy"}\n'
         )
     verdict = called.judge(logs, "6.1.0")
     assert not verdict.passed and "KeyError: 'metadata'" in verdict.message

@@ -1,4 +1,6 @@
-"""The report of a run: complete and self-contained when the run is, and never a crash when it is not."""
+"""The report of a run: complete and self-contained when the run is, and never a crash when it is
+not.
+"""
 
 import fcntl
 import json
@@ -308,7 +310,9 @@ def test_a_missing_directory_is_a_usage_error(tmp_path, capsys):
 
 @pytest.fixture
 def series(tmp_path):
-    """Twelve attempts: the third missed the target, the eleventh never started its clock; the directory of the ledger."""
+    """Twelve attempts: the third missed the target, the eleventh never started its clock; the
+    directory of the ledger.
+    """
     plans = synthetic_series.plans([13, 14, 16, 13, 14, 13, 13, 13, 13, 14, 13, 13])
     plans[2].fails, plans[10].fails = "missed", "early"
     return synthetic_series.write(tmp_path, synthetic_run.PRETRAINING, plans)

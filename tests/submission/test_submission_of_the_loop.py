@@ -1,6 +1,8 @@
-"""Ten closed logs of each benchmark by the real loop, RunLog and rules, through all official tools of three rounds.
+"""Ten closed logs of each benchmark by the real loop, RunLog and rules, through all official tools
+of three rounds.
 
-Only the step and the evaluation are scripted; what they return decides when the loop stops. The minutes are those of the script.
+Only the step and the evaluation are scripted; what they return decides when the loop stops. The
+minutes are those of the script.
 """
 
 import gc
@@ -29,7 +31,8 @@ from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS
 from submission.series import read_series, ten_runs
 
-# Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
+# Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test
+# passes, with and without a factor.
 CONVERGED = {
     "llama31_8b": [147_456] + [159_744] * 8 + [172_032],
     "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2,
@@ -113,7 +116,8 @@ def test_our_checks_find_nothing(org_dir):
         assert examine(path).errors() == [], path
 
 
-# The older rulesets are slow tests; test_package.py has the official tools accept a submission for all three.
+# The older rulesets are slow tests; test_package.py has the official tools accept a submission for
+# all three.
 @pytest.mark.parametrize(
     "ruleset",
     [

@@ -1,4 +1,6 @@
-"""The survey of a results repository: a small synthetic one, judged by the official tools and by us."""
+"""The survey of a results repository: a small synthetic one, judged by the official tools and by
+us.
+"""
 
 import json
 import re

@@ -1,7 +1,9 @@
-"""The rule for more than ten runs: twelve patterns, worked out by hand from the text of the rules, and one answer from every command.
+"""The rule for more than ten runs: twelve patterns, worked out by hand from the text of the rules,
+and one answer from every command.
 
-The rules, "Scoring": a set of ten consecutive runs that would be invalid counts as infinite in the median; if the median set is invalid,
-so is the result. A failed run, missed or killed, counts as infinite and may be the one run that is dropped.
+The rules, "Scoring": a set of ten consecutive runs that would be invalid counts as infinite in the
+median; if the median set is invalid, so is the result. A failed run, missed or killed, counts as
+infinite and may be the one run that is dropped.
 """
 
 import json
@@ -20,7 +22,8 @@ from submission.runs import GOOD, LOST
 from submission.series import read_series, ten_runs
 
 NAME = LORA.rules.BENCHMARK
-# g good, m missed its target, k killed after run_start. -> windows of ten, valid ones among them, whether there is a result.
+# g good, m missed its target, k killed after run_start. -> windows of ten, valid ones among them,
+# whether there is a result.
 PATTERNS = {
     "gggggggggg": (1, 1, True),
     "mggggggggg": (1, 1, True),

@@ -1,4 +1,7 @@
-"""System tuning on copies of /proc and /sys: nothing here writes to this machine's own. Kills, other programs, no root."""
+"""System tuning on copies of /proc and /sys: nothing here writes to this machine's own.
+
+Kills, other programs, no root.
+"""
 
 import errno
 import fcntl
@@ -110,7 +113,7 @@ def call(capsys):
     return run
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+# --- looking --------------------------------------------------------------------------------------
 
 
 def test_check_writes_nothing(call, any_host):
@@ -199,7 +202,7 @@ def test_a_cpu_that_is_offline_has_no_setting(call, epyc, monkeypatch):
     assert code == 0 and "scaling_governor: schedutil -> performance (2 files)" in printed
 
 
-# --- apply and revert -------------------------------------------------------------------------------------------------
+# --- apply and revert -----------------------------------------------------------------------------
 
 
 def test_apply_sets_everything_and_revert_restores_every_value(call, any_host):
@@ -243,7 +246,9 @@ def test_wrong_usage_is_2(call, epyc, wrong):
 def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(
     call, tmp_path, monkeypatch
 ):
-    """intel_pstate in active mode: performance takes the energy preference with it, and holds it."""
+    """intel_pstate in active mode: performance takes the energy preference with it, and holds
+    it.
+    """
     root, plain = xeon(tmp_path / "host"), Path.write_text
     before = contents(root)
 
@@ -278,7 +283,7 @@ def test_a_value_that_does_not_stick_is_a_failure(call, epyc, monkeypatch):
     )
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
+# --- kills ----------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -342,7 +347,7 @@ def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, se
     assert cli.main(["revert"], root) == 0 and contents(root) == before
 
 
-# --- other programs, reboots ------------------------------------------------------------------------------------------
+# --- other programs, reboots ----------------------------------------------------------------------
 
 
 def test_a_value_that_another_program_set_is_left(call, epyc):
@@ -384,7 +389,7 @@ def test_a_second_apply_at_the_same_time_is_refused(call, epyc):
     assert call(epyc, "apply")[0] == 0
 
 
-# --- the journal ------------------------------------------------------------------------------------------------------
+# --- the journal ----------------------------------------------------------------------------------
 
 
 def test_a_damaged_journal_stops_everything(call, epyc):
@@ -417,7 +422,7 @@ def test_a_full_disk_stops_before_the_first_write(call, epyc, monkeypatch):
     assert code == 17 and "No space left" in printed and contents(epyc) == before
 
 
-# --- rights -----------------------------------------------------------------------------------------------------------
+# --- rights ---------------------------------------------------------------------------------------
 
 
 def test_without_root_it_says_so(call, epyc, monkeypatch):
@@ -450,7 +455,7 @@ def test_one_file_that_may_not_be_written_and_the_others_done(call, epyc, monkey
     assert call(epyc, "revert")[0] == 0 and contents(epyc) == before
 
 
-# --- alone ------------------------------------------------------------------------------------------------------------
+# --- alone ----------------------------------------------------------------------------------------
 
 
 def test_it_runs_copied_alone_with_the_standard_library_only(tmp_path):

@@ -24,7 +24,10 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
         "--warmup",
         "1",
     ]
-    watched = "import atexit, sys; atexit.register(print, 'torn down'); from throughput.bench import main; main(sys.argv[1:])"
+    watched = (
+        "import atexit, sys; atexit.register(print, 'torn down'); from throughput.bench import "
+        "main; main(sys.argv[1:])"
+    )
     (process,) = start_ranks(
         1, ["-c", watched, *arguments, "--layers", "2", "--eval-sequences", "5"]
     )

@@ -1,4 +1,6 @@
-"""The command line of `throughput`: names, options, directories, and what every measurement declares of its rows."""
+"""The command line of `throughput`: names, options, directories, and what every measurement
+declares of its rows.
+"""
 
 import importlib
 import json
@@ -115,7 +117,9 @@ def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", MEASUREMENTS)
 def test_what_a_measurement_declares_fits_together(what):
-    """Keys of tables and plots are columns; published tables exist and have the columns they are matched by."""
+    """Keys of tables and plots are columns; published tables exist and have the columns they are
+    matched by.
+    """
     module = importlib.import_module(f"throughput.{what}")
     module.add_arguments(Parser("throughput x"))
     for table in module.TABLES:
@@ -134,7 +138,7 @@ def test_what_a_measurement_declares_fits_together(what):
             assert {*wanted.match, wanted.value} <= columns and set(wanted.match) <= set(keys)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_options_of_all_measurements():

@@ -1,4 +1,6 @@
-"""`throughput flux` on this CPU: rows, the search for the largest batch with a rank that runs out of memory, what is refused; training learns."""
+"""`throughput flux` on this CPU: rows, the search for the largest batch with a rank that runs out
+of memory, what is refused; training learns.
+"""
 
 import argparse
 import gc
@@ -66,7 +68,10 @@ def test_two_ranks_on_this_cpu(tmp_path):
 
 
 def test_training_lowers_the_loss(processes):
-    """From 2, the variance of noise - latents, of which an untrained model knows nothing. A few steps vary by 0.1."""
+    """From 2, the variance of noise - latents, of which an untrained model knows nothing.
+
+    A few steps vary by 0.1.
+    """
     torch.manual_seed(1)
     request = replace(REQUEST, shape=replace(TINY, hidden_size=32, num_heads=1))
     model, optimizer = build(request, processes)
@@ -97,7 +102,7 @@ def test_recomputed_blocks_keep_less(processes):
     assert none > one > both
 
 
-# --- the largest batch ------------------------------------------------------------------------------------------------
+# --- the largest batch ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 10, 31, 32])
@@ -117,7 +122,9 @@ def out_of_memory(gradient):
 
 
 def one_rank_runs_out(processes, folder):
-    """The second rank has memory for a batch of 2, the first for any: in the middle of the backward, where ranks wait for each other."""
+    """The second rank has memory for a batch of 2, the first for any: in the middle of the
+    backward, where ranks wait for each other.
+    """
     run = Flux.forward
 
     def forward(self, latents, *rest):
@@ -264,7 +271,9 @@ def test_a_search_goes_down_where_the_timed_steps_run_out(tmp_path, monkeypatch)
 
 
 def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
-    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on two, 8 bytes. A part is measured there."""
+    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on
+    two, 8 bytes. A part is measured there.
+    """
     started = []
     found = {"tried": [(10, 1)], "batch": 10, "times_ms": [1.0], "memory_bytes": 1}
     monkeypatch.setattr(
@@ -315,7 +324,10 @@ def test_the_published_number_stands_beside_the_whole_model_only():
     ],
 )
 def test_ranks_that_end_badly(tmp_path, monkeypatch, error):
-    """For want of memory: a row that says so, and the next number of GPUs is measured. Anything else ends the measurement."""
+    """For want of memory: a row that says so, and the next number of GPUs is measured.
+
+    Anything else ends the measurement.
+    """
 
     found = {"tried": [[10, 1]], "batch": 10} if error.kind == OutOfMemory.kind else {}
     monkeypatch.setattr(flux.ranks, "run_ranks", lambda *arguments: (found, error))

@@ -1,4 +1,6 @@
-"""FLUX's transformer against diffusers' FluxTransformer2DModel: outputs, every parameter's gradient, parameter counts; and its FLOPs."""
+"""FLUX's transformer against diffusers' FluxTransformer2DModel: outputs, every parameter's
+gradient, parameter counts; and its FLOPs.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
 
-# Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in diffusers.
+# Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in
+# diffusers.
 TOLERANCE = 1e-5  # |ours - theirs| <= TOLERANCE * |theirs|, both L2 norms over the whole tensor
 TINY = FluxShape(1, 2, 64, 2, 12, 40, 24, (8, 12, 12))
 SIZES = {
@@ -186,7 +189,9 @@ def test_the_parts_have_every_parameter_once():
 
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, double_blocks=3, single_blocks=1)])
 def test_flops_are_those_that_torch_counts(shape):
-    """Forward: its counter has every matrix product, and with the math backend attention is two of them."""
+    """Forward: its counter has every matrix product, and with the math backend attention is two of
+    them.
+    """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         rope = rope_table(image_positions(4, 6, 7), shape, torch.device("cpu"))
         Flux(shape)(**inputs(shape, 2, 4, 6, 7), rope=rope)

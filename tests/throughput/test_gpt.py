@@ -1,4 +1,6 @@
-"""The GPT against Hugging Face's, its sizes against the published ones, and the search for the largest batch. On a CPU."""
+"""The GPT against Hugging Face's, its sizes against the published ones, and the search for the
+largest batch. On a CPU.
+"""
 
 import argparse
 
@@ -118,7 +120,7 @@ def test_a_step_trains_in_bf16_throughout():
     assert len(kept) == 3 * len(before) and {tensor.dtype for tensor in kept} == {torch.bfloat16}
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def options(**changes) -> argparse.Namespace:

@@ -1,4 +1,6 @@
-"""What drivers say of the links between GPUs, read from text, and the rows and the picture made of it. No GPU is needed."""
+"""What drivers say of the links between GPUs, read from text, and the rows and the picture made of
+it. No GPU is needed.
+"""
 
 import sys
 
@@ -20,7 +22,8 @@ NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
 Legend:
 
   X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes \
+(e.g., QPI/UPI)
 """
 AMD = """\
 ============================ ROCm System Management Interface ============================

@@ -1,4 +1,6 @@
-"""`throughput llama`: which settings a model gets, without a GPU; what it writes where memory is full; and whole runs on a CPU."""
+"""`throughput llama`: which settings a model gets, without a GPU; what it writes where memory is
+full; and whole runs on a CPU.
+"""
 
 import argparse
 import json
@@ -217,8 +219,10 @@ def test_batch_max_takes_one_less_until_it_runs_and_each_attempt_is_a_row(result
     runs_up_to(largest - 2, monkeypatch)
     llama.measure(options(model="qwen3-4b", batch="max", seq=4096), result)
     assert [(row["batch"], row.get("error")) for row in result.rows] == [
-        (largest, "out of memory"), (largest - 1, "out of memory"), (largest - 2, None)
-    ]  # fmt: skip
+        (largest, "out of memory"),
+        (largest - 1, "out of memory"),
+        (largest - 2, None),
+    ]
 
 
 def test_a_given_batch_is_tried_once_and_another_failure_ends_the_measurement(result, monkeypatch):

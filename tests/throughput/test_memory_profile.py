@@ -1,4 +1,6 @@
-"""profile --memory: a history in the fields of torch.cuda.memory._snapshot, made by hand; a real one needs a GPU."""
+"""profile --memory: a history in the fields of torch.cuda.memory._snapshot, made by hand; a real
+one needs a GPU.
+"""
 
 import json
 from types import SimpleNamespace
@@ -77,7 +79,11 @@ def segment(*blocks, device=0):
 
 
 def snapshot():
-    """Weights and moments stay. A forward keeps 100 MiB and 20, the loss needs 50: the peak. Two blocks are free at the end, one lived before."""
+    """Weights and moments stay.
+
+    A forward keeps 100 MiB and 20, the loss needs 50: the peak. Two blocks are free at the end, one
+    lived before.
+    """
     trace = [
         event("alloc", 300, 100, FORWARD, 1),
         event("alloc", 400, 20, FORWARD, 2),

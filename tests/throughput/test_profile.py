@@ -1,4 +1,5 @@
-"""The profile verb: names to classes, instants to kernels, traces to events, and the verb itself on the miniature.
+"""The profile verb: names to classes, instants to kernels, traces to events, and the verb itself on
+the miniature.
 
 The GPU traces here are made by hand after those of torch's profiler; the real one is a CPU's.
 """
@@ -52,7 +53,7 @@ def rows_of(found):
     return {row.name: row for row in found["classes"]}
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,8 @@ def rows_of(found):
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM"),
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1", "GEMM"),
         (
-            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>(...)",
+            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, "
+            "int>>>(...)",
             "GEMM",
         ),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)", "GEMM"),
@@ -83,19 +85,23 @@ def rows_of(found):
         ("_ZN5aiter29fmha_fwd_hd128_bf16_causal_E", "attention"),
         ("attn_fwd", "attention"),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o41112104113",
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_"
+            "object_at__tensor0000o41112104113",
             "attention",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213",
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_"
+            "object_at__tensor0000o11101213",
             "attention",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptr",
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocess"
+            "FlashAttentionBackwardPreprocess_object_at__tensorptr",
             "attention",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptr",
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocess"
+            "FlashAttentionBackwardPostprocess_object_at__tensorptr",
             "attention",
         ),
         ("bwd_kernel_dk_dv", "attention"),
@@ -107,11 +113,13 @@ def rows_of(found):
         (NCCL, "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<float, 4>>(...)",
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., "
+            "FusedAdamMathFunctor<float, 4>>(...)",
             "optimizer",
         ),
         (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<float, ...>>(...)",
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., "
+            "LpNormFunctor<float, ...>>(...)",
             "optimizer",
         ),
         (
@@ -158,7 +166,8 @@ def test_our_kernels_are_known_by_name():
                 and "triton.jit" in map(ast.unparse, node.decorator_list)
             ):
                 assert path.stem in CLASSES_OF_FILES, (
-                    "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
+                    "a new kernel file: give its kernels a class in kernel_time.NAMES, and say "
+                    "here which"
                 )
                 assert class_of_name(node.name) == CLASSES_OF_FILES[path.stem], node.name
                 found += 1
@@ -190,7 +199,7 @@ def test_a_name_that_says_little_takes_the_class_around_its_launch(name, within,
     assert class_of(kernel(name, 0, 1, within=within)) == expected
 
 
-# --- instants ---------------------------------------------------------------------------------------------------------
+# --- instants -------------------------------------------------------------------------------------
 
 
 def test_gaps_are_idle_and_communication_behind_compute_is_hidden():
@@ -311,7 +320,7 @@ def test_every_instant_belongs_to_one(seed):
     assert sum(row.exposed_ns for row in found["others"]) == rows["other"].exposed_ns
 
 
-# --- roles of products ------------------------------------------------------------------------------------------------
+# --- roles of products ----------------------------------------------------------------------------
 
 SHAPE = ModelShape(
     2, 40, 48, 4, 1, 90, 10000.0
@@ -355,7 +364,7 @@ def test_weights_of_equal_shape_are_all_named():
     )
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------------------
 
 MAIN, BACKWARD = 100, 101  # threads
 
@@ -445,7 +454,9 @@ def test_a_gpu_trace_becomes_whole_periods():
 
 
 def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
-    """The weights' gather: beside the next step's forward it is slow, after the last step there is nothing to wait for."""
+    """The weights' gather: beside the next step's forward it is slow, after the last step there is
+    nothing to wait for.
+    """
     records = [*gpu_trace()["traceEvents"], launch(91, 9.8), launch(92, 29.8)]
     records += [
         ran("ncclDevKernel_AllGather", 140, 45, 91, stream=20),
@@ -506,7 +517,7 @@ def test_on_a_cpu_each_op_has_the_time_it_calls_no_other():
     assert rows["idle"].exposed_ns == 35_000 and rows["GEMM"].flops == 2 * 16 * 60 * 40
 
 
-# --- the document and its table ----------------------------------------------------------------------------------------
+# --- the document and its table -------------------------------------------------------------------
 
 FACTS = {
     "benchmark": "llama31_8b",
@@ -599,7 +610,7 @@ def test_two_profiles_are_compared_kernel_by_kernel(tmp_path, capsys):
     assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
 
 
-# --- the verb ---------------------------------------------------------------------------------------------------------
+# --- the verb -------------------------------------------------------------------------------------
 
 
 def profile_verb(tmp_path, *arguments, device="cpu"):

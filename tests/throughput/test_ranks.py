@@ -1,4 +1,6 @@
-"""What a run of ranks tells: what was measured, which error ended it, and on stderr the place of a failure that nobody expects."""
+"""What a run of ranks tells: what was measured, which error ended it, and on stderr the place of a
+failure that nobody expects.
+"""
 
 import pytest
 import torch

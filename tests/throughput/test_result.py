@@ -166,7 +166,7 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(
     assert (tmp_path / "a" / "page.html").is_file()
 
 
-# --- compare ----------------------------------------------------------------------------------------------------------
+# --- compare --------------------------------------------------------------------------------------
 
 
 def compared(*words) -> int:
@@ -226,13 +226,13 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
         json.dumps({"what": "mlp", "tables": []}),
     ):
         (two / "result.json").write_text(text)
-        with pytest.raises(DataError, match="result.json"):
+        with pytest.raises(DataError, match=r"result\.json"):
             compared(two)
     with pytest.raises(DataError):
         compared(tmp_path / "nowhere")
 
 
-# --- plots and times --------------------------------------------------------------------------------------------------
+# --- plots and times ------------------------------------------------------------------------------
 
 
 def test_a_roofline_is_drawn_with_and_without_peaks():

@@ -39,7 +39,7 @@ def result(tmp_path):
     )
 
 
-# --- what ranks measure -----------------------------------------------------------------------------------------------
+# --- what ranks measure ---------------------------------------------------------------------------
 
 
 def test_two_ranks_measure_all_parts():
@@ -72,7 +72,9 @@ def test_a_part_that_fails_leaves_those_before_it(result):
 
 
 def reduced(processes, folder):
-    """For both strategies, (a weight, reduce-scatters called) after a step with and one without the reduction. On each rank."""
+    """For both strategies, (a weight, reduce-scatters called) after a step with and one without the
+    reduction. On each rank.
+    """
     gpt_model.LEARNING_RATE = 0.1  # so that a step changes the weight
     models, calls, build, train_step = [], [], scaling_rank.build_gpt, scaling_rank.train_step
     scatter = dist.reduce_scatter_tensor
@@ -153,7 +155,7 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
     assert len(left) > 20 and not any(reference() is not None for reference in left)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def found_in(step_ms: float, alone_ms: float | None = None, spread_ms: float = 0.0) -> dict:

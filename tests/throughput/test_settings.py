@@ -1,4 +1,6 @@
-"""Other launch settings of kernels: which are tried, that one that computes wrongly gets no time, and that the shipped one is marked."""
+"""Other launch settings of kernels: which are tried, that one that computes wrongly gets no time,
+and that the shipped one is marked.
+"""
 
 import os
 

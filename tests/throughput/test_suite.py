@@ -1,4 +1,6 @@
-"""`throughput suite`: parts in processes of their own, a crash is a row, and it goes on where it was interrupted."""
+"""`throughput suite`: parts in processes of their own, a crash is a row, and it goes on where it
+was interrupted.
+"""
 
 import argparse
 import importlib
@@ -29,7 +31,9 @@ def asked(folder, quick=False, **more) -> argparse.Namespace:
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands that the suite started; each ends with the code that `codes` holds for its measurement, else with 0."""
+    """Commands that the suite started; each ends with the code that `codes` holds for its
+    measurement, else with 0.
+    """
     started, codes = [], {}
 
     def pretend(command, environment, folder):

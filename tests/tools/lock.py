@@ -41,8 +41,13 @@ def pip_line(page: str) -> str:
 
 
 def cpu_lines(page: str, version: str) -> list[str]:
-    """Return `# torch VERSION+cpu, 3.12 x86_64: sha256:...` of each Linux wheel on an index page."""
-    pattern = rf"torch-{re.escape(version)}(?:%2B|\+)cpu-cp3(\d+)-cp3\1-manylinux\w*_(x86_64|aarch64)\.whl#sha256=([0-9a-f]{{64}})"
+    """Return `# torch VERSION+cpu, 3.12 x86_64: sha256:...` of each Linux wheel on an index
+    page.
+    """
+    pattern = (
+        rf"torch-{re.escape(version)}(?:%2B|\+)cpu-cp3(\d+)-cp3\1-"
+        r"manylinux\w*_(x86_64|aarch64)\.whl#sha256=([0-9a-f]{64})"
+    )
     found = {
         (int(minor), machine, sha)
         for minor, machine, sha in re.findall(pattern, page)
@@ -127,7 +132,10 @@ def write_checked(path: Path, head: list[str], text: str) -> None:
 def compile_lock(
     path: Path, options: list[str], requirements: str = "requirements-test.txt"
 ) -> str:
-    """Let uv resolve the packages into `path`, keeping its versions if possible. Return the text."""
+    """Let uv resolve the packages into `path`, keeping its versions if possible.
+
+    Return the text.
+    """
     command = [
         "uv",
         "pip",
@@ -180,7 +188,8 @@ def main(arguments: list[str]) -> None:
         lines = re.findall(rf"^# torch {re.escape(version)}\+cpu, .*$", old, re.MULTILINE)
         print(f"{CPU_TORCH} does not answer ({error}): {len(lines)} hashes kept", file=sys.stderr)
     head = [
-        "# Made by tests/tools/lock.py: each package that a run or a test needs, with the hashes of its files on the package index.",
+        "# Made by tests/tools/lock.py: each package that a run or a test needs, with the hashes "
+        "of its files on the package index.",
         *lines,
     ]
     pip = pip_line(read(f"{INDEX}/pip/"))

@@ -1,4 +1,6 @@
-"""Draw docs/screens/kernel_time.svg from the tables of docs/results.md: `python3 -m tests.tools.pictures`. Needs matplotlib."""
+"""Draw docs/screens/kernel_time.svg from the tables of docs/results.md: `python3 -m
+tests.tools.pictures`. Needs matplotlib.
+"""
 
 from __future__ import annotations
 

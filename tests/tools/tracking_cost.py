@@ -86,7 +86,9 @@ def run(mode: str, tracker: str, samples: int, address: str) -> dict[str, float]
         (events,) = folder.glob("llama31_8b/*/events.jsonl")
         lines = [json.loads(line) for line in events.read_text().splitlines()]
         steps = [line["step_time_ms"] for line in lines if line["event"] == "step"][SKIPPED_STEPS:]
-        notes = [line for line in (folder / "output.txt").read_text().splitlines() if "note" in line]
+        notes = [
+            line for line in (folder / "output.txt").read_text().splitlines() if "note" in line
+        ]
         print(f"{mode:8} {len(steps)} steps, {'; '.join(notes) or 'no note'}", flush=True)
     return {
         "step_ms": statistics.median(steps),

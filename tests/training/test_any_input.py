@@ -1,4 +1,6 @@
-"""300 random configs, 300 random command lines and 60 damaged checkpoints: each is taken, or refused by an error of this project."""
+"""300 random configs, 300 random command lines and 60 damaged checkpoints: each is taken, or
+refused by an error of this project.
+"""
 
 import contextlib
 import io
@@ -173,7 +175,9 @@ def damaged(chance: random.Random, folder) -> str:
 
 
 def test_damaged_checkpoints(processes, tmp_path):
-    """A flip in the padding of a header, or more blanks behind facts, may be no damage: then the values are those that were saved."""
+    """A flip in the padding of a header, or more blanks behind facts, may be no damage: then the
+    values are those that were saved.
+    """
     chance = random.Random(3)
     saving = as_after(checkpoints_of(processes, tmp_path / "run"), 2)
     saving.offer(2, evaluated=True)

@@ -1,4 +1,6 @@
-"""Checkpoints: a run that continues is the run that was not interrupted, bit for bit; and what cannot be continued is refused."""
+"""Checkpoints: a run that continues is the run that was not interrupted, bit for bit; and what
+cannot be continued is refused.
+"""
 
 import errno
 import json
@@ -37,7 +39,8 @@ from common.training.run import Run
 from llama31_8b.train import assemble
 from submission.check import examine
 
-# A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the checkpoint of step 6 remains.
+# A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the
+# checkpoint of step 6 remains.
 SIZES = {
     "global_batch_size": 12,
     "micro_batch_size": 2,
@@ -61,7 +64,9 @@ def values(run_dir):
 
 
 def trained(run_dir, folder, rules=TINY, **options):
-    """A run with SIZES on these ranks, in one directory; what it logged, and the state that it began to train with."""
+    """A run with SIZES on these ranks, in one directory; what it logged, and the state that it
+    began to train with.
+    """
     begun = {}
 
     def watched(assembly, *arguments):
@@ -126,7 +131,9 @@ def on_two_ranks(processes, folder):
 
 
 def on_three_ranks(processes, folder):
-    """What continued the run of two; and a model of four columns, whose norms leave the third rank without a row."""
+    """What continued the run of two; and a model of four columns, whose norms leave the third rank
+    without a row.
+    """
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
     config, rules = (
         run_config(**SIZES, gpus_per_node=3),
@@ -163,7 +170,9 @@ def lora_on_two_ranks(processes, folder):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A run of two ranks, and what continued it on two and three: the folder, and what each rank found."""
+    """A run of two ranks, and what continued it on two and three: the folder, and what each rank
+    found.
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
     write_data(folder / "data")
     pair = call_on_ranks(2, "test_checkpoint:on_two_ranks", folder)

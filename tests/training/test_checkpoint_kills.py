@@ -1,4 +1,6 @@
-"""SIGKILL at random moments of saving and of loading: what lies there afterwards is a whole checkpoint of a known step, or none."""
+"""SIGKILL at random moments of saving and of loading: what lies there afterwards is a whole
+checkpoint of a known step, or none.
+"""
 
 import contextlib
 import os

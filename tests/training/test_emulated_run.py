@@ -1,4 +1,6 @@
-"""The real trainer in an emulated block format with healing: log, warm-up, records; and the miniature reaches its target so."""
+"""The real trainer in an emulated block format with healing: log, warm-up, records; and the
+miniature reaches its target so.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -81,7 +83,9 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tmp_path):
-    """Healed after step 4 by its loss; the checkpoint is of step 8, the generator that rounds included."""
+    """Healed after step 4 by its loss; the checkpoint is of step 8, the generator that rounds
+    included.
+    """
     linear = f"{FORMAT} until loss {healed[0].evaluations[0][1] + 1e-6:.9f}, then fp8"
     whole = run(tmp_path / "run", data, RULES, checkpoint="2", linear=linear)
     rest = run(tmp_path / "on", data, RULES, continues=tmp_path / "run", linear=linear)

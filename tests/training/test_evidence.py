@@ -19,10 +19,14 @@ pytestmark = pytest.mark.quick
 
 # As torch words it (c10/cuda/CUDACachingAllocator.cpp).
 FULL = (
-    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.81 GiB of which 402.00 MiB is free. Including "
-    "non-PyTorch memory, this process has 139.40 GiB memory in use. Of the allocated memory 130.00 GiB is allocated by PyTorch, and {gaps} "
-    "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments"
-    ":True to avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html)"
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.81 GiB of "
+    "which 402.00 MiB is free. Including "
+    "non-PyTorch memory, this process has 139.40 GiB memory in use. Of the allocated memory "
+    "130.00 GiB is allocated by PyTorch, and {gaps} "
+    "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
+    "setting PYTORCH_ALLOC_CONF=expandable_segments"
+    ":True to avoid fragmentation.  See documentation for Memory Management  "
+    "(https://docs.pytorch.org/docs/stable/notes/cuda.html)"
 )
 
 

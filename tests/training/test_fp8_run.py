@@ -1,4 +1,6 @@
-"""The real trainer in FP8, from the log's first line to its last: warm-up and exact restore, training, evaluation, what is disclosed."""
+"""The real trainer in FP8, from the log's first line to its last: warm-up and exact restore,
+training, evaluation, what is disclosed.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""What a rank says about its end: the kind of a failure, who is to blame, and a log that is closed."""
+"""What a rank says about its end: the kind of a failure, who is to blame, and a log that is
+closed.
+"""
 
 import errno
 import json
@@ -28,7 +30,8 @@ from common.errors import (
 from common.training import guard
 from common.training.guard import classify, is_secondary
 
-# Two ranks add up until rank 1 goes away, as argv[2] says. on_failure fails itself: that must not hide the first failure.
+# Two ranks add up until rank 1 goes away, as argv[2] says. on_failure fails itself: that must not
+# hide the first failure.
 TWO_RANKS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -41,7 +44,8 @@ rank = int(os.environ["RANK"])
 
 def body():
     (folder / f"imported_{rank}").touch()
-    while len(list(folder.glob("imported_*"))) < 2:  # the limit below holds for meeting each other too
+    # The time limit below includes this wait for each other.
+    while len(list(folder.glob("imported_*"))) < 2:
         time.sleep(0.01)
     processes = start_processes("cpu", 3.0)
     processes.barrier()
@@ -62,7 +66,9 @@ run_guarded(folder, rank, body, on_failure, lambda: 7)
 
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory):
-    """Real failures of gloo: {way: (exit codes, folder of the run)}; rank 1 was killed, or slept beyond the 3 s of a collective."""
+    """Real failures of gloo: {way: (exit codes, folder of the run)}; rank 1 was killed, or slept
+    beyond the 3 s of a collective.
+    """
     folders = {way: tmp_path_factory.mktemp(way) for way in ("killed", "asleep")}
     groups = {
         way: start_ranks(2, ["-c", TWO_RANKS, str(folder), way]) for way, folder in folders.items()
@@ -152,7 +158,8 @@ def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     [
         MemoryError(),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+            "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 8 bytes."
         ),
         RuntimeError("can't start new thread"),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
@@ -202,23 +209,28 @@ def test_what_is_unknown_is_a_defect_with_its_name_and_our_own_failure(error):
     ("text", "kind"),
     [
         (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17049: Connection reset by peer.",
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+            "[127.0.0.1]:17049: Connection reset by peer.",
             RankLost,
         ),
         (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
+            "waiting 2000ms for recv operation to complete",
             Hang,
         ),
         (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:22334",
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+            "[127.0.0.1]:22334",
             RankLost,
         ),
         (
-            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE) ran for 600000 ms",
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, "
+            "OpType=ALLREDUCE) ran for 600000 ms",
             Hang,
         ),
         (
-            "NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a network error",
+            "NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a "
+            "network error",
             RankLost,
         ),
     ],
@@ -242,8 +254,13 @@ def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
 
 
 def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
-    """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one died."""
-    code = "import errno, os, signal, sys; from pathlib import Path; from common.training import guard\n"
+    """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one
+    died.
+    """
+    code = (
+        "import errno, os, signal, sys; from pathlib import Path; from common.training import "
+        "guard\n"
+    )
     code += "classify, send = guard.classify, lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
     code += "guard.classify = lambda *about: send() or classify(*about)\n"
     code += "def body(): raise OSError(errno.ENOSPC, 'full')\n"
@@ -259,8 +276,14 @@ def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
 
 def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
     """torchrun and batch systems send SIGTERM to what is still there; the result stands by then."""
-    code = "import os, signal, sys; from pathlib import Path; from common.training.guard import run_guarded\n"
-    code += "run_guarded(Path(sys.argv[1]), 0, lambda: None, lambda: None, lambda: os.kill(os.getpid(), signal.SIGTERM) or 3)"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from common.training.guard import "
+        "run_guarded\n"
+    )
+    code += (
+        "run_guarded(Path(sys.argv[1]), 0, lambda: None, lambda: None, lambda: "
+        "os.kill(os.getpid(), signal.SIGTERM) or 3)"
+    )
     (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0 and record(tmp_path, 0)["outcome"] == "done", stderr
@@ -314,7 +337,8 @@ def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(
     assert (tmp_path / "ranks/rank_0.json").exists() != full
 
 
-# torchrun: starts a rank and is killed. The rank sleeps; or waits in native code, deaf to signals, as for a collective of ranks that are gone.
+# torchrun: starts a rank and is killed. The rank sleeps; or waits in native code, deaf to signals,
+# as for a collective of ranks that are gone.
 ORPHAN = """
 import os, signal, sys, time
 from pathlib import Path
@@ -326,7 +350,8 @@ def body():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 guard.ALONE_S = 0.5
-guard.run_guarded(Path(sys.argv[1]), 0, body, lambda: (Path(sys.argv[1]) / "run_stop").touch(), lambda: 3)
+folder = Path(sys.argv[1])
+guard.run_guarded(folder, 0, body, lambda: (folder / "run_stop").touch(), lambda: 3)
 """
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 

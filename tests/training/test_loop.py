@@ -1,4 +1,6 @@
-"""The loop in real runs of the real trainer with a tiny model: curves, evaluations, the end, the clock, and a full closed log."""
+"""The loop in real runs of the real trainer with a tiny model: curves, evaluations, the end, the
+clock, and a full closed log.
+"""
 
 import json
 import math
@@ -43,12 +45,16 @@ from submission import check, official_tools
 
 @pytest.fixture(scope="module")
 def plain(processes, tiny_data, tmp_path_factory):
-    """A run of 12 steps in 3 blocks that does not reach its target: micro-batches of 4, 2 of them to a step."""
+    """A run of 12 steps in 3 blocks that does not reach its target: micro-batches of 4, 2 of them
+    to a step.
+    """
     return run(tmp_path_factory.mktemp("plain") / "run", tiny_data)
 
 
 def assert_same_curve(curve, other, tolerance: float) -> None:
-    """Losses, gradient norms and evaluations agree to a relative `tolerance`; 0 asks for the same bits."""
+    """Losses, gradient norms and evaluations agree to a relative `tolerance`; 0 asks for the same
+    bits.
+    """
     pairs = [
         (curve.losses, other.losses),
         (curve.norms, other.norms),
@@ -59,7 +65,7 @@ def assert_same_curve(curve, other, tolerance: float) -> None:
         assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
 
 
-# --- the curve ------------------------------------------------------------------------------------------------------------
+# --- the curve ------------------------------------------------------------------------------------
 
 
 def test_the_tiny_model_learns(plain):
@@ -69,7 +75,9 @@ def test_the_tiny_model_learns(plain):
 
 
 def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
-    """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_, AdamW, the samples in their order."""
+    """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_,
+    AdamW, the samples in their order.
+    """
     model = plain_llama(TINY.shape, TINY.sequence_length)
     init_weights(model, TINY.shape.num_layers, 1, TINY.init_std, copy_weight)
     groups = [
@@ -132,8 +140,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(
     assert all(abs(a - b) > 1e-4 for a, b in zip(other.losses, plain.losses, strict=False))
 
 
-# Another cut of the batch sums the same gradients in another order, and fp32 addition is not associative; the matrix products
-# of another size are blocked otherwise. Each is a rounding of 6e-8; 12 steps of training amplify them somewhat.
+# Another cut of the batch sums the same gradients in another order, and fp32 addition is not
+# associative; the matrix products of another size are blocked otherwise. Each is a rounding of
+# 6e-8; 12 steps of training amplify them somewhat.
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_how_a_batch_is_cut_does_not_matter(
     plain, processes, tiny_data, tmp_path, micro_batch_size
@@ -166,11 +175,13 @@ def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
     assert runs["recompute"]["norms"] == runs["plain"]["norms"]
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def by_hand(data_dir) -> float:
-    """fp64 from logits: the mean over sequences of the mean of -log softmax over a sequence's labels."""
+    """fp64 from logits: the mean over sequences of the mean of -log softmax over a sequence's
+    labels.
+    """
     model = plain_llama(TINY.shape, TINY.sequence_length)
     init_weights(model, TINY.shape.num_layers, 7, TINY.init_std, copy_weight)
     means = []
@@ -189,7 +200,9 @@ def by_hand(data_dir) -> float:
 
 
 def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, two_ranks, tiny_data):
-    """10 sequences in micro-batches of 4, alone and on 2 ranks: 2 and 6 sequences of padding, and one without labels of its own."""
+    """10 sequences in micro-batches of 4, alone and on 2 ranks: 2 and 6 sequences of padding, and
+    one without labels of its own.
+    """
     expected = by_hand(tiny_data)
     found = [evaluation(processes, tiny_data), *(rank["evaluation"] for rank in two_ranks)]
     assert found == pytest.approx(
@@ -238,7 +251,7 @@ def test_evaluation_intervals_are_whole_global_batches(processes, tiny_data, tmp
     assert curve.error == "target_missed" and len(curve.losses) >= 6
 
 
-# --- the end --------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_a_loss_equal_to_the_target_ends_the_run_as_a_success(
@@ -298,12 +311,14 @@ def test_a_run_that_explodes_is_stopped_at_the_step_that_did(processes, tiny_dat
     assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["status"] == "aborted"
 
 
-# --- the clock and the files ----------------------------------------------------------------------------------------------
+# --- the clock and the files ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_data, tmp_path_factory):
-    """`python -m llama31_8b.train` as a process of its own: (exit code, stdout, stderr, folder of the run, token files opened)."""
+    """`python -m llama31_8b.train` as a process of its own: (exit code, stdout, stderr, folder of
+    the run, token files opened).
+    """
     folder = tmp_path_factory.mktemp("process")
     (folder / "run").mkdir()
     (folder / "run" / "config.toml").write_text(run_config().as_toml())
@@ -407,7 +422,9 @@ def test_a_process_trains_as_this_one_does(trained, plain):
 def test_steps_that_do_not_log_never_wait_for_the_device(
     processes, tiny_data, tmp_path, monkeypatch
 ):
-    """Every way from a tensor to a Python number is watched; on a GPU each one would make the host wait."""
+    """Every way from a tensor to a Python number is watched; on a GPU each one would make the host
+    wait.
+    """
     reads, inside = {"step": 0, "flush": 0}, []
 
     def watch(name):
@@ -451,11 +468,13 @@ def test_steps_that_do_not_log_never_wait_for_the_device(
     assert reads["step"] == 0 and reads["flush"] > 0, reads
 
 
-# --- a full log of the closed division ------------------------------------------------------------------------------------
+# --- a full log of the closed division ------------------------------------------------------------
 
 
 class Scripted(torch.nn.Module):
-    """Stands in for the 8B model: one weight, and a loss that falls with every training step, whatever the tokens are."""
+    """Stands in for the 8B model: one weight, and a loss that falls with every training step,
+    whatever the tokens are.
+    """
 
     def __init__(self, losses: list[float]):
         super().__init__()
@@ -474,7 +493,9 @@ class Scripted(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def closed_data(tmp_path_factory):
-    """Validation of 1,024 sequences of 8,192 tokens, and 40 sequences to train on, again and again; all tokens are 0."""
+    """Validation of 1,024 sequences of 8,192 tokens, and 40 sequences to train on, again and again;
+    all tokens are 0.
+    """
     folder = tmp_path_factory.mktemp("closed_data")
     for prefix, sequences in (
         (CLOSED.train_prefix, 40),

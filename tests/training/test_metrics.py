@@ -50,7 +50,7 @@ def test_a_rate_is_that_of_one_gpu():
     assert one.tflops_per_gpu == pytest.approx(16.0) and one.mfu is None and "MFU" not in one.text()
 
 
-# --- meter ----------------------------------------------------------------------------------------------------------------
+# --- meter ----------------------------------------------------------------------------------------
 
 
 class Alone:
@@ -123,7 +123,7 @@ def test_flush_writes_every_step_once_with_its_own_values(tmp_path):
     assert meter.samples == 32
 
 
-# --- events on a full disk ------------------------------------------------------------------------------------------------
+# --- events on a full disk ------------------------------------------------------------------------
 
 FULL_DISK = """
 import json, resource, signal, sys

@@ -231,7 +231,8 @@ from common.errors import StorageError
 path = Path(sys.argv[1])
 log = start(path)
 whole = path.read_bytes()
-resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, len(whole) + 50))  # the next line fits in part only
+# The next line fits only in part.
+resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, len(whole) + 50))
 try:
     log.block_start(0)
 except StorageError as error:

@@ -1,4 +1,6 @@
-"""What ships is what runs: a run of the miniature builds the classes that every GPU config builds."""
+"""What ships is what runs: a run of the miniature builds the classes that every GPU config
+builds.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ def assembled(benchmark, name, processes):
 
 
 def classes(assembly):
-    """Of the modules in order, of the optimizer, and the functions that a block's forward and backward are."""
+    """Of the modules in order, of the optimizer, and the functions that a block's forward and
+    backward are.
+    """
     block = assembly.model.blocks[0]
     modules = [
         type(module)

@@ -1,4 +1,6 @@
-"""A slow rank is named: the comparison on lists, over two real ranks, in a run's loop; the times of blocks with a fake clock, and on a GPU."""
+"""A slow rank is named: the comparison on lists, over two real ranks, in a run's loop; the times of
+blocks with a fake clock, and on a GPU.
+"""
 
 import io
 import json
@@ -45,7 +47,9 @@ def test_who_is_slow_from_the_start(times_ms, slow):
 
 
 def test_three_percent_are_seen_within_five_comparisons():
-    """In ranks that differ by 1 % anyway, with the noise that two H200s had (docs/log.md); then the rank recovers."""
+    """In ranks that differ by 1 % anyway, with the noise that two H200s had (docs/log.md); then the
+    rank recovers.
+    """
     noise = random.Random(0)
 
     def look(late: float) -> list[float]:
@@ -198,7 +202,9 @@ class Block(nn.Module):
 def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_are_there(
     monkeypatch,
 ):
-    """The wait for the weights is a hook that was registered before; evaluations are not timed; each call starts anew."""
+    """The wait for the weights is a hook that was registered before; evaluations are not timed;
+    each call starts anew.
+    """
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     blocks = [Block(ms) for ms in (4.0, 6.0)]
 

@@ -1,6 +1,8 @@
-"""An update rule and a number format that only this file knows, through the real trainers: one rank, two ranks, checkpoints.
+"""An update rule and a number format that only this file knows, through the real trainers: one
+rank, two ranks, checkpoints.
 
-No file of the package names them. A benchmark's rules choose the one, a config's key `linear` the other.
+No file of the package names them. A benchmark's rules choose the one, a config's key `linear` the
+other.
 """
 
 import json
@@ -73,7 +75,10 @@ class SgdRules(Rules):
 
 
 class Rounded12(LinearLayers):
-    """Factors of products with 12 bits: sign, exponent and 3 bits of fp32's mantissa. Where it rounds up moves with the steps."""
+    """Factors of products with 12 bits: sign, exponent and 3 bits of fp32's mantissa.
+
+    Where it rounds up moves with the steps.
+    """
 
     def allocate(self, device):
         self.steps = torch.zeros(1, device=device)

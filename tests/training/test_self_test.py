@@ -1,4 +1,6 @@
-"""The self-test on a CPU: nothing is found wrong where nothing is, and each planted fault is found and named."""
+"""The self-test on a CPU: nothing is found wrong where nothing is, and each planted fault is found
+and named.
+"""
 
 import json
 from dataclasses import replace
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.quick
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(2, 32, 48, 4, 2, 64, 10000.0)
-# In fp32: Triton's interpreter rounds wrongly to e4m3, and bf16 adapters are beyond it (tests/helpers/kernel_checks.py).
+# In fp32: Triton's interpreter rounds wrongly to e4m3, and bf16 adapters are beyond it
+# (tests/helpers/kernel_checks.py).
 PRETRAINING = Sizes(SHAPE, 32, 2, fp8=False, lora_rank=0, kernels="triton", dtype=torch.float32)
 ADAPTERS = replace(PRETRAINING, lora_rank=16)
 PRODUCTS = replace(PRETRAINING, fp8=True, kernels="reference", dtype=torch.bfloat16)

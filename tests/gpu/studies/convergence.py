@@ -1,13 +1,21 @@
-"""Does FP8 train as bf16 does? A model of the 8B's width and two layers, on the miniature's real text, once per precision.
+"""Compare the training loss of FP8 and bf16 on a model of the 8B's width with two layers.
 
-    PYTHONPATH=. python tests/gpu/studies/convergence.py --data-dir DIR --out losses.json [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
-    PYTHONPATH=. python tests/gpu/studies/convergence.py --golden --out tests/gpu/studies/golden_H200.json
+    PYTHONPATH=. python tests/gpu/studies/convergence.py --data-dir DIR --out losses.json
+        [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
+    PYTHONPATH=. python tests/gpu/studies/convergence.py --golden
+        --out tests/gpu/studies/golden_H200.json
 
-Same seed, same sequences, same schedule; only the precision of the blocks differs. Prints the mean training loss of the last 50 steps and
-its ratio to bf16 with the same seed. One pair of runs says little: two bf16 runs of one seed differ by some tenths of a percent, because
-attention's backward adds up in another order each time; read the mean over several seeds. Needs a GPU; some 15 s per run on an H200.
-`--golden` writes what test_golden.py compares later runs with: 100 steps of GOLDEN on synthetic text, which depends on no file and no
-version of Python.
+All runs of a seed use the same sequences of the miniature's text and the same schedule. Only the
+precision of the blocks differs. Prints the mean training loss of the last 50 steps and its ratio
+to bf16 with the same seed.
+
+Compare the mean over several seeds. Two bf16 runs of one seed differ by some tenths of a percent,
+because the backward pass of attention adds in a different order each time.
+
+`--golden` writes the losses that test_golden.py compares later runs with: 100 steps of GOLDEN on
+synthetic text, which depends neither on a file nor on the Python version.
+
+Needs a GPU. A run takes about 15 s on an H200.
 """
 
 from __future__ import annotations
@@ -71,7 +79,9 @@ def text_batches(prefix: Path, steps: int, vocab_size: int, seed: int) -> Iterat
 
 
 def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
-    """A chain in which every token has eight likely followers: there is something to learn, and it is the same everywhere."""
+    """A chain in which every token has eight likely followers: there is something to learn, and it
+    is the same everywhere.
+    """
     generator = np.random.Generator(np.random.Philox(SEED))
     followers = generator.integers(0, vocab_size, (vocab_size, 8), np.int64)
     for _ in range(steps):
@@ -130,13 +140,18 @@ def golden_losses(processes: Processes) -> dict[str, list[float]]:
 
 
 def summary(name: str, curves: dict[int, list[float]], bf16: dict[int, list[float]] | None) -> str:
-    """One line: loss at the end, the mean over the seeds, and what it is relative to bf16, the mean and seed by seed."""
+    """One line: loss at the end, the mean over the seeds, and what it is relative to bf16, the mean
+    and seed by seed.
+    """
     finals = {seed: statistics.mean(losses[-50:]) for seed, losses in curves.items()}
     line = f"{name:45} last 50: {statistics.mean(finals.values()):.4f}"
     if bf16 is None:
         return line
     ratios = [final / statistics.mean(bf16[seed][-50:]) - 1 for seed, final in finals.items()]
-    return f"{line} ({statistics.mean(ratios):+.2%} of bf16; by seed {', '.join(f'{ratio:+.2%}' for ratio in ratios)})"
+    return (
+        f"{line} ({statistics.mean(ratios):+.2%} of bf16; by seed "
+        f"{', '.join(f'{ratio:+.2%}' for ratio in ratios)})"
+    )
 
 
 def main() -> None:

@@ -1,25 +1,32 @@
-"""Real text for a long run: the documentation that a Linux distribution ships, 100 million tokens, each document once.
+"""Build a long training text from the documentation that a Linux distribution ships.
 
-    PYTHONPATH=. python3 tests/gpu/studies/documentation_text.py --packages FOLDER --data-dir DIR [--tokens 100000000] [--processes 2]
+    PYTHONPATH=. python3 tests/gpu/studies/documentation_text.py --packages FOLDER --data-dir DIR
+        [--tokens 100000000] [--processes 2]
 
-The text of number_formats.py is too short to compare two precisions over thousands of steps without reading it twice. FOLDER holds Debian
-packages, as files or unpacked into a folder each: `apt-get download NAME ...`, `dpkg -x FILE.deb FOLDER/NAME`. Written are
-DIR/documentation_text_document.bin and .idx, in the miniature's tokens.
+The text of number_formats.py is too short for thousands of steps without a repetition. FOLDER holds
+Debian packages, as files (`apt-get download NAME ...`) or each unpacked into a folder of its own
+(`dpkg -x FILE.deb FOLDER/NAME`). Writes DIR/documentation_text_document.bin and .idx with the
+miniature's vocabulary.
 
-A document is a file of HTML without its menus, of reStructuredText, Markdown or plain text, in English. Their order is that of their texts'
-SHA-256: a shuffle that is the same in whatever order packages are read. Going through it, a long paragraph is taken once and a short one three
-times: class after class inherits the same methods, and file after file ends with the same links.
+A document is a file in English: HTML (without its menus), reStructuredText, Markdown or plain text.
+Documents are ordered by the SHA-256 of their texts, so the order does not depend on the order in
+which packages are read. A long paragraph is kept only once and a short one three times, because
+many classes inherit the same methods and many files end with the same links.
 
-On 2026-11-23 these 62 packages of Debian 12, 712 MB as files, held 101,485 documents of 615 million characters. The first 33,547 that were left
-in the order were 100,009,209 tokens of 2.35 characters; six minutes on two cores, 2 GB of memory:
+On 2026-11-23, the following 62 packages of Debian 12 (712 MB of files) held 101,485 documents with
+615 million characters. The first 33,547 documents after removing repetitions gave 100,009,209
+tokens of 2.35 characters. This took six minutes on two cores and 2 GB of memory.
 
-    anarchism ant-doc apache2-doc buildbot-doc cmake-doc cppreference-doc-en-html db5.3-doc debian-handbook debian-reference-en derby-doc
-    dpdk-doc erlang-doc exim4-doc-html gap-doc ghc-doc gimp-help-en git-doc grass-doc installation-guide-amd64 libboost1.74-doc
-    libeigen3-doc libglib2.0-doc libgtk-4-doc libopenjfx-java-doc libpcl-doc libreoffice-help-en-us lilypond-doc-html linux-doc-6.1
-    llvm-14-doc maxima-doc netcdf-doc neutron-doc nodejs-doc nova-doc octave-doc openjdk-17-doc postfix-doc postgresql-doc-15
-    python-astropy-doc python-dask-doc python-django-doc python-pandas-doc python-pyqtgraph-doc python-scipy-doc python-sklearn-doc
-    python-sqlalchemy-doc python-statsmodels-doc python-sympy-doc python3.11-doc qtbase5-doc-html racket-doc rust-doc selinux-policy-doc
-    shorewall-doc slurm-wlm-doc sphinx-doc sqlite3-doc swi-prolog-doc twisted-doc vim-doc wx3.2-doc zsh-doc
+    anarchism ant-doc apache2-doc buildbot-doc cmake-doc cppreference-doc-en-html db5.3-doc
+    debian-handbook debian-reference-en derby-doc dpdk-doc erlang-doc exim4-doc-html gap-doc ghc-doc
+    gimp-help-en git-doc grass-doc installation-guide-amd64 libboost1.74-doc libeigen3-doc
+    libglib2.0-doc libgtk-4-doc libopenjfx-java-doc libpcl-doc libreoffice-help-en-us
+    lilypond-doc-html linux-doc-6.1 llvm-14-doc maxima-doc netcdf-doc neutron-doc nodejs-doc
+    nova-doc octave-doc openjdk-17-doc postfix-doc postgresql-doc-15 python-astropy-doc
+    python-dask-doc python-django-doc python-pandas-doc python-pyqtgraph-doc python-scipy-doc
+    python-sklearn-doc python-sqlalchemy-doc python-statsmodels-doc python-sympy-doc python3.11-doc
+    qtbase5-doc-html racket-doc rust-doc selinux-policy-doc shorewall-doc slurm-wlm-doc sphinx-doc
+    sqlite3-doc swi-prolog-doc twisted-doc vim-doc wx3.2-doc zsh-doc
 """
 
 from __future__ import annotations
@@ -48,14 +55,15 @@ from llama31_8b.rules import MINIATURE
 
 NAME = "documentation_text_document"
 MIN_CHARACTERS = 200  # of a document
-LONG, REPEATS = (
-    100,
-    3,
-)  # a paragraph of fewer characters may be a heading or a line of code: it is taken three times
+# A paragraph of fewer than LONG characters may be a heading or a line of code: it is taken REPEATS
+# times.
+LONG = 100
+REPEATS = 3
 HTML, PLAIN = (".html", ".htm", ".xhtml"), (".txt", ".rst", ".md")
 INDEX = re.compile(
-    r"genindex|py-modindex|index-all|index-files|doc-index|(name|class|module)Index|allclasses|-members\.|/functions_|/globals_"
-    r"|/class-use/|package-(use|tree)|/libraries/.*\.txt"  # the last: Hoogle's tables of Haskell's pages
+    r"genindex|py-modindex|index-all|index-files|doc-index|(name|class|module)Index|allclasses"
+    r"|-members\.|/functions_|/globals_|/class-use/|package-(use|tree)"
+    r"|/libraries/.*\.txt"  # tables of Hoogle, a search engine for Haskell
 )
 TRANSLATION = re.compile(r"/(?!en)[a-z]{2}[-_][A-Z]{2}/")
 LINES = {"div", "li", "tr", "dt", "dd", "br"}
@@ -195,7 +203,9 @@ def collect(packages: Path, pool: Pool) -> Documents:
 
 
 def without_repeats(documents: Documents) -> Iterator[tuple[str, str]]:
-    """(package, text) in the order of the texts' SHA-256, without paragraphs that came before or have no words."""
+    """(package, text) in the order of the texts' SHA-256, without paragraphs that came before or
+    have no words.
+    """
     seen: Counter[bytes] = Counter()
     for _, (package, text) in sorted(documents.items()):
         kept = []
@@ -225,7 +235,8 @@ def encode(tokenizer: Path, document: tuple[str, str]) -> tuple[str, int, np.nda
 def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2) -> Path:
     """Token files of at least `tokens` tokens, whole documents, built once. Returns their prefix.
 
-    Files that another machine built are taken as they are, without a look at `packages`. Raises DataError if those have too little text.
+    Files that another machine built are taken as they are, without a look at `packages`. Raises
+    DataError if those have too little text.
     """
 
     def build(folder: Path) -> dict:
@@ -236,7 +247,8 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
         with Pool(processes) as pool:
             documents = collect(packages, pool)
             print(
-                f"{len(documents):,} documents, {sum(len(text) for _, text in documents.values()):,} characters found",
+                f"{len(documents):,} documents, "
+                f"{sum(len(text) for _, text in documents.values()):,} characters found",
                 flush=True,
             )
             for package, length, ids in pool.imap(
@@ -250,7 +262,8 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
         for package, number in taken.most_common():
             print(f"{number:12,} tokens of {package}")
         print(
-            f"{len(taken)} packages, {len(writer.lengths):,} documents, {characters:,} characters, {taken.total():,} tokens",
+            f"{len(taken)} packages, {len(writer.lengths):,} documents, {characters:,} "
+            f"characters, {taken.total():,} tokens",
             flush=True,
         )
         if taken.total() < tokens:

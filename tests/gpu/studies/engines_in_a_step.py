@@ -4,9 +4,9 @@
         [--layers 16] [--rounds 3] [--steps 4] [--set KEY=VALUE]
         [--only ATTENTION,PRODUCTS,SWIGLU ...]
 
-One GPU, one process, synthetic tokens, no recomputation. Rounds take the engines in turn, so that a
-drift of the clock meets all of them alike. An engine that cannot be used here has its reason in the
-table. The last row pins nothing: what a user gets.
+Uses one GPU, one process and synthetic tokens, without recomputation. Each round measures every
+engine once, so that a drift of the clock affects all of them alike. The table gives the reason if
+an engine cannot be used on this machine. The last row selects no engine: it is the default.
 """
 
 from __future__ import annotations

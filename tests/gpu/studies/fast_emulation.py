@@ -1,7 +1,8 @@
-"""The emulation of common/kernels/block_formats.py as Triton kernels, each element read and written once: for studies of many runs on a GPU.
+"""Triton kernels that emulate the formats of common/kernels/block_formats.py, for long studies.
 
-The same bits as the plain one's, but that stochastic rounding draws other random numbers, that a Hadamard transform may add up in another order,
-and that zeros lose their sign. Rows must be whole blocks.
+Each element is read and written once. The results are equal to those of the emulation in plain
+torch bit for bit, with three exceptions: stochastic rounding draws other random numbers, a Hadamard
+transform may add in another order, and zeros lose their sign. Rows must be whole blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def _round(
     LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The nearest number of a format, ties to even; with `noise` in 0 to 1, up where the rest is larger. 12582912 = 1.5 * 2^23."""
+    """The nearest number of a format, ties to even; with `noise` in 0 to 1, up where the rest is
+    larger. 12582912 = 1.5 * 2^23.
+    """
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * (1.0 / (1 << MANTISSA)), LEAST_STEP)
     steps = tl.div_rn(x, step)
@@ -54,7 +57,9 @@ def _round(
 
 @triton.jit
 def _load(x, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of fp32, the index of each element in a contiguous result, and which elements there are."""
+    """A tile of fp32, the index of each element in a contiguous result, and which elements there
+    are.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = (row < rows) & (column < columns)
@@ -66,10 +71,25 @@ def _load(x, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def _emulate(
-    x, out, tensor_scale, seed, rows, columns, row_stride, column_stride,
-    SIZE: tl.constexpr, HEIGHT: tl.constexpr, MANTISSA: tl.constexpr, LEAST_STEP: tl.constexpr, LARGEST: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr, NVFP4: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    tensor_scale,
+    seed,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    SIZE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST_STEP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    NVFP4: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     tile, index, there = _load(x, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     noise = tl.rand(seed, index) if STOCHASTIC else tile
     split: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS // SIZE, SIZE)
@@ -145,9 +165,24 @@ def emulate(
         )
     seed = int(torch.randint(2**31, ())) if stochastic else 0
     _emulate[tiles_of(x)](
-        x, out, tensor_scale, seed, *x.shape, *x.stride(), form.block_size, form.block_size if square else 1, element.mantissa_bits,
-        2.0 ** (element.min_exponent - element.mantissa_bits), element.largest, element.max_exponent, form.has_tensor_scale, stochastic, ROWS, COLUMNS, num_warps=WARPS,
-    )  # fmt: skip
+        x,
+        out,
+        tensor_scale,
+        seed,
+        *x.shape,
+        *x.stride(),
+        form.block_size,
+        form.block_size if square else 1,
+        element.mantissa_bits,
+        2.0 ** (element.min_exponent - element.mantissa_bits),
+        element.largest,
+        element.max_exponent,
+        form.has_tensor_scale,
+        stochastic,
+        ROWS,
+        COLUMNS,
+        num_warps=WARPS,
+    )
     return out
 
 
@@ -173,7 +208,11 @@ PLAIN, PLAIN_HADAMARD = block_formats.emulate, block_formats.hadamard
 
 
 def install(device: torch.device, side: int = 1024) -> str:
-    """Let the package use these. Returns what they round otherwise, of side x side normal numbers per format, as they are and transformed."""
+    """Let the package use these.
+
+    Returns what they round otherwise, of side x side normal numbers per format, as they are and
+    transformed.
+    """
     x, found = torch.randn(side, side, device=device).bfloat16(), []
     for name, form in block_formats.FORMATS.items():
         made = [
@@ -185,4 +224,7 @@ def install(device: torch.device, side: int = 1024) -> str:
             f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}"
         )
     block_formats.emulate, block_formats.hadamard = emulate, hadamard
-    return f"kernels; of {x.numel():,} elements they round otherwise, plain and transformed: {', '.join(found)}"
+    return (
+        f"kernels; of {x.numel():,} elements they round otherwise, plain and transformed: "
+        f"{', '.join(found)}"
+    )

@@ -1,11 +1,17 @@
-"""Does LoRA on a base in FP8 train as on one in bf16? A model of the 70B's width and two layers, on the LoRA miniature's task.
+"""Compare LoRA training on a base in FP8 and in bf16, at the 70B's width with two layers.
 
-    PYTHONPATH=.:tests/helpers python tests/gpu/studies/lora_convergence.py --data-dir DIR --out losses.json [--steps 200] [--base-steps 300] [--small]
+    PYTHONPATH=.:tests/helpers python tests/gpu/studies/lora_convergence.py --data-dir DIR
+        --out losses.json [--steps 200] [--base-steps 300] [--small]
 
-Trains the base on documentation first, saves it as a Hugging Face checkpoint, loads it by the benchmark's own loader in bf16 and in FP8,
-and fine-tunes both with the same sequences, schedule and adapters, without dropout (its masks would differ). Prints the adapters' gradients of
-the first step as SQNR in dB, B filled with small random numbers so that A has a gradient, and the mean loss of the last 50 steps. Needs
-a GPU; `--small` is the same in miniature on a CPU (there the "bf16" base is fp32), to see that it runs.
+1. Trains a base on documentation and saves it as a Hugging Face checkpoint.
+2. Loads it with the benchmark's loader, in bf16 and in FP8.
+3. Fine-tunes both on the task of the LoRA miniature, with the same sequences, schedule and
+   adapters. Dropout is off, because its masks would differ.
+
+Prints the SQNR in dB of the adapters' gradients in the first step (B holds small random numbers,
+so that A has a gradient) and the mean loss of the last 50 steps.
+
+Needs a GPU. `--small` runs a tiny version on a CPU to check the program. Its "bf16" base is fp32.
 """
 
 from __future__ import annotations
@@ -64,8 +70,9 @@ SIZES = {
 
 def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: Processes) -> None:
     """Pre-train on documentation and save the weights in bf16, as MLCommons ships the real ones."""
-    # 0.02 is for narrow models: at width 8192 attention would start with random scores of std 0.02^2 * 8192 = 3.3, whose softmax makes
-    # any rounding several times larger, and trains less well (docs/log.md).
+    # 0.02 is for narrow models: at width 8192 attention would start with random scores of std
+    # 0.02^2 * 8192 = 3.3, whose softmax makes any rounding several times larger, and trains less
+    # well (docs/log.md).
     init_std = min(PRETRAINING.init_std, size.shape.hidden_size**-0.5)
     rules = replace(
         PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length, init_std=init_std
@@ -100,13 +107,16 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
 def config_of(size: Size, in_fp8: bool) -> Config:
     batch = {"global_batch_size": BATCH, "micro_batch_size": BATCH, "eval_micro_batch_size": BATCH}
     rates = {"opt_base_learning_rate": size.learning_rate, "opt_learning_rate_training_steps": 1}
-    return Config(gpu=size.gpu, linear="fp8" if in_fp8 else "bf16", **ONE, **batch, **rates)  # type: ignore[arg-type]
+    linear = "fp8" if in_fp8 else "bf16"
+    return Config(gpu=size.gpu, linear=linear, **ONE, **batch, **rates)  # type: ignore[arg-type]
 
 
 def fine_tune(
     size: Size, in_fp8: bool, folder: Path, data_dir: Path, steps: int, processes: Processes
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each step."""
+    """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each
+    step.
+    """
     config, rules = config_of(size, in_fp8), replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
 
     def load(model, base):
@@ -176,7 +186,8 @@ def main() -> None:
     last = min(50, args.steps)
     finals = [statistics.mean(losses[-last:]) for _, losses in (bf16, in_fp8)]
     print(
-        f"last {last} steps: bf16 {finals[0]:.4f}, fp8 {finals[1]:.4f} ({finals[1] / finals[0] - 1:+.2%})",
+        f"last {last} steps: bf16 {finals[0]:.4f}, fp8 {finals[1]:.4f} "
+        f"({finals[1] / finals[0] - 1:+.2%})",
         flush=True,
     )
     for step in sorted({1, 2, 10, 50, 100, args.steps}):

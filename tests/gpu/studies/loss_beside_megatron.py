@@ -1,13 +1,16 @@
-"""Loss curves of this package beside Megatron-core + Transformer Engine: same weights, same batches.
+"""Compare loss curves with Megatron-core + Transformer Engine on the same weights and batches.
 
-    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/loss_beside_megatron.py ours --text PREFIX --out ours.json
-    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/loss_beside_megatron.py megatron --text PREFIX --out megatron.json
-    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/loss_beside_megatron.py plot ours.json megatron.json --out FILE.png
+    export PYTHONPATH=.:tests/gpu/studies
+    python tests/gpu/studies/loss_beside_megatron.py ours --text PREFIX --out ours.json
+    python tests/gpu/studies/loss_beside_megatron.py megatron --text PREFIX --out megatron.json
+    python tests/gpu/studies/loss_beside_megatron.py plot ours.json megatron.json --out FILE.png
 
-The 8B's width and 16 of its layers (8 on a GPU of less than 100 GiB), the miniature's vocabulary,
-one sequence of 8,192 tokens a step, no sequence twice. Both start from the weights that the package
-draws for SEED, rounded to bf16, masters too. Schedule, AdamW's settings and weight decay (none on
-norms) are the same. FP8 is each stack's own delayed scaling.
+The model has the 8B's width, 16 of its layers (8 on a GPU with less than 100 GiB) and the
+miniature's vocabulary. A step is one sequence of 8,192 tokens, and no sequence is repeated.
+
+Both stacks start from the weights that this package draws for SEED, rounded to bf16, including the
+master weights. The schedule, AdamW's settings and weight decay (none on norms) are the same. Each
+stack uses its own delayed scaling for FP8.
 """
 
 from __future__ import annotations
@@ -153,15 +156,32 @@ def megatron(name: str, shape: ModelShape, steps: int, text: Path) -> list[float
         "fp8_amax_compute_algo": "most_recent",
     }
     config = TransformerConfig(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
-        normalization="RMSNorm", layernorm_epsilon=shape.norm_eps, add_bias_linear=False, gated_linear_unit=True,
-        activation_func=F.silu, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
-        params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, apply_rope_fusion=True,
-        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
-        masked_softmax_fusion=True, persist_layer_norm=True, init_method_std=0.02,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        apply_rope_fusion=True,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        masked_softmax_fusion=True,
+        persist_layer_norm=True,
+        init_method_std=0.02,
         **(fp8 if name.startswith("FP8") else {}),
-    )  # fmt: skip
+    )
     model = GPTModel(
         config,
         get_gpt_layer_with_transformer_engine_spec(),
@@ -183,13 +203,20 @@ def megatron(name: str, shape: ModelShape, steps: int, text: Path) -> list[float
     config.no_sync_func = model.no_sync
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=LEARNING_RATE, weight_decay=CLOSED.weight_decay, adam_beta1=CLOSED.adam_beta_1,
-            adam_beta2=CLOSED.adam_beta_2, adam_eps=CLOSED.adam_epsilon, clip_grad=CLOSED.gradient_clip_norm,
-            bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            weight_decay=CLOSED.weight_decay,
+            adam_beta1=CLOSED.adam_beta_1,
+            adam_beta2=CLOSED.adam_beta_2,
+            adam_eps=CLOSED.adam_epsilon,
+            clip_grad=CLOSED.gradient_clip_norm,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
             fp8_recipe="delayed" if name.startswith("FP8") else None,
         ),
         [model],
-    )  # fmt: skip
+    )
     forward_backward = get_forward_backward_func()
     positions = torch.arange(convergence.SEQUENCE, device="cuda")[None]
     found: list[Tensor] = []
@@ -214,9 +241,14 @@ def megatron(name: str, shape: ModelShape, steps: int, text: Path) -> list[float
         model.zero_grad_buffer()
         optimizer.zero_grad()
         forward_backward(
-            forward_step_func=forward, data_iterator=batches, model=[model], num_microbatches=1,
-            seq_length=convergence.SEQUENCE, micro_batch_size=1, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=batches,
+            model=[model],
+            num_microbatches=1,
+            seq_length=convergence.SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         optimizer.step()
     return torch.stack(found).tolist()
 
@@ -258,7 +290,8 @@ def run(stack: str, args: argparse.Namespace) -> None:
         longest = max(longest, time.monotonic() - started)
         losses = curves.get(name, [float("nan")])
         print(
-            f"{stack}, {name}, {layers} layers: first {losses[0]:.5f}, step 10 {losses[min(9, len(losses) - 1)]:.5f},"
+            f"{stack}, {name}, {layers} layers: first {losses[0]:.5f}, step 10 "
+            f"{losses[min(9, len(losses) - 1)]:.5f},"
             f" last {losses[-1]:.5f}; {time.monotonic() - started:.0f} s",
             flush=True,
         )
@@ -276,7 +309,8 @@ def differences(a: list[float], b: list[float]) -> str:
     late = gaps[-50:]
     return (
         f"step 1 {gaps[0]:+.5f}; largest {gaps[largest]:+.4f} at step {largest + 1};"
-        f" mean of the last {len(late)} {statistics.mean(late):+.4f} (their standard deviation {statistics.pstdev(late):.4f})"
+        f" mean of the last {len(late)} {statistics.mean(late):+.4f} (their standard deviation "
+        f"{statistics.pstdev(late):.4f})"
     )
 
 
@@ -293,12 +327,15 @@ def plot(files: list[Path], out: Path) -> None:
     pairs = [
         (a, b)
         for a, b in (
-            ("ours, bf16", "megatron, bf16"), ("ours, FP8", "megatron, FP8"), ("ours, FP8", "ours, bf16"),
-            ("megatron, FP8", "megatron, bf16"), ("ours, bf16 again", "ours, bf16"),
+            ("ours, bf16", "megatron, bf16"),
+            ("ours, FP8", "megatron, FP8"),
+            ("ours, FP8", "ours, bf16"),
+            ("megatron, FP8", "megatron, bf16"),
+            ("ours, bf16 again", "ours, bf16"),
             ("megatron, bf16 again", "megatron, bf16"),
         )
         if a in curves and b in curves
-    ]  # fmt: skip
+    ]
     for a, b in pairs:
         print(f"{a} minus {b}: {differences(curves[a], curves[b])}")
     figure = Figure(figsize=(9, 7), layout="constrained")

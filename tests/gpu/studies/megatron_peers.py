@@ -1,17 +1,26 @@
-"""The peers of docs/results.md: both benchmarks' training steps by Megatron-core and Transformer Engine, on random weights and tokens.
+"""Time training steps of both benchmarks in Megatron-core and Transformer Engine.
 
-    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
-    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py open_llama_1b [--bf16] [--fuse-wgrad] [--micro-batch-size 16]
+    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py llama31_8b
+        [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
+    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py open_llama_1b
+        [--bf16] [--fuse-wgrad] [--micro-batch-size 16]
     python tests/gpu/studies/megatron_peers.py llama2_70b_lora
 
-The 8B, and the 1B of open_llama/models/llama-1b.json: data parallel with the distributed optimizer, gradients and weights sent while others
-compute. The 8B has 4 micro-batches of one sequence of 8,192 tokens, the 1B one of 16 sequences of 2,048. `--fuse-wgrad` lets Transformer
-Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
-LoRA: 4 and 12 of the 80 layers on one GPU, adapters where NeMo has them (qkv and o, on the normed input), the base in FP8. The time of a layer
-is their difference's, and 80 layers are extrapolated without communication and without recomputation, to the peer's favor.
+These are the peers in docs/results.md. Weights and tokens are random.
 
-Needs Megatron-core 0.16.1 and Transformer Engine 2.20.2; requirements-test.txt has only the first. Not run since it was put here.
-tests/gpu/studies/against_megatron.sh runs these and ours after each other.
+The 8B, and the 1B of open_llama/models/llama-1b.json, train data parallel with the distributed
+optimizer. Communication of gradients and weights overlaps with computation. The 8B has 4
+micro-batches of one sequence of 8,192 tokens, the 1B one micro-batch of 16 sequences of 2,048.
+`--fuse-wgrad` lets Transformer Engine add weight gradients to the gradient buffer directly, which
+was the fastest of the settings tried.
+
+LoRA trains 4 and then 12 of the 80 layers on one GPU. The adapters are where NeMo has them (qkv and
+o, on the normed input) and the base is in FP8. The difference gives the time of a layer, which is
+extrapolated to 80 layers. Communication and recomputation are left out, in favor of the peer.
+
+Needs Megatron-core 0.16.1 and Transformer Engine 2.20.2. requirements-test.txt contains only the
+first. This version of the file has not been run. tests/gpu/studies/against_megatron.sh runs these
+peers and this package in turn.
 """
 
 from __future__ import annotations
@@ -73,12 +82,32 @@ def transformer(
     layers: int, hidden: int, ffn: int, heads: int, **precision: object
 ) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=8, kv_channels=hidden // heads,
-        normalization="RMSNorm", layernorm_epsilon=1e-5, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
-        bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, apply_rope_fusion=True, gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te", masked_softmax_fusion=True, persist_layer_norm=True, init_method_std=0.02, **precision,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        kv_channels=hidden // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        apply_rope_fusion=True,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        masked_softmax_fusion=True,
+        persist_layer_norm=True,
+        init_method_std=0.02,
+        **precision,
+    )
 
 
 def gpt(
@@ -175,9 +204,14 @@ def pretraining(name: str, work: Pretraining, bf16: bool, fuse_wgrad: bool) -> s
         model.zero_grad_buffer()
         optimizer.zero_grad()
         forward_backward(
-            forward_step_func=forward, data_iterator=data, model=[model], num_microbatches=work.micro_batches,
-            seq_length=work.sequence, micro_batch_size=work.micro_batch_size, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=work.micro_batches,
+            seq_length=work.sequence,
+            micro_batch_size=work.micro_batch_size,
+            forward_only=False,
+        )
         optimizer.step()
 
     gc.disable()  # as Megatron's own training loop does
@@ -188,7 +222,10 @@ def pretraining(name: str, work: Pretraining, bf16: bool, fuse_wgrad: bool) -> s
         f", {work.micro_batches} micro-batches of {work.micro_batch_size} x {work.sequence} tokens"
     )
     tokens = work.micro_batches * work.micro_batch_size * work.sequence
-    return f"{name}, {shape}: {tokens / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
+    return (
+        f"{name}, {shape}: {tokens / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of "
+        f"{STEPS})"
+    )
 
 
 class Adapter(nn.Module):
@@ -252,7 +289,10 @@ def lora() -> str:
         torch.cuda.empty_cache()
     layer = (seconds[1] - seconds[0]) / (DEPTHS[1] - DEPTHS[0])
     whole = seconds[0] + (ALL_LAYERS - DEPTHS[0]) * layer
-    return f"llama2_70b_lora, FP8, 1 GPU: {1e3 * layer:.2f} ms a layer; 80 layers would make {SEQUENCE / whole:,.0f} tok/s/GPU"
+    return (
+        f"llama2_70b_lora, FP8, 1 GPU: {1e3 * layer:.2f} ms a layer; 80 layers would make "
+        f"{SEQUENCE / whole:,.0f} tok/s/GPU"
+    )
 
 
 def main() -> None:
@@ -290,7 +330,8 @@ def main() -> None:
         text = pretraining(args.benchmark, work, args.bf16, args.fuse_wgrad)
     if torch.distributed.get_rank() == 0:
         print(
-            f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+            f"Megatron-core + Transformer Engine: {text}, peak "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
             flush=True,
         )
     torch.distributed.destroy_process_group()

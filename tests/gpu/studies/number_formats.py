@@ -1,18 +1,30 @@
-"""How much does a number format cost in loss? A model of the 8B's width on real text, per format and seed.
+"""Measure how much a number format costs in loss, on a model of the 8B's width.
 
-    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/number_formats.py --data-dir DIR --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2]
-        [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--plot FILE.png] [--micro-batches 1] [--text PREFIX]
+    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/number_formats.py --data-dir DIR
+        --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2] [--micro-batches 1]
+        [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--plot FILE.png]
+        [--text PREFIX]
 
-The text: what the standard library, torch and three packages that come with it say of themselves (docstrings and comments; TEXT_PACKAGES), in the
-miniature's tokens. No sequence is read twice: the loss of every step is one on text that is new to the model, and no second set is needed.
-The 0.87 million tokens of the miniature would be read 4.7 times in 500 steps, and by then 436 million weights know them by heart.
+The text is the docstrings and comments of the standard library, torch and the packages in
+TEXT_PACKAGES, with the miniature's vocabulary. No sequence is repeated, so the training loss is a
+loss on unseen text and no validation set is needed. The miniature's own 0.87 million tokens would
+be repeated 4.7 times in 500 steps, enough for 436 million weights to memorize them.
 
-Block formats are emulated (docs/number_formats.md): the losses are what counts here, and the seconds say nothing of a GPU that has them.
-Within a seed all formats see the same weights, sequences and schedule, so the differences from bf16 are paired by seed. A seed is finished
-before the next begins, and no run is begun that would not end within `--minutes`: FILE.json holds what there is, and a later call that is given
-it with `--add` goes on from there. The emulation is that of fast_emulation.py, and printed first is how many elements it rounds otherwise than
-the package's. One long pair: --only "bf16;FP8" --layers 4 --steps 3000 --micro-batches 4 --seeds 1 --text DIR/documentation_text_document, of
-documentation_text.py. `--small` is the same in miniature on a CPU with the package's own, to see that it runs. Without seeds left to run it prints the table.
+Block formats are emulated (docs/number_formats.md), so only the losses are meaningful. The times
+say nothing about a GPU with hardware support. The emulation is that of fast_emulation.py. The study
+first prints how many elements it rounds differently from the package's emulation.
+
+All formats of a seed use the same weights, sequences and schedule, so the differences from bf16
+are paired by seed. The study finishes a seed before it begins the next, and starts no run that
+would not end within `--minutes`. FILE.json holds the finished runs. Pass it to a later call with
+`--add` to continue. If no seeds are left, the study only prints the table.
+
+For one long pair, with the text of documentation_text.py:
+
+    --only "bf16;FP8" --layers 4 --steps 3000 --micro-batches 4 --seeds 1
+        --text DIR/documentation_text_document
+
+`--small` runs a tiny version on a CPU, with the package's emulation, to check the program.
 """
 
 from __future__ import annotations
@@ -73,7 +85,8 @@ def options_of(name: str, steps: int) -> dict[str, object]:
 
 
 def prepare_text(data_dir: Path) -> Path:
-    """Token files of the documentation of the standard library and of TEXT_PACKAGES, built once. Returns their prefix.
+    """Token files of the documentation of the standard library and of TEXT_PACKAGES, built once.
+    Returns their prefix.
 
     Files that another machine built are taken as they are, whatever versions it has.
     """
@@ -92,7 +105,8 @@ def prepare_text(data_dir: Path) -> Path:
             writer.add(ids)
         versions = [f"{package} {importlib.metadata.version(package)}" for package in TEXT_PACKAGES]
         print(
-            f"{writer.finish().num_tokens:,} tokens: Python {platform.python_version()}, {', '.join(versions)}",
+            f"{writer.finish().num_tokens:,} tokens: Python {platform.python_version()}, "
+            f"{', '.join(versions)}",
             flush=True,
         )
         return {}
@@ -134,7 +148,9 @@ def smoothed(by_seed: dict[str, list[float]]) -> list[float]:
 
 
 def table(curves: Curves) -> str:
-    """Loss of the last steps, its difference from bf16 over the seeds that both have, and at which step bf16 had that loss."""
+    """Loss of the last steps, its difference from bf16 over the seeds that both have, and at which
+    step bf16 had that loss.
+    """
     last = {
         name: {seed: statistics.mean(losses[-LAST:]) for seed, losses in by_seed.items()}
         for name, by_seed in curves.items()
@@ -167,7 +183,9 @@ def table(curves: Curves) -> str:
 
 
 def plot(curves: Curves, path: Path) -> None:
-    """Over the steps: what each format's loss is above bf16's, the mean over the seeds, with a band of one standard error."""
+    """Over the steps: what each format's loss is above bf16's, the mean over the seeds, with a band
+    of one standard error.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

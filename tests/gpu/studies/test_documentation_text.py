@@ -1,4 +1,6 @@
-"""Documentation as text for a long run: what is left of a page, which pages count, and that the order of packages does not."""
+"""Documentation as text for a long run: what is left of a page, which pages count, and that the
+order of packages does not.
+"""
 
 import gzip
 import shutil
@@ -20,17 +22,23 @@ from common.data.indexed_dataset import Index
 from common.errors import DataError
 from llama31_8b import prepare
 
-PAGE = """<!DOCTYPE html><html><head><title>Menu</title><style>p {}</style><script>if (a < b) {}</script></head><body>
-<nav><ul><li>Menu</li></ul></nav><div class="big sphinxsidebar"><div>Menu</div> Menu</div><h1>Sea &amp;
+PAGE = """<!DOCTYPE html><html><head><title>Menu</title><style>p {}</style>
+<script>if (a < b) {}</script></head><body>
+<nav><ul><li>Menu</li></ul></nav>
+<div class="big sphinxsidebar"><div>Menu</div> Menu</div><h1>Sea &amp;
 land<a class="headerlink">Menu</a></h1><p>One <b>two</b>
-three<br/>four</p><ul><li>five</li><li>six</li></ul><table><tr><td>seven</td><td>eight</td></tr></table>
+three<br/>four</p><ul><li>five</li><li>six</li></ul>
+<table><tr><td>seven</td><td>eight</td></tr></table>
 <pre>
   def f():
 
     return "&lt;"
 </pre><p>nine
 ten</p><footer>Menu</footer></body></html>"""
-TEXT = 'Sea & land\n\nOne two three\nfour\n\nfive\nsix\n\nseven eight\n\n  def f():\n\n    return "<"\n\n\nnine ten'
+TEXT = (
+    "Sea & land\n\nOne two three\nfour\n\nfive\nsix\n\nseven eight\n\n  def f():\n\n"
+    '    return "<"\n\n\nnine ten'
+)
 WORDS = (
     "lorem",
     "ipsum",
@@ -213,7 +221,8 @@ def test_a_package_may_be_packed(packages, data_dir):
         control = packages / name / "DEBIAN" / "control"
         control.parent.mkdir()
         control.write_text(
-            f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: nobody <nobody@example.org>\nDescription: test\n"
+            f"Package: {name}\nVersion: 1\nArchitecture: all\n"
+            "Maintainer: nobody <nobody@example.org>\nDescription: test\n"
         )
         subprocess.run(
             [

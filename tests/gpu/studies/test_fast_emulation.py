@@ -1,4 +1,6 @@
-"""The study's kernels round as the plain emulation does, bit for bit, and its stochastic rounding has the right mean."""
+"""The study's kernels round as the plain emulation does, bit for bit, and its stochastic rounding
+has the right mean.
+"""
 
 import fast_emulation
 import pytest

@@ -1,7 +1,9 @@
-"""Golden losses: 100 steps at the 8B's width, fixed seed and text, as recorded by `convergence.py --golden`.
+"""Golden losses: 100 steps at the 8B's width, fixed seed and text, as recorded by `convergence.py
+--golden`.
 
-A change that computes nothing new leaves them as they are, but for the order in which attention's backward adds up, which differs from
-run to run: within 0.2 % for the first ten steps and, the mean of the last ten, within 0.5 %.
+A change that computes nothing new leaves them as they are, but for the order in which attention's
+backward adds up, which differs from run to run: within 0.2 % for the first ten steps and, the mean
+of the last ten, within 0.5 %.
 """
 
 import json

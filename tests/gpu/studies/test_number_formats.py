@@ -1,4 +1,6 @@
-"""The study of number formats: its table, and in miniature that each run is what its name says and that a later call goes on."""
+"""The study of number formats: its table, and in miniature that each run is what its name says and
+that a later call goes on.
+"""
 
 import json
 import shutil

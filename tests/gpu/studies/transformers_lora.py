@@ -1,6 +1,9 @@
-"""Training steps of Qwen3-8B's adapters by transformers and peft: the peer of `throughput llama --model qwen3-8b --lora` in docs/results.md.
+"""Time LoRA training steps of Qwen3-8B in transformers and peft.
 
-`python tests/gpu/studies/transformers_lora.py [--compile]` on one GPU: random weights and tokens, bf16, SDPA, nothing recomputed, fused AdamW.
+    python tests/gpu/studies/transformers_lora.py [--compile]
+
+This is the peer of `throughput llama --model qwen3-8b --lora` in docs/results.md. It uses one GPU,
+random weights and tokens, bf16, SDPA and fused AdamW, without recomputation.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def main() -> None:
     median = statistics.median(seconds[WARMUP:])
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
-        f"transformers and peft: {SEQUENCE / median:,.0f} tok/s, {1e3 * median:.1f} ms (median of {STEPS}), peak {peak:.1f} GiB"
+        f"transformers and peft: {SEQUENCE / median:,.0f} tok/s, {1e3 * median:.1f} ms (median of "
+        f"{STEPS}), peak {peak:.1f} GiB"
     )
 
 

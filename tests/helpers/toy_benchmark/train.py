@@ -1,4 +1,6 @@
-"""A timed run of `toy_benchmark`: every weight trains, each step takes the next rows of the file."""
+"""A timed run of `toy_benchmark`: every weight trains, each step takes the next rows of the
+file.
+"""
 
 from __future__ import annotations
 

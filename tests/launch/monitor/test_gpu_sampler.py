@@ -1,4 +1,6 @@
-"""The sampler beside a run: what it writes with a fake nvidia-smi, that it never disturbs a run, and what the report makes of it."""
+"""The sampler beside a run: what it writes with a fake nvidia-smi, that it never disturbs a run,
+and what the report makes of it.
+"""
 
 import json
 import os
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.quick
 
 GIB = 2**30
 
-# Three H100; GPU 1 is at its power limit and hot. BROKEN: what it says instead. HANG_S: how long a reading takes.
+# Three H100; GPU 1 is at its power limit and hot. BROKEN: what it says instead. HANG_S: how long a
+# reading takes.
 NVIDIA_SMI = """#!{python}
 import os, sys, time
 fields = sys.argv[1].partition("=")[2].split(",")
@@ -32,11 +35,22 @@ if "power.draw" in fields:
     if os.environ.get("BROKEN"):
         sys.exit(os.environ["BROKEN"])
 for gpu in range(3):
-    known = {{"uuid": f"GPU-{{gpu}}{{gpu}}", "name": "NVIDIA H100 80GB HBM3", "memory.total": 81559, "compute_cap": "9.0",
-             "mig.mode.current": "Disabled", "driver_version": "580.1", "power.draw": f"{{650.04 + gpu:.2f}}",
-             "enforced.power.limit": "700.00", "temperature.gpu": 60 + gpu, "clocks.sm": 1700 + gpu, "clocks.mem": 2619,
-             "memory.used": "71680" if gpu < 2 else "[N/A]", "utilization.gpu": 97 + gpu,
-             "clocks_event_reasons.active": ("0x0000000000000001", "0x0000000000000024", "[N/A]")[gpu]}}
+    known = {{
+        "uuid": f"GPU-{{gpu}}{{gpu}}",
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory.total": 81559,
+        "compute_cap": "9.0",
+        "mig.mode.current": "Disabled",
+        "driver_version": "580.1",
+        "power.draw": f"{{650.04 + gpu:.2f}}",
+        "enforced.power.limit": "700.00",
+        "temperature.gpu": 60 + gpu,
+        "clocks.sm": 1700 + gpu,
+        "clocks.mem": 2619,
+        "memory.used": "71680" if gpu < 2 else "[N/A]",
+        "utilization.gpu": 97 + gpu,
+        "clocks_event_reasons.active": ("0x0000000000000001", "0x0000000000000024", "[N/A]")[gpu],
+    }}
     print(", ".join(str(known[field]) for field in fields))
 """
 
@@ -84,7 +98,7 @@ def of(records, event):
     return [record for record in records if record["event"] == event]
 
 
-# --- what it writes ---------------------------------------------------------------------------------------------------
+# --- what it writes -------------------------------------------------------------------------------
 
 
 def test_nvidia_values_and_units(driver, monkeypatch):
@@ -187,7 +201,7 @@ def test_a_slow_read_leads_to_no_burst(tmp_path, monkeypatch):
     assert waits == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
-# --- the process ------------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
 
 def test_it_runs_beside_and_ends_with_the_run(driver, capfd):
@@ -303,7 +317,7 @@ def ended_child(process):
     return (state, int(parent)) == ("Z", os.getpid())
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def sample(time_s, *gpus):
@@ -391,7 +405,9 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
 
 
 def test_a_killed_run_ends_with_its_failure(run_dir):
-    """Nobody wrote run_stop; while its processes are being cleared away the GPUs idle at a high clock."""
+    """Nobody wrote run_stop; while its processes are being cleared away the GPUs idle at a high
+    clock.
+    """
     began, log = run_start(run_dir), run_dir / "result.txt"
     log.write_text(
         "".join(
@@ -466,7 +482,8 @@ def test_cut_and_strange_lines_spoil_nothing(run_dir):
     write(run_dir, start_at(run_start(run_dir)), sample(1.0, (600, 60, 1700), (600, 60, 1700)))
     with (run_dir / gpu_samples.NAME).open("a") as file:
         file.write(
-            '[]\n{"event": "sample", "time_s": null, "gpus": []}\n{"event": "sample", "time_s": 2.0, "gpus": [null, {"power_w": "x"}]}\n'
+            '[]\n{"event": "sample", "time_s": null, "gpus": []}\n'
+            '{"event": "sample", "time_s": 2.0, "gpus": [null, {"power_w": "x"}]}\n'
         )
         file.write('{"event": "sample", "time_s": 3.0, "gpus": [{}]}\n{"event": "sample", "ti')
     assert "600 / 600 / 600" in page(run_dir)

@@ -1,4 +1,6 @@
-"""`plan` without a benchmark: known questions with their arithmetic, published peaks, MFU by hand, and the command line."""
+"""`plan` without a benchmark: known questions with their arithmetic, published peaks, MFU by hand,
+and the command line.
+"""
 
 import json
 import os
@@ -41,11 +43,14 @@ def ours(ways):
     return [each for each in ways.values() if each.ours]
 
 
-# --- known questions --------------------------------------------------------------------------------------------------
+# --- known questions ------------------------------------------------------------------------------
 
 
 def test_405b_lora_on_8_gpus_of_192_gb(capsys):
-    """bf16 base: 2 bytes x 405.9e9 = 812 GB of 8 x 192; sharded 101 GB per GPU. The activations of 8,192 tokens are what does not fit."""
+    """bf16 base: 2 bytes x 405.9e9 = 812 GB of 8 x 192; sharded 101 GB per GPU.
+
+    The activations of 8,192 tokens are what does not fit.
+    """
     shape = shape_of("llama3.1-405b")
     sharded = found(shape, 8, rank=16)["base sharded over a node"].memory.parts
     whole = 2 * (2 * 128256 * 16384 + (2 * 126 + 1) * 16384)  # embedding, head and norms
@@ -69,7 +74,9 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
 
 
 def opt_66b(folder):
-    """As large as OPT-66B (64 layers, 9216 wide): SwiGLU's three matrices of 24,576 take what its two of 36,864 do."""
+    """As large as OPT-66B (64 layers, 9216 wide): SwiGLU's three matrices of 24,576 take what its
+    two of 36,864 do.
+    """
     sizes = dict(
         num_hidden_layers=64,
         hidden_size=9216,
@@ -82,7 +89,9 @@ def opt_66b(folder):
 
 
 def test_a_66b_model_on_one_gpu(capsys, tmp_path):
-    """Weights alone 2 x 66.2e9 = 132 GB of 206: adapters fit beside them, 18 bytes a weight = 1,191 GB do not."""
+    """Weights alone 2 x 66.2e9 = 132 GB of 206: adapters fit beside them, 18 bytes a weight = 1,191
+    GB do not.
+    """
     model = opt_66b(tmp_path)
     shape = shape_of(model)
     assert shape.num_parameters == pytest.approx(66.2e9, rel=0.002)
@@ -99,15 +108,17 @@ def test_a_66b_model_on_one_gpu(capsys, tmp_path):
     assert state == 18 * shape.num_parameters == pytest.approx(1191e9, rel=0.002)
 
 
-# Batch 8, sequence 1,024, 8 x MI350X, DistributedDataParallel; GB per GPU. Published (not ours): GPT models of 40 layers, 5120 wide, feed-forward
-# 13,824, and of 32 layers, 4096 wide, feed-forward 11,008; vocabulary 50,257, tied. SwiGLU's three matrices of 2/3 the width are as many weights.
+# Batch 8, sequence 1,024, 8 x MI350X, DistributedDataParallel; GB per GPU. Published (not ours):
+# GPT models of 40 layers, 5120 wide, feed-forward 13,824, and of 32 layers, 4096 wide, feed-forward
+# 11,008; vocabulary 50,257, tied. SwiGLU's three matrices of 2/3 the width are as many weights.
 PUBLISHED_DDP = [(ModelShape(40, 5120, 9216, 40, 40, 50257, 1e4, tied_embedding=True), 157)]
 PUBLISHED_DDP += [(ModelShape(32, 4096, 7328, 32, 32, 50257, 1e4, tied_embedding=True), 92)]
 
 
 @pytest.mark.parametrize(("shape", "gigabytes"), PUBLISHED_DDP)
 def test_plain_data_parallel_is_near_published_peaks(shape, gigabytes):
-    """10 bytes a weight (bf16 weights, gradients, two moments, buckets): 101 GB of the 157; 16 and fp32 would be 162 without activations.
+    """10 bytes a weight (bf16 weights, gradients, two moments, buckets): 101 GB of the 157; 16 and
+    fp32 would be 162 without activations.
 
     Ours is the lower bound: plain torch keeps more activations than fused blocks.
     """
@@ -119,7 +130,9 @@ def test_plain_data_parallel_is_near_published_peaks(shape, gigabytes):
 
 
 def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsys):
-    """Llama 2 13B: 18 bytes x 13.0e9 = 234 GB on each GPU, however many there are; sharded over 8: 2 x 13.0 + 16 x 13.0 / 8 = 52 GB."""
+    """Llama 2 13B: 18 bytes x 13.0e9 = 234 GB on each GPU, however many there are; sharded over 8:
+    2 x 13.0 + 16 x 13.0 / 8 = 52 GB.
+    """
     shape, name = shape_of("llama2-13b"), "plain data parallel, fp32 masters and Adam"
     whole = {gpus: found(shape, gpus, length=1024)[name].memory for gpus in (2, 8)}
     assert (
@@ -133,7 +146,8 @@ def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsy
 
 
 def test_70b_full_training_on_8_gpus(capsys):
-    """16 bytes x 70.6e9 / 8 = 141 GB of masters, gradients and moments, and whole bf16 weights 141 GB: 282 of 206 or 309 GB.
+    """16 bytes x 70.6e9 / 8 = 141 GB of masters, gradients and moments, and whole bf16 weights 141
+    GB: 282 of 206 or 309 GB.
 
     With the weights sharded as well, 141 GB and a few gathered layers.
     """
@@ -159,7 +173,7 @@ def test_70b_full_training_on_8_gpus(capsys):
     assert code == 0 and "all layers recomputed:" in text and " 2.3 left." in text
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -242,11 +256,13 @@ def test_every_advice_leads_to_what_fits(capsys, line):
         assert planned(capsys, f"{line} {way}")[0] == 0, way
 
 
-# --- MFU --------------------------------------------------------------------------------------------------------------
+# --- MFU ------------------------------------------------------------------------------------------
 
 
 def test_mfu_of_the_worked_example(capsys):
-    """405e9 weights, 1,024 tokens in 30 s, 8 x 1.3 PFLOP/s: 6 x 405e9 x 1024 / 30 / 10.4e15 = 0.798 %; with 4 it is 0.532 %."""
+    """405e9 weights, 1,024 tokens in 30 s, 8 x 1.3 PFLOP/s: 6 x 405e9 x 1024 / 30 / 10.4e15 = 0.798
+    %; with 4 it is 0.532 %.
+    """
     full, lora = utilization(405e9, 1024, 30, 8, 1.3e15)
     assert full.mfu == pytest.approx(0.00798, abs=5e-6) and lora.mfu == pytest.approx(
         0.00532, abs=5e-6
@@ -301,7 +317,7 @@ def test_remarks_on_implausible_utilization():
     assert "Above 100 %" in remark(utilization(1e9, 100, 1, 1, 1e11))
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

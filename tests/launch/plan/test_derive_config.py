@@ -1,4 +1,6 @@
-"""Derived configs: every kind and number of GPUs without a file, the order of the options, and what stays as it is."""
+"""Derived configs: every kind and number of GPUs without a file, the order of the options, and what
+stays as it is.
+"""
 
 from dataclasses import fields, replace
 

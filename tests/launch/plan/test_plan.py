@@ -1,4 +1,6 @@
-"""`plan`: its memory against peaks measured on H200s, its time against measured and published speeds, its formulas by hand, its commands."""
+"""`plan`: its memory against peaks measured on H200s, its time against measured and published
+speeds, its formulas by hand, its commands.
+"""
 
 import json
 import math
@@ -42,14 +44,16 @@ def shipped(benchmark, name, layers=0, **changes):
     return config, replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
 
 
-# --- measured ---------------------------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of `bench` on H200 SXM, torch 2.11.0, sequence length 8192; docs/results.md has the dates and commits.
+    """A run of `bench` on H200 SXM, torch 2.11.0, sequence length 8192; docs/results.md has the
+    dates and commits.
 
-    `gib`: torch.cuda.max_memory_allocated, and with copy engines the symmetric buffers. `changes`: to the shipped config.
+    `gib`: torch.cuda.max_memory_allocated, and with copy engines the symmetric buffers. `changes`:
+    to the shipped config.
     """
 
     benchmark: str
@@ -106,14 +110,16 @@ def test_speed_is_within_six_percent_of_the_measured(run):
 
 
 def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
-    """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too slow."""
+    """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too
+    slow.
+    """
     logs = [
         math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"
     ]
     assert len(logs) >= 6 and abs(max(logs) + min(logs)) < 0.003
 
 
-# --- published --------------------------------------------------------------------------------------------------------
+# --- published ------------------------------------------------------------------------------------
 
 AMD_RESULTS = [
     result for result in published.RESULTS if (result.submitter, result.round) == ("AMD", "5.1")
@@ -126,9 +132,11 @@ each_result = pytest.mark.parametrize(
 
 
 def as_published(result):
-    """(seconds of a step, of an evaluation, minutes) of AMD's software: the plan's products, and traffic that it does not hide.
+    """(seconds of a step, of an evaluation, minutes) of AMD's software: the plan's products, and
+    traffic that it does not hide.
 
-    Per step and GPU: bf16 gradients and FP8 weights of the 8B; LoRA's adapter gradients in fp32, reduced to all.
+    Per step and GPU: bf16 gradients and FP8 weights of the 8B; LoRA's adapter gradients in fp32,
+    reduced to all.
     """
     config, work = shipped(result.benchmark, f"{result.gpu}_1x8", global_batch_size=result.batch)
     kind, shape, efficiency = KINDS[result.gpu], work.shape, KINDS[result.gpu].efficiency
@@ -156,7 +164,9 @@ def as_published(result):
 
 @each_result
 def test_minutes_are_near_the_published_score(result):
-    """Minutes within 3 %; and not for the wrong reasons: steps within 3 %, evaluations within 15 %."""
+    """Minutes within 3 %; and not for the wrong reasons: steps within 3 %, evaluations within 15
+    %.
+    """
     step_s, eval_s, minutes = as_published(result)
     assert minutes == pytest.approx(result.score, rel=0.03)
     assert step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.03)
@@ -203,7 +213,7 @@ def test_the_efficiency_of_grace_systems_is_that_of_a_b200_scaled_by_the_rates_o
     assert kind.efficiency == pytest.approx(base.efficiency * share_of_peak, rel=0.003)
 
 
-# --- memory by hand ---------------------------------------------------------------------------------------------------
+# --- memory by hand -------------------------------------------------------------------------------
 
 
 def test_needed_memory_by_hand():
@@ -298,7 +308,9 @@ def test_a_frozen_base_in_bf16_by_hand():
 
 
 def test_activations_of_pre_training_by_hand():
-    """Bytes per token and layer: residual streams, qkv, attention output, SwiGLU's input, and the inputs of the four products."""
+    """Bytes per token and layer: residual streams, qkv, attention output, SwiGLU's input, and the
+    inputs of the four products.
+    """
     config, work = shipped(PRETRAINING, "H200_1x4")
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
     assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
@@ -313,7 +325,9 @@ def test_activations_of_pre_training_by_hand():
 )
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
 def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
-    """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
+    """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of
+    a GPU keeps in fp32.
+    """
     layers = linear_layers(FORMATS[linear])
     block = FusedBlock(shape, "reference", layers).to(torch.bfloat16)
     layers.allocate(torch.device("cpu"))
@@ -346,7 +360,10 @@ def test_activations_of_lora_are_those_of_the_block(linear, shape):
 
 
 def test_working_sets_by_hand():
-    """Forward: rowwise operands and two products. Backward, at SwiGLU: d_out and its operand, d_h, and d_gate_up in place of h."""
+    """Forward: rowwise operands and two products.
+
+    Backward, at SwiGLU: d_out and its operand, d_h, and d_gate_up in place of h.
+    """
     config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=32)
     hidden, ffn, tokens = 4096, 14336, 2 * 8192
     forward, backward = (
@@ -397,7 +414,10 @@ def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
 
 
 def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
-    """A batch at which a block's backward is the peak. The rest of a tied model is smaller: one table instead of two."""
+    """A batch at which a block's backward is the peak.
+
+    The rest of a tied model is smaller: one table instead of two.
+    """
     config, work = shipped(
         PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, linear="bf16"
     )
@@ -483,7 +503,7 @@ def test_advice_leads_to_what_fits():
     assert command.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def test_bf16_and_recomputation_take_longer():
@@ -496,7 +516,9 @@ def test_bf16_and_recomputation_take_longer():
 
 
 def test_minutes_by_hand():
-    """16 samples in 2 s, an evaluation of 3 s after 32 and then every 16: 48 samples take 6 s and two evaluations."""
+    """16 samples in 2 s, an evaluation of 3 s after 32 and then every 16: 48 samples take 6 s and
+    two evaluations.
+    """
     work = plan.Workload(LLAMA31_8B, 8192, 1024, eval_interval=16, first_evaluation=32)
     assert plan.minutes_to_target(work, 48, 8.0, 3.0) == pytest.approx((6 + 2 * 3) / 60)
 
@@ -507,7 +529,7 @@ def test_without_a_reference_there_are_no_minutes():
     assert "no minutes" in command.target_line(PRETRAINING, config)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def planned(capsys, benchmark, *arguments):

@@ -1,4 +1,6 @@
-"""Preflight of several nodes: judgments on made-up facts, and five network namespaces of this machine as hosts."""
+"""Preflight of several nodes: judgments on made-up facts, and five network namespaces of this
+machine as hosts.
+"""
 
 import itertools
 import json
@@ -15,7 +17,7 @@ from common.errors import ConfigError
 from launch.preflight import __main__ as verb
 from launch.preflight.nodes import examine, facts, judge, kernel_log, links, remote
 
-# --- one machine ------------------------------------------------------------------------------------------------------
+# --- one machine ----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -68,7 +70,7 @@ def test_only_active_rdma_ports_are_proposed_and_only_the_fastest(tmp_path):
     assert different == {} and [row.verdict for row in rows] == ["warn", "warn"]
 
 
-# --- judgments --------------------------------------------------------------------------------------------------------
+# --- judgments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -133,7 +135,7 @@ def test_rounds_hold_every_pair_once_and_no_node_twice(count):
     assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in found)
 
 
-# --- links and agents -------------------------------------------------------------------------------------------------
+# --- links and agents -----------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -198,7 +200,8 @@ def test_an_agent_takes_its_processes_with_it(tmp_path):
     pid_file = tmp_path / "pid"
     script = (
         "import sys; from launch.preflight.nodes.agent import Agent; agent = Agent();"
-        f"agent.do_check = lambda: agent._run([(['sh', '-c', 'echo $$ > {pid_file}; sleep 60'], {{}})], 60);"
+        f"agent.do_check = lambda: agent._run([(['sh', '-c', 'echo $$ > {pid_file}; sleep 60'], "
+        f"{{}})], 60);"
         "agent.serve()"
     )
     each = remote.Remote("here", [sys.executable, "-c", script])
@@ -250,7 +253,7 @@ def test_a_pair_that_fails_is_named_and_the_rest_go_on():
     ]
 
 
-# --- namespaces -------------------------------------------------------------------------------------------------------
+# --- namespaces -----------------------------------------------------------------------------------
 
 NET = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
 GOOD, ALSO_GOOD, SLOW, CLOSED, OTHER, SILENT = (f"{NET}.{k}" for k in range(11, 17))
@@ -263,7 +266,9 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """Five hosts on one bridge, each a network namespace named like its address: 200 Mbit/s, and SLOW with 40."""
+    """Five hosts on one bridge, each a network namespace named like its address: 200 Mbit/s, and
+    SLOW with 40.
+    """
     if not shutil.which("ip") or not shutil.which("tc"):
         pytest.skip("ip and tc are not installed")
     nodes = [GOOD, ALSO_GOOD, SLOW, CLOSED, OTHER]
@@ -296,14 +301,17 @@ def namespaces():
 
 @pytest.mark.slow
 def test_each_fault_is_found_and_named(namespaces, tmp_path, monkeypatch, capsys):
-    """A node that does not answer, one with a slow link, one with a closed port, and one with another triton."""
+    """A node that does not answer, one with a slow link, one with a closed port, and one with
+    another triton.
+    """
     packages = tmp_path / "packages/triton-0.0.1.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 0.0.1\n")
     launcher = tmp_path / "launcher"
     launcher.write_text(
         "#!/bin/sh\nnode=$1; shift\n"
-        f"case $node in {SILENT}) exec sleep 600;; {OTHER}) export PYTHONPATH={packages.parent};; esac\n"
+        f"case $node in {SILENT}) exec sleep 600;; {OTHER}) export PYTHONPATH={packages.parent};; "
+        "esac\n"
         'exec ip netns exec "$node" "$@"\n'
     )
     launcher.chmod(0o755)

@@ -1,4 +1,6 @@
-"""The preflight: each check judged on values that were never measured, and the whole verb once on this CPU."""
+"""The preflight: each check judged on values that were never measured, and the whole verb once on
+this CPU.
+"""
 
 import argparse
 import json
@@ -88,7 +90,7 @@ def by_check(rows: list[CheckRow]) -> dict[str, CheckRow]:
     return {row.check: row for row in rows}
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def test_skipped_does_not_mean_passed():
@@ -114,7 +116,7 @@ def test_skipped_does_not_mean_passed():
     )
 
 
-# --- GPUs: which, how many --------------------------------------------------------------------------------------------
+# --- GPUs: which, how many ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_what_torch_sees_is_compared_as_well():
         assert gpus.judge_torch(ranks(2, **changed), KINDS["H200"]).verdict == "refuse"
 
 
-# --- GPUs: idle and healthy -------------------------------------------------------------------------------------------
+# --- GPUs: idle and healthy -----------------------------------------------------------------------
 
 
 def test_memory_in_use_names_the_gpu():
@@ -207,7 +209,8 @@ def test_throttling_at_any_moment_counts_and_the_power_limit_does_not():
 def test_the_answer_of_nvidia_smi(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho 'GPU-a, 0x0000000000000004, 0, 0, 3'; echo 'GPU-b, [N/A], 98, [N/A], [N/A]'\n"
+        "#!/bin/sh\necho 'GPU-a, 0x0000000000000004, 0, 0, 3'; echo 'GPU-b, [N/A], 98, [N/A], "
+        "[N/A]'\n"
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -313,7 +316,9 @@ def test_the_files_of_amdgpu(tmp_path):
 def gpu_metrics(
     folder: Path, revision: tuple[int, int], size: int, counters: tuple[int, ...]
 ) -> None:
-    """amdgpu's binary file: its size and revision, then, at the offset of this revision, the five counters."""
+    """amdgpu's binary file: its size and revision, then, at the offset of this revision, the five
+    counters.
+    """
     offset = {(1, 6): 36}.get(revision, 44)
     content = bytearray(max(size, offset + 20))
     struct.pack_into("<HBB", content, 0, size, *revision)
@@ -388,7 +393,7 @@ def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
     assert "triton 3.6.0" in host.judge_software().value
 
 
-# --- GPUs: right and fast ---------------------------------------------------------------------------------------------
+# --- GPUs: right and fast -------------------------------------------------------------------------
 
 
 def test_self_test_verdict():
@@ -443,13 +448,15 @@ def speed_rows(found, kind="H200"):
 )
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_slow_gpu_is_compared_with_the_others(count, share, verdict):
-    """Against the others' median, not one that the slow one drags along: of two GPUs, 5 % slower is 5 % slower."""
+    """Against the others' median, not one that the slow one drags along: of two GPUs, 5 % slower is
+    5 % slower.
+    """
     row = speed_rows(ranks(count, speeds={"copy": 4.3 * share}))["copy, siblings"]
     assert row.verdict == verdict
     if verdict != "ok":
-        assert (
-            row.value
-            == f"GPU {count - 1} (aaaa-{count - 1}, 0000:{count - 1:02x}:00.0): {4.3 * share:.4g} TB/s, {1 - share:.1%} slower"
+        assert row.value == (
+            f"GPU {count - 1} (aaaa-{count - 1}, 0000:{count - 1:02x}:00.0): "
+            f"{4.3 * share:.4g} TB/s, {1 - share:.1%} slower"
         )
 
 
@@ -488,7 +495,7 @@ def test_speeds_of_a_cpu_are_not_judged():
     )
 
 
-# --- host -------------------------------------------------------------------------------------------------------------
+# --- host -----------------------------------------------------------------------------------------
 
 GOOD = host.Host(1024 * GIB, 500 * GIB, resource.RLIM_INFINITY, 65536)
 
@@ -610,7 +617,7 @@ def test_log_folder(tmp_path, monkeypatch):
     assert host.judge_log_folder(tmp_path).verdict == "refuse"
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -628,7 +635,7 @@ def test_software(monkeypatch, torch, verdict):
     assert row.verdict == verdict and f"torch {torch}" in row.value
 
 
-# --- the verb ---------------------------------------------------------------------------------------------------------
+# --- the verb -------------------------------------------------------------------------------------
 
 
 def test_errors_are_listed_before_ranks_that_only_stopped():
@@ -695,7 +702,9 @@ def test_a_healthy_host_of_four(monkeypatch):
 
 
 def test_torch_for_cpus_and_a_missing_compiler_are_refused(monkeypatch):
-    """Without measuring: each process would end in AttributeError, or in the first Triton kernel."""
+    """Without measuring: each process would end in AttributeError, or in the first Triton
+    kernel.
+    """
     rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), versions={"torch": "2.13.0+cpu"})
     assert (
         rows["torch build"].verdict == "refuse"
@@ -842,7 +851,10 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
 
 
 def test_a_rank_that_hangs_ends_by_itself(tmp_path):
-    code = "import time; from pathlib import Path; from launch.preflight import measure as m, measured; measured.START_S = 0.5; "
+    code = (
+        "import time; from pathlib import Path; from launch.preflight import measure as m, "
+        "measured; measured.START_S = 0.5; "
+    )
     code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
     environment = os.environ | {"PYTHONPATH": python_path(ROOT), "RANK": "1"}
     done = subprocess.run(
@@ -945,7 +957,7 @@ def test_a_broken_rank_is_a_refusal(tmp_path):
     )
 
 
-# --- what a rank measures ---------------------------------------------------------------------------------------------
+# --- what a rank measures -------------------------------------------------------------------------
 
 
 def test_the_median_is_of_one_work():

@@ -19,20 +19,26 @@ LIMITS = {"startup_s": 8.0, "step_s": 0.6}
 
 
 def start(tmp_path, script, watch=None, ranks=1, **options):
-    """Supervise a parent that starts `ranks` copies of `script` (its argument: the rank) in sessions of their own, as torchrun does."""
+    """Supervise a parent that starts `ranks` copies of `script` (its argument: the rank) in
+    sessions of their own, as torchrun does.
+    """
     (tmp_path / "ranks").mkdir(exist_ok=True)
     prelude = f"""
         import faulthandler, json, os, signal, sys, time
         rank, folder = int(sys.argv[1]), {str(tmp_path)!r}
         faulthandler.register(signal.SIGUSR1, open(f"{{folder}}/ranks/rank_{{rank}}.stack", "w"))
         def beat(step, phase="train", at=None):
-            record = dict(rank=rank, pid=os.getpid(), step=step, phase=phase, time=at or time.time())
+            now = at or time.time()
+            record = dict(rank=rank, pid=os.getpid(), step=step, phase=phase, time=now)
             open(f"{{folder}}/ranks/rank_{{rank}}.heartbeat", "w").write(json.dumps(record))
     """
     (tmp_path / "rank.py").write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
     parent = f"""
         import subprocess, sys
-        children = [subprocess.Popen([sys.executable, {str(tmp_path / "rank.py")!r}, str(r)], start_new_session=True) for r in range({ranks})]
+        children = []
+        for rank in range({ranks}):
+            command = [sys.executable, {str(tmp_path / "rank.py")!r}, str(rank)]
+            children.append(subprocess.Popen(command, start_new_session=True))
         sys.exit(max(abs(child.wait()) for child in children))
     """
     (tmp_path / "parent.py").write_text(textwrap.dedent(parent))

@@ -1,4 +1,5 @@
-"""GEMM tuning: its files, the proof of a solution, the verbs; on a GPU, the whole way with TunableOp.
+"""GEMM tuning: its files, the proof of a solution, the verbs; on a GPU, the whole way with
+TunableOp.
 
 On a CPU a fake TunableOp keeps the table and torch does the arithmetic.
 """
@@ -59,7 +60,7 @@ FP8_ROWS = (
 )
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def tuned_file(path, *keys, **validators):
@@ -163,12 +164,14 @@ def test_a_config_names_tuned_files_in_its_env():
             configured(env | {PREFIX + name: value}, 2)
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the proof ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", PROVABLE, ids=lambda key: key[0])
 def test_a_recorded_gemm_is_reproduced(key):
-    """Sizes and strides are those that BLAS was called with: a and b are its second and first operand, stored by rows."""
+    """Sizes and strides are those that BLAS was called with: a and b are its second and first
+    operand, stored by rows.
+    """
     a, b, out = reproduce(key, CPU)
     n, m, k = (int(word) for word in key[1].split("_")[1:4])
     ldb, lda = (int(word) for word in key[1].split("_ld_")[1].split("_")[:2])
@@ -206,7 +209,9 @@ def test_types_are_not_mistaken_for_others():
 
 
 class FakeTunableOp:
-    """torch.cuda.tunable with a table; TunableOp tunes all keys but `never`, and looks `elsewhere` up under another key."""
+    """torch.cuda.tunable with a table; TunableOp tunes all keys but `never`, and looks `elsewhere`
+    up under another key.
+    """
 
     def __init__(self, never=(), elsewhere=False):
         self.table, self.on, self.tuning, self.recording = {}, False, False, True
@@ -246,7 +251,9 @@ class FakeTunableOp:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Install a fake TunableOp; while it is on, products of `bad` output shapes and dtypes go through `spoil`."""
+    """Install a fake TunableOp; while it is on, products of `bad` output shapes and dtypes go
+    through `spoil`.
+    """
 
     def install(bad=None, spoil=None, **options):
         made = FakeTunableOp(**options)
@@ -309,7 +316,7 @@ def test_what_cannot_be_proven_is_a_fault(fake):
     assert "does not cover" in fault(BATCHED, CPU)
 
 
-# --- tuning -----------------------------------------------------------------------------------------------------------
+# --- tuning ---------------------------------------------------------------------------------------
 
 
 def test_tune_writes_only_what_was_proven_once_per_gpu(fake, tmp_path):
@@ -354,7 +361,7 @@ def test_nothing_proven_writes_nothing(fake, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the verbs --------------------------------------------------------------------------------------------------------
+# --- the verbs ------------------------------------------------------------------------------------
 
 
 def options(**changed):
@@ -479,7 +486,7 @@ def test_the_verb_without_a_gpu_is_refused(tmp_path):
     assert done.returncode == 18 and "no GPU" in done.stderr
 
 
-# --- on a GPU, with torch's TunableOp ---------------------------------------------------------------------------------
+# --- on a GPU, with torch's TunableOp -------------------------------------------------------------
 
 SOLUTIONS_THAT_TORCH_READ = """
 import torch, torch.cuda.tunable as tunable
@@ -492,7 +499,9 @@ print(sorted(",".join(row[:2]) for row in tunable.get_results()))
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_record_tune_check_and_use_on_a_gpu(tmp_path):
-    """The whole way with the miniature: record, tune, check, a bench with the file, and `check` after an upgrade."""
+    """The whole way with the miniature: record, tune, check, a bench with the file, and `check`
+    after an upgrade.
+    """
     config, out = tmp_path / "tuned.toml", tmp_path / "gemms.csv"
     text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
     env = {PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": str(out)}
