@@ -1,12 +1,12 @@
 """Command line: python3 -m system_tuning check|apply|revert|hold.
 
-The journal holds the old values of all files before the first file is written, so that `revert`
-works after a kill. It is a JSON object, path -> [old value, value that apply writes]. It is in
-/run, which a reboot empties just as it resets the settings. The first old value of a path is kept,
-however often `apply` runs.
+`apply` saves the old values of all files in a journal before it writes the first file, so that
+`revert` works even if `apply` was killed. The journal is a JSON object, path -> [old value, value
+that `apply` writes]. It is in /run, because a reboot empties /run and resets the settings as well.
+If `apply` runs several times, the journal keeps the oldest value of each path.
 
-Exit codes are those of the whole package: 0 done, 2 usage, 17 the journal cannot be used, 18
-something could not be done.
+Exit codes, as in the whole project: 0 success, 2 wrong usage, 17 the journal cannot be read or
+written, 18 a file does not have the wanted value.
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ DONE = 0
 JOURNAL = 17
 NOT_DONE = 18
 JOURNAL_PATH = "run/system_tuning.json"
-# The line with which `hold` reports that every file has its value.
+# `hold` prints this line when every file has its value.
 HELD = "held until the end of the input"
 
 
 @dataclasses.dataclass(frozen=True)
 class Change(File):
-    """A file and the result of changing it."""
+    """A file and the result of changing it.
 
-    status: str = ""  # "failed" and "changed since" end with exit code 18
+    `now`: the value before the change. `want`: the value that the change should write.
+    """
 
-    def became(self, status: str, note: str = "") -> Change:
+    # "" before the change; then "set", "put back", "unchanged", "failed" or "changed since". The
+    # last two lead to exit code 18.
+    status: str = ""
+
+    def with_status(self, status: str, note: str = "") -> Change:
         return dataclasses.replace(self, status=status, note=note or self.note)
 
 
@@ -55,17 +60,11 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     journal = root / JOURNAL_PATH
     if options.command == "check":
         return check(settings, root, options.json)
-    # Ignore signals meant for the program that started this one: closing the pipe ends `hold`.
     if options.command == "hold":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
     try:
         with _locked(journal):
-            steps = (
-                revert(journal) if options.command == "revert" else apply(settings, root, journal)
-            )
-            if options.command == "hold":
-                steps = hold(steps, journal)
+            changes = _change(options.command, settings, root, journal)
     except BlockingIOError:
         _print_error(f"{_holder(journal)} holds the settings", "wait until it ends, or stop it")
         return JOURNAL
@@ -75,20 +74,35 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     except (OSError, ValueError) as error:
         _print_error(f"cannot use the journal {journal}: {error}", "repair it, then try again")
         return JOURNAL
-    if options.command == "hold" and all(
-        step.status in ("put back", "unchanged") for step in steps
-    ):
-        return DONE  # no output, because the reader may be gone
-    print(*(_grouped(steps) or ["nothing to do"]), sep="\n")
-    if options.command == "apply" and steps:
+    reverted = all(change.status in ("put back", "unchanged") for change in changes)
+    if options.command == "hold" and reverted:
+        return DONE  # no output, because the reader of the pipe may have ended
+    print(*(_grouped(changes) or ["nothing to do"]), sep="\n")
+    if options.command == "apply" and changes:
         print(f"old values are in {journal}; `revert` or a reboot restores them")
-    if not any(step.status in ("failed", "changed since") for step in steps):
+    if not any(change.status in ("failed", "changed since") for change in changes):
         return DONE
     _print_error(
-        "some files do not have the right value",
+        "some files do not have the wanted value",
         "see the lines above; in a container, run this on the host",
     )
     return NOT_DONE
+
+
+def _change(command: str, settings: Sequence[Setting], root: Path, journal: Path) -> list[Change]:
+    """Run `apply`, `revert` or `hold` and return the changes."""
+    if command == "revert":
+        return revert(journal)
+    if command == "apply":
+        return apply(settings, root, journal)
+    return hold(apply(settings, root, journal), journal)
+
+
+def _ignore_signals() -> None:
+    # A signal may reach the whole process group. It is meant for the program that started this one,
+    # which ends `hold` by closing the pipe.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _print_error(what: str, do: str) -> None:
@@ -106,7 +120,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments, also for `./run_and_time.sh tuning`."""
+    """Add the arguments of the command, also for `./run_and_time.sh tuning`."""
     parser.description = (
         "Check, apply or revert operating-system and CPU settings for training.\n"
         "GPU clocks and power limits are never changed."
@@ -123,8 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command",
         choices=("check", "apply", "revert", "hold"),
-        help="check: print what apply would change, and the risk;"
-        " hold: apply, and revert at the end of standard input",
+        help="check: print what apply would change, and the risk of each change;"
+        " apply: write the settings; revert: restore the old values;"
+        " hold: apply, then revert when standard input ends",
     )
     parser.add_argument(
         "--only",
@@ -137,43 +152,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
-    """Print the present values, better values and the risk. Read-only, for any user."""
+    """Print the current and the wanted values, and the risk of each change. Return DONE.
+
+    Nothing is written, and every user may run it. `root`: as in `main`.
+    """
     if as_json:
-        print(
-            json.dumps(
-                {
-                    setting.name: [dataclasses.asdict(file) for file in setting.look(root)]
-                    for setting in settings
-                },
-                default=str,
-            )
-        )
+        values = {}
+        for setting in settings:
+            values[setting.name] = [dataclasses.asdict(file) for file in setting.look(root)]
+        print(json.dumps(values, default=str))
         return DONE
-    worse = 0
+    improvable = 0
     for setting in settings:
         files = setting.look(root)
-        steps = [Change(**vars(file)) for file in files]
-        is_good = all(file.now == file.want for file in files)
-        worse += not is_good
-        about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
+        lines = _grouped([Change(**vars(file)) for file in files])
         if not files:
             state = "not supported here"
-        elif is_good:
+        elif all(file.now == file.want for file in files):
             state = "good"
         else:
             state = "could be better"
-        print(
-            f"{setting.name}: {state}",
-            *(f"    {line}" for line in [*_grouped(steps), *about]),
-            sep="\n",
-        )
-    print(f"{worse} settings could be better; apply writes them, as root")
+            improvable += 1
+            lines += [f"what:    {setting.what}", f"risk:    {setting.risk}"]
+        print(f"{setting.name}: {state}", *(f"    {line}" for line in lines), sep="\n")
+    print(f"{improvable} settings could be better; apply writes them, as root")
     return DONE
 
 
 def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Change]:
     """Save the old values in the journal, then write the new ones."""
-    files = [file for setting in settings for file in setting.look(root) if file.now != file.want]
+    files = []
+    for setting in settings:
+        files += [file for file in setting.look(root) if file.now != file.want]
     entries = _read_journal(journal)
     for file in files:
         entries.setdefault(str(file.path), [file.now, file.want])
@@ -182,48 +192,54 @@ def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Change
 
 
 def revert(journal: Path) -> list[Change]:
-    """Restore every old value in the journal, the last one written first.
+    """Restore every old value in the journal, in the reverse order of writing.
 
-    This may run any number of times.
+    Entries that could not be restored stay in the journal, so `revert` may be repeated.
     """
     entries = _read_journal(journal)
-    steps = [_put_back(Path(path), old, ours) for path, (old, ours) in reversed(entries.items())]
-    left = {str(step.path) for step in steps if step.status not in ("put back", "unchanged")}
+    changes = []
+    for path, (old, applied) in reversed(entries.items()):
+        changes.append(_put_back(Path(path), old, applied))
+    restored = ("put back", "unchanged")
+    left = {str(change.path) for change in changes if change.status not in restored}
     _write_journal(journal, {path: entry for path, entry in entries.items() if path in left})
-    return steps
+    return changes
 
 
-def hold(steps: list[Change], journal: Path) -> list[Change]:
-    """Print what `apply` has done, wait until the input ends, and revert.
+def hold(changes: list[Change], journal: Path) -> list[Change]:
+    """Print the `changes` of `apply`, wait until standard input ends, and revert.
 
     If a file did not accept its value, revert at once.
     """
-    print(*_grouped(steps), sep="\n")
-    failed = [step for step in steps if step.status == "failed"]
+    print(*_grouped(changes), sep="\n")
+    failed = [change for change in changes if change.status == "failed"]
     if not failed:
         print(HELD, flush=True)
         sys.stdin.read()
     return [*failed, *revert(journal)]
 
 
-def _put_back(path: Path, old: str, ours: str) -> Change:
-    step = Change(path, value_of(path), old)
-    if step.now == old:
-        return step.became("unchanged")
-    if step.now != ours:
-        return step.became(
-            "changed since", f"by another program, or it is gone: apply wrote {ours}"
-        )
-    return _write(step, "put back")
+def _put_back(path: Path, old: str, applied: str) -> Change:
+    """Restore the value `old`, unless the file no longer has the value that `apply` wrote."""
+    change = Change(path, value_of(path), old)
+    if change.now == old:
+        return change.with_status("unchanged")
+    if change.now != applied:
+        note = f"by another program, or it is gone: apply wrote {applied}"
+        return change.with_status("changed since", note)
+    return _write(change, "put back")
 
 
-def _write(step: Change, done: str) -> Change:
+def _write(change: Change, done: str) -> Change:
+    """Write the wanted value and read it back. Return the change with status `done` or "failed"."""
     try:
-        step.path.write_text(f"{step.want}\n")
+        change.path.write_text(f"{change.want}\n")
     except OSError as error:
-        return step.became("failed", str(error.strerror))
-    now = value_of(step.path)
-    return step.became(done) if now == step.want else step.became("failed", f"reads back as {now}")
+        return change.with_status("failed", str(error.strerror))
+    now = value_of(change.path)
+    if now != change.want:
+        return change.with_status("failed", f"reads back as {now}")
+    return change.with_status(done)
 
 
 @contextlib.contextmanager
@@ -238,7 +254,7 @@ def _locked(journal: Path) -> Iterator[None]:
 
 
 def _holder(journal: Path) -> str:
-    """Return the process that holds the lock, which wrote its number there."""
+    """Describe the process that holds the journal's lock. The lock file contains its ID."""
     try:
         number = journal.with_suffix(".lock").read_text()
         name = Path(f"/proc/{int(number)}/cmdline").read_text().replace("\0", " ").strip()
@@ -248,7 +264,10 @@ def _holder(journal: Path) -> str:
 
 
 def _read_journal(journal: Path) -> dict[str, list[str]]:
-    """Return the journal's entries. Raise ValueError unless they are pairs of values by path."""
+    """Return the journal's entries, path -> [old value, value that `apply` wrote].
+
+    Raises ValueError if the file has another form.
+    """
     try:
         entries = json.loads(journal.read_text()) if journal.exists() else {}
     except RecursionError:
@@ -263,26 +282,28 @@ def _read_journal(journal: Path) -> dict[str, list[str]]:
 
 
 def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:
-    """Replace the journal atomically. There is no fsync, since a reboot makes it void."""
+    """Replace the journal atomically. No fsync is needed, because a reboot deletes the journal."""
     temporary = journal.with_suffix(".new")
     temporary.write_text(json.dumps(entries, indent=1))
     temporary.rename(journal)
 
 
-def _grouped(steps: Sequence[Change]) -> list[str]:
-    """Return the lines of output, one for all files that differ only in their CPU number."""
-    groups = Counter(
-        dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path))))
-        for step in steps
-    )
+def _grouped(changes: Sequence[Change]) -> list[str]:
+    """Return the lines of output, one for all changes that differ only in the CPU's number."""
+    groups: Counter[Change] = Counter()
+    for change in changes:
+        pattern = re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(change.path))
+        groups[dataclasses.replace(change, path=Path(pattern))] += 1
     lines = []
-    for step, count in groups.items():
-        change = step.want if step.now == step.want else f"{step.now or '-'} -> {step.want}"
-        line = f"{step.status:<14} {step.path}: {change}".lstrip()
+    for change, count in groups.items():
+        values = f"{change.now or '-'} -> {change.want}"
+        if change.now == change.want:
+            values = change.want
+        line = f"{change.status:<14} {change.path}: {values}".lstrip()
         if count > 1:
             line += f" ({count} files)"
-        if step.note:
-            line += f"  [{step.note}]"
+        if change.note:
+            line += f"  [{change.note}]"
         lines.append(line)
     return lines
 

@@ -1,8 +1,8 @@
-"""The settings: purpose, risk, and which value belongs in which file.
+"""The settings: the purpose and risk of each, its files and their wanted values.
 
-Sources and evidence: docs/system_tuning.md. Nothing here was measured by this project, which has no
-GPU host with root access, and AMD publishes no measurement either. The list is that of AMD's MLPerf
-Training v5.1 submission (`runtime_tunables.sh`), without its module load.
+docs/system_tuning.md names the sources. The list is that of AMD's MLPerf Training v5.1 submission
+(`runtime_tunables.sh`), without the kernel module that it loads. The benefit of these settings is
+not measured: this project has no GPU host with root access, and AMD publishes no measurement.
 """
 
 from __future__ import annotations
@@ -15,39 +15,44 @@ from pathlib import Path
 CPU = "sys/devices/system/cpu"
 KERNEL = "proc/sys/kernel"
 THP = "sys/kernel/mm/transparent_hugepage"
-# An idle state whose name does not reveal its depth counts as deep above this exit latency. On a
-# Skylake Xeon, C1E needs 10 us to leave and C6 needs 133 us (Linux, drivers/idle/intel_idle.c,
-# skx_cstates).
+# Maximum exit latency of a shallow idle state, in microseconds. It decides only if the state's name
+# does not. On a Skylake Xeon the exit latency of C1E is 10 us and that of C6 is 133 us (Linux,
+# drivers/idle/intel_idle.c, skx_cstates).
 SHALLOW_LATENCY_US = 10
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a setting: its present value, and the value it should have."""
+    """A file of a setting: its current value and the wanted value."""
 
     path: Path
-    now: str
+    now: str  # "" if the file has no value
     want: str
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Setting:
+    """A setting of the operating system, which may consist of many files."""
+
     name: str
-    what: str
+    what: str  # what it changes, and why that helps
     risk: str
     find: Callable[[Path], list[File]]  # the argument is the root of the file system
 
     def look(self, root: Path) -> list[File]:
-        """Return the setting's files on this host, [] if it is not supported. Read-only."""
+        """Return the setting's files on this host, or [] if the host does not support it.
+
+        Nothing is written.
+        """
         return [file for file in self.find(root) if file.now]
 
 
 def value_of(path: Path) -> str:
-    """Return the value in a file, "" if there is none.
+    """Return the value in the file at `path`, or "" if it cannot be read.
 
-    If the file lists choices, the value is the word in brackets (`always [madvise] never`). There
-    is no value if the file is missing or the CPU is offline (the kernel then returns EBUSY).
+    If the file lists choices, the value is the word in brackets (`always [madvise] never`). A file
+    cannot be read if it is missing, or if its CPU is offline (the kernel then returns EBUSY).
     """
     try:
         text = path.read_text().strip()
@@ -64,9 +69,10 @@ def _file(path: Path, want: str, note: str = "") -> File:
 def _is_deep(name: str, latency_us: str) -> bool:
     """Return whether an idle state is deeper than C1.
 
-    The name decides (C1, C1E, C1_ACPI against C2, C6N, C3_ACPI), otherwise the exit latency. A
-    fixed index is not enough: state 2 is C2 on EPYC, but C1E on a Xeon with intel_idle. AMD's
-    `cpupower idle-set -d 2` would leave C6 enabled there.
+    The number in the name decides: C1, C1E and C1_ACPI are shallow, C2, C6N and C3_ACPI are deep.
+    Without a number, the exit latency decides. The index of the state cannot decide: state 2 is C2
+    on EPYC, but C1E on a Xeon with intel_idle, where AMD's `cpupower idle-set -d 2` would leave C6
+    enabled.
     """
     if number := re.match(r"C([0-9]+)", name):
         return int(number[1]) > 1
@@ -75,7 +81,7 @@ def _is_deep(name: str, latency_us: str) -> bool:
 
 def _idle_states(root: Path) -> list[File]:
     files = []
-    # state0 is polling, or WFI on Arm, and must stay enabled.
+    # state0 (polling, on Arm WFI) must stay enabled.
     for state in sorted((root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")):
         name = value_of(state / "name")
         latency_us = value_of(state / "latency")
@@ -85,14 +91,14 @@ def _idle_states(root: Path) -> list[File]:
 
 
 def _governor(root: Path) -> list[File]:
-    """Return the governor of every policy, and its energy preference if the governor changes.
+    """Return the governor file of every policy, preceded by its energy preference if it changes.
 
-    With intel_pstate or amd-pstate in active mode, the kernel sets the energy preference together
-    with the governor and then refuses to change it. The preference is therefore written before the
-    governor, and restored after it.
+    With intel_pstate or amd-pstate in active mode, the governor "performance" also sets the energy
+    preference, which the kernel then refuses to change. The preference is therefore written before
+    the governor and restored after it.
     """
     files = []
-    # cpuN/cpufreq is a link to one of these folders.
+    # cpuN/cpufreq is only a link to one of these directories.
     for policy in sorted((root / CPU / "cpufreq").glob("policy[0-9]*")):
         governor = _file(policy / "scaling_governor", "performance")
         if governor.now != governor.want:
@@ -110,32 +116,35 @@ SETTINGS = (
     ),
     Setting(
         "governor",
-        "CPU frequency governor performance: threads that launch kernels keep the highest clock",
+        "set the CPU frequency governor to performance, so that threads that launch kernels keep"
+        " the highest clock",
         "more power",
         _governor,
     ),
     Setting(
         "numa_balancing",
         "disable automatic NUMA balancing, which samples accesses by unmapping pages",
-        "remote memory stays remote unless processes are bound to the GPU's node;"
+        "memory on another NUMA node stays there unless processes are bound to the GPU's node;"
         " some workloads become slower (AMD's guide)",
         lambda root: [_file(root / KERNEL / "numa_balancing", "0")],
     ),
     Setting(
         "nmi_watchdog",
-        "disable the hard-lockup watchdog: frees one performance counter and its interrupt per CPU",
+        "disable the hard-lockup watchdog, which takes a performance counter and its interrupt on"
+        " each CPU",
         "a CPU that hangs with interrupts off is no longer reported",
         lambda root: [_file(root / KERNEL / "nmi_watchdog", "0")],
     ),
     Setting(
         "thp_enabled",
-        "transparent huge pages for all anonymous memory: fewer TLB misses in large host buffers",
-        "sparse mappings use more memory",
+        "use transparent huge pages for all anonymous memory: fewer TLB misses in large host"
+        " buffers",
+        "sparsely used mappings take more memory",
         lambda root: [_file(root / THP / "enabled", "always")],
     ),
     Setting(
         "thp_defrag",
-        "make huge pages in the background; only memory that asked for them (madvise) waits",
+        "form huge pages in the background; only memory that asks for them (madvise) waits",
         "kcompactd uses CPU time",
         lambda root: [_file(root / THP / "defrag", "defer+madvise")],
     ),
