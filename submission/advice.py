@@ -1,6 +1,6 @@
-"""Advice by symptom, from the files that a run leaves behind.
+"""Advice on the speed of a run, from symptoms in its log, events and GPU samples.
 
-The texts, the thresholds and their sources are in advice.toml.
+advice.toml has the texts, the thresholds and their sources.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-Symptom = tuple[str, dict[str, Any]]  # name in TABLE, and the numbers for its texts
+RANK_COMPARISONS = 5  # number of comparisons, the last of the run, that a slow rank's mean covers
+Symptom = tuple[str, dict[str, Any]]  # its name in TABLE, and the numbers for its texts
 
 
 class Advice(NamedTuple):
-    """The texts of one row of advice.toml, with the numbers of the run filled in."""
+    """The texts of one symptom in advice.toml, with the numbers of the run filled in."""
 
     symptom: str
     worth: str
@@ -37,65 +38,69 @@ class Advice(NamedTuple):
 
 
 def advice(run: Run) -> list[Advice]:
-    """Return the advice for `run`: none for a miniature or on the CPU."""
+    """Return the advice for `run`, which is empty for a miniature and for a run on the CPU."""
     if run.gpu == "CPU" or run.is_miniature:
         return []
     samples = read_samples(run)
+    symptoms = [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
     hints = []
-    for name, facts in (
-        *_clocks(run, samples),
-        *_memory(run),
-        *_speed(run, samples),
-        *_ranks(run),
-    ):
+    for name, facts in symptoms:
         texts = TABLE[name]
         hints.append(Advice(*(texts[field].format(run=run, **facts) for field in Advice._fields)))
     return hints
 
 
 def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
-    every = {gpu: samples.values(gpu, "clock_mhz") for gpu in range(len(samples.rows))}
-    clocks = {gpu: values for gpu, values in every.items() if values}
+    """Yield GPUs with a low clock, an active fault, or a lowered power limit that is reached."""
+    clocks = {}
+    for gpu in range(len(samples.rows)):
+        if values := samples.values(gpu, "clock_mhz"):
+            clocks[gpu] = values
     if not clocks:
         return
     medians = {gpu: median(values) for gpu, values in clocks.items()}
     highest = max(map(max, clocks.values()))
-    usual = median(list(medians.values()))
+    median_of_gpus = median(list(medians.values()))
     fastest = max(medians.values())
-    board = TABLE["board_w"].get(run.gpu, 0)
-    for gpu, now in medians.items():
+    board_w = TABLE["board_w"].get(run.gpu, 0)
+    for gpu, clock in medians.items():
         facts = {
             "gpu": gpu,
-            "now": now,
-            "board": board,
-            "below": 1 - now / usual,
-            "behind": 1 - now / fastest,
-            "lost": 1 - now / highest,
+            "now": clock,
+            "board": board_w,
+            "below": 1 - clock / median_of_gpus,
+            "behind": 1 - clock / fastest,
+            "lost": 1 - clock / highest,
         }
-        if now < TABLE["low_clock"] * usual:
+        if clock < TABLE["low_clock"] * median_of_gpus:
             yield "clock", facts
-        for reason, share in (samples.held_down(gpu) or {}).items():
+        for reason, share in (samples.throttled(gpu) or {}).items():
             if reason in FAULTS and share > TABLE["often"]:
-                yield "held_down", facts | {"reason": reason, "share": share}
-        limit = min(samples.values(gpu, "power_limit_w"), default=board)
-        reached = [watts > TABLE["low_limit"] * limit for watts in samples.values(gpu, "power_w")]
-        if limit < TABLE["low_limit"] * board and (share := fmean(reached or [0])) > TABLE["often"]:
-            yield "power_limit", facts | {"limit": limit, "share": share}
+                yield "throttled", facts | {"reason": reason, "share": share}
+        limit_w = min(samples.values(gpu, "power_limit_w"), default=board_w)
+        reached = [watts > TABLE["low_limit"] * limit_w for watts in samples.values(gpu, "power_w")]
+        share = fmean(reached or [0])
+        if limit_w < TABLE["low_limit"] * board_w and share > TABLE["often"]:
+            yield "power_limit", facts | {"limit": limit_w, "share": share}
 
 
 def _memory(run: Run) -> Iterator[Symptom]:
-    for reserved, allocated in points(run.records, "memory_gib", "allocated_gib")[-1:]:
+    """Yield fragmentation, if the last step that logged its memory shows it."""
+    last = points(run.records, "memory_gib", "allocated_gib")[-1:]
+    for reserved, allocated in last:
         if reserved > TABLE["fragmented"] * allocated:
-            yield (
-                "fragmentation",
-                {"reserved": reserved, "allocated": allocated, "free": reserved - allocated},
-            )
+            free = reserved - allocated
+            yield "fragmentation", {"reserved": reserved, "allocated": allocated, "free": free}
 
 
 def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
+    """Yield slow steps and, if the GPUs are not busy, a slow host as well."""
     speeds = [speed for _, speed in points(run.records, "samples", "tokens_per_s_per_gpu")]
     planned = _planned(run) if speeds and run.rules else 0.0
-    if not planned or (speed := median(speeds)) >= TABLE["slow"] * planned:
+    if not planned:
+        return
+    speed = median(speeds)
+    if speed >= TABLE["slow"] * planned:
         return
     facts = {
         "speed": speed,
@@ -103,12 +108,11 @@ def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
         "late": 1 - speed / planned,
         "more": planned / speed - 1,
     }
-    uses = [
-        value
-        for gpu in range(len(samples.rows))
-        for value in samples.values(gpu, "utilization_percent")
-    ]
-    if uses and (use := median(uses)) < TABLE["busy"]:
+    utilization: list[float] = []
+    for gpu in range(len(samples.rows)):
+        utilization += samples.values(gpu, "utilization_percent")
+    if utilization and median(utilization) < TABLE["busy"]:
+        use = median(utilization)
         yield "host", facts | {"use": use, "idle": 100 - use}
     yield "steps", facts
 
@@ -117,16 +121,18 @@ def _planned(run: Run) -> float:
     """Return the planned tokens/s/GPU, or 0 if there is no plan for the run's config."""
     with contextlib.suppress(ConfigError, KeyError):
         config = configs.load(run.folder / "config.toml", config_class(run.benchmark))
-        return estimate(
-            config, workload(run.benchmark, config), KINDS[config.gpu], None
-        ).tokens_per_s_per_gpu
+        plan = estimate(config, workload(run.benchmark, config), KINDS[config.gpu], None)
+        return plan.tokens_per_s_per_gpu
     return 0.0
 
 
 def _ranks(run: Run) -> Iterator[Symptom]:
+    """Yield the ranks that were slow in the last rank comparison."""
     compared = comparisons(run)
     if not compared:
         return
     for rank in compared[-1]["slow"]:
-        ratios = [record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]]
+        ratios = []
+        for record in compared[-RANK_COMPARISONS:]:
+            ratios.append(record["block_ms"][rank] / min(record["block_ms"]))
         yield "rank", {"rank": rank, "late": fmean(ratios) - 1}

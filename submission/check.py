@@ -1,18 +1,18 @@
 """`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`
 
-The command prints the official verdict and our own findings about MLPerf logs. An error makes a log
-NOT CLEAN. A warning breaks the text of the rules, but the official tools accept it: a log with only
-warnings is ACCEPTED. A note is neither. A log without errors and warnings is CLEAN. Each finding
-names its line, rule and source.
+The command prints the verdict of the official compliance checker on each log, and the findings of
+additional rules. A log with an error is NOT CLEAN. A warning is a break of the written rules that
+the official tools accept: a log with warnings and no errors is ACCEPTED. A log without either is
+CLEAN, whether it has notes or not. Each finding names its line, rule and source.
 
-Logs that this project wrote must also follow its own conventions (submission/own_log.py). The
-benchmark comes from the log. Without --ruleset, the round follows from the keys of the log and its
-date, and a miniature is checked by the miniature's rules. With --ruleset, every log is checked by
-that closed ruleset. A folder means all result*.txt below it. Files named result_*.txt are a result
-set and are also checked together (submission/result_set.py).
+Logs that this project wrote must also follow its conventions (submission/own_log.py). The log names
+its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
+miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
+ruleset. A folder stands for all result*.txt below it. Files named result_*.txt are a result set,
+and are also checked together (submission/result_set.py).
 
-Exit code: 0 no errors (and no warnings, with --werror), 20 errors, 2 wrong usage or no readable
-log, 18 no official checker.
+Exit code: 0 no errors (with --werror: nor warnings), 20 errors, 2 wrong usage or no readable log,
+18 no official checker.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from submission.terminal import plural
 CLEAN = "CLEAN"
 ACCEPTED = "ACCEPTED"
 NOT_CLEAN = "NOT CLEAN"
-# Day by which the logs of a round were made. The keys do not identify these rounds, as later ones
-# have the same. Sources of the days: submission deadlines and the published logs.
-LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
+# Ruleset -> day before which its logs were made. The keys of a log do not identify these rounds,
+# because later rounds have the same keys. Sources: submission deadlines and the published logs.
+MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -56,7 +56,7 @@ def parser(benchmark: str = "") -> Parser:
         type=Path,
         nargs="+",
         metavar="LOG_OR_FOLDER",
-        help="log, or folder that contains result*.txt",
+        help="log, or folder with result*.txt in it or below it",
     )
     parser.add_argument(
         "--ruleset", choices=RULESETS, help="MLPerf ruleset (default: detected from the log)"
@@ -73,13 +73,14 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
-    logs = [log for path in paths for log in _logs(path)]
+    logs: list[Path] = []
+    for path in paths:
+        logs += _logs(path)
     sets = result_set.folders(logs) if any(path.is_dir() for path in paths) else {}
-    title = f"official checker: mlperf-logging {official_tools.checker_version()}"
-    if werror:
-        title += ", warnings are errors (--werror)"
+    version = official_tools.checker_version()
     if not as_json:
-        print(title)
+        suffix = ", warnings are errors (--werror)" if werror else ""
+        print(f"official checker: mlperf-logging {version}{suffix}")
     codes = []
     verdicts = []
     for path in logs:
@@ -95,13 +96,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         if path.parent in sets:
             sets[path.parent].append(examined)
     for folder, members in sets.items():
-        findings = result_set.findings(members)
-        codes.append(CheckFailed.exit_code if errors(findings, werror) else 0)
-        if as_json:
-            facts = {"folder": str(folder), "findings": [_as_dict(each) for each in findings]}
-            print(json.dumps(facts))
-        elif findings:
-            print(f"\n{folder}", *_finding_lines(folder.name, findings, werror), sep="\n")
+        codes.append(_check_set(folder, members, werror, as_json))
     if len(logs) > 1 and not as_json:
         counts = ", ".join(
             f"{verdicts.count(verdict)} {verdict.lower()}"
@@ -114,6 +109,17 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     return 0
 
 
+def _check_set(folder: Path, members: list[Examined], werror: bool, as_json: bool) -> int:
+    """Print the findings about the logs of `folder` as a result set; return the exit code."""
+    findings = result_set.findings(members)
+    if as_json:
+        facts = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
+        print(json.dumps(facts))
+    elif findings:
+        print(f"\n{folder}", *_finding_lines(folder.name, findings, werror), sep="\n")
+    return CheckFailed.exit_code if errors(findings, werror) else 0
+
+
 def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
     """Return CLEAN, ACCEPTED or NOT_CLEAN. With `werror`, warnings count as errors."""
     if errors(findings, werror):
@@ -122,13 +128,17 @@ def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
 
 
 def _logs(path: Path) -> list[Path]:
+    """Return the logs that `path` stands for: itself, or all result*.txt below a folder.
+
+    Raises ConfigError if a folder has none.
+    """
     if not path.is_dir():
         return [path]
     logs = [log for log in path.rglob("result*.txt") if log.is_file()]
     if not logs:
         raise ConfigError(
             f"{path}: no log",
-            "there is no result*.txt in it",
+            "there is no result*.txt in it or below it",
             "name a log, or the folder of a run or of a result set",
         )
     return sorted(logs, key=lambda log: (log.parent, len(log.name), log.name))
@@ -142,21 +152,23 @@ def examine(
 ) -> Examined:
     """Return the official verdict and all findings about the log at `path`.
 
-    `ruleset`: ruleset of the closed division, or None to choose by the log's keys. `project_root`:
-    directory where the config that a log of ours names must be a file, or None to skip that test.
-    `ours`: whether the conventions of this project's logs apply, or None to decide by the log.
-    Raises ConfigError if the file is not a readable log, PreflightError without a checker.
+    `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
+    `project_root`: directory of the project, in which the config that one of our logs names must
+    exist, or None to skip that test. `ours`: whether this project wrote the log, so that its
+    conventions apply, or None to decide by the log. Raises ConfigError if the file is not a
+    readable log, PreflightError without the official checker.
     """
     log = read(path)
     if not log.events and not log.bad:
         raise ConfigError(
             f"{path} is not an MLPerf log",
-            "it has no line with :::MLLOG",
+            "no line contains :::MLLOG",
             "name a log, or the folder of a run or of a result set",
         )
     division = log.value("submission_division")
     benchmark = log.value("submission_benchmark")
-    ours = own_log.is_ours(log) if ours is None else ours
+    if ours is None:
+        ours = own_log.is_ours(log)
     rules = rules_of(log) if ruleset is None else None
     unofficial = division == "miniature" or (
         division == OPEN and benchmark == benchmarks.open_benchmark()
@@ -167,25 +179,25 @@ def examine(
             title = "open division, checked by its config.toml; not an MLPerf benchmark"
         verdict = official_tools.own_verdict(path, str(benchmark), rules, log)
     else:
-        applied = ruleset or round_of(log, ours)
+        applied = ruleset or ruleset_of(log, ours)
         title = f"{division} division, ruleset {applied}"
         if not ruleset:
             title += " (detected)"
         verdict = official_tools.closed_verdict(path, applied, log)
-    findings = list(verdict.complaints) + rule_findings(
-        log, ours, "closed" if ruleset else None, project_root
-    )
-    in_order = tuple(sorted(findings, key=lambda finding: finding.line))
-    return Examined(path, f"{benchmark}, {title}", verdict, in_order, tuple(log.all("seed")))
+    findings = list(verdict.complaints)
+    findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
+    findings.sort(key=lambda finding: finding.line)
+    title = f"{benchmark}, {title}"
+    return Examined(path, title, verdict, tuple(findings), tuple(log.all("seed")))
 
 
 def rule_findings(
     log: Log, ours: bool, division: str | None = None, project_root: Path | None = None
 ) -> list[Finding]:
-    """Return the findings of our own rules, which the official checker does not test.
+    """Return the findings of the rules that the official checker does not test.
 
     `division`: division whose rules apply (default: the one that the log names). `ours` and
-    `project_root` are those of `examine`.
+    `project_root`: as in `examine`.
     """
     rules = rules_of(log, division)
     if rules is None:
@@ -197,15 +209,17 @@ def rule_findings(
         )
         return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
     own = own_log.own_rules(project_root) if ours else ()
-    applied = (*RULES, *CLOCK, *own)
-    return [finding for rule in applied for finding in rule.findings(log, rules, ours)]
+    findings: list[Finding] = []
+    for rule in (*RULES, *CLOCK, *own):
+        findings += rule.findings(log, rules, ours)
+    return findings
 
 
-def round_of(log: Log, ours: bool) -> str:
+def ruleset_of(log: Log, ours: bool) -> str:
     """Return the latest closed ruleset whose keys `log` has, or that of its date if in doubt.
 
-    Our own logs have the keys of all rounds. The keys of 5.1.0 are optional in 6.0.0 and vice
-    versa.
+    `ours`: whether this project wrote the log, which then has the keys of all rulesets. The keys of
+    5.1.0 are optional in 6.0.0 and vice versa.
     """
     disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
     if ours or len(disclosed) == len(DISCLOSURE_KEYS):
@@ -214,25 +228,27 @@ def round_of(log: Log, ours: bool) -> str:
         return "6.0.0"
     start = log.first("run_start")
     if start and start.time_ms > PLAUSIBLE_MS[0]:
-        for ruleset, end in LAST_DAY.items():
-            if start.time_ms < _milliseconds(end):
+        for ruleset, day in MADE_BEFORE.items():
+            if start.time_ms < _milliseconds(day):
                 return ruleset
     return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
 
 
 def _milliseconds(day: str) -> float:
+    """Return the start of `day`, an ISO date in UTC, in milliseconds since 1970."""
     return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000
 
 
 def _json_line(examined: Examined, werror: bool) -> str:
     verdict = verdict_of(examined.findings, werror)
-    about = {
+    facts = {
         "path": str(examined.path),
         "title": examined.title,
         "verdict": verdict,
         "clean": verdict != NOT_CLEAN,
+        "findings": [_as_dict(finding) for finding in examined.findings],
     }
-    return json.dumps(about | {"findings": [_as_dict(finding) for finding in examined.findings]})
+    return json.dumps(facts)
 
 
 def _as_dict(finding: Finding) -> dict:
@@ -242,18 +258,20 @@ def _as_dict(finding: Finding) -> dict:
 def lines(examined: Examined, werror: bool) -> list[str]:
     """Return the lines to print about one log: title, official verdict, findings, our verdict."""
     official = examined.verdict
-    warned = sum(complaint.warning for complaint in official.complaints)
-    words = "FAILED" if not official.passed or (werror and warned) else "passed"
-    if warned:
-        words += f", {plural(warned, 'warning')}, errors with --werror"
+    official_warnings = sum(complaint.warning for complaint in official.complaints)
+    failed = not official.passed or (werror and official_warnings > 0)
+    words = "FAILED" if failed else "passed"
+    if official_warnings:
+        words += f", {plural(official_warnings, 'warning')}, errors with --werror"
     text = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
     text += _finding_lines(examined.path.name, examined.findings, werror)
     verdict = verdict_of(examined.findings, werror)
-    failed = len(examined.errors(werror))
-    warnings = sum(finding.warning for finding in examined.findings) - (failed if werror else 0)
-    if verdict == ACCEPTED:
-        return [*text, f"  {ACCEPTED}: 0 errors, {plural(warnings, 'warning')}"]
-    return [*text, f"  {verdict}: {plural(failed, 'error')}, {plural(max(0, warnings), 'warning')}"]
+    error_count = len(examined.errors(werror))
+    warning_count = 0  # with --werror, warnings are among the errors
+    if not werror:
+        warning_count = sum(finding.warning for finding in examined.findings)
+    counts = f"{plural(error_count, 'error')}, {plural(warning_count, 'warning')}"
+    return [*text, f"  {verdict}: {counts}"]
 
 
 def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list[str]:

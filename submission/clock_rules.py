@@ -1,4 +1,4 @@
-"""Rules about the clock of a run: what starts it, what stops it, and whether the target stopped it.
+"""Rules about the clock of a run: its start, its stop, and its reaching the target.
 
 They apply to the log of any submitter. None of the 212 published result sets of both benchmarks in
 rounds v4.0 to v5.1 breaks one of them (docs/submission.md). Sources are abbreviated as in
@@ -15,12 +15,15 @@ from submission.log_rules import ERROR, WARNING_OF_OTHERS, Breaks, Rule, reaches
 
 CLOCK_KEYS = ("init_start", "init_stop", "run_start", "run_stop")
 PLAUSIBLE_MS = (1e12, 1e13)  # 2001 to 2286, in milliseconds since 1970
-LATE_MS = 1000  # tolerance: several processes may write their lines out of time order
-SETUP_MS = 60_000  # between init_stop and run_start: no published log exceeds it
+LATE_MS = 1000  # tolerance, because several processes may write their lines out of order
+SETUP_MS = 60_000  # from init_stop to run_start; no published log takes longer
 
 
 def stopped_early(log: Log, rules: Rules) -> Breaks:
-    """Find a run_stop before the evaluation that reached the target, by its line or its time."""
+    """Find a run_stop whose line or time is before that of the evaluation that reached the target.
+
+    Times may differ by LATE_MS.
+    """
     stop = log.first("run_stop")
     passing = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if stop is None or passing is None:
@@ -35,7 +38,7 @@ def stopped_early(log: Log, rules: Rules) -> Breaks:
 
 
 def started_twice(log: Log, rules: Rules) -> Breaks:
-    """Find a second run_start with another time. Repeated lines of equal time are accepted."""
+    """Find a second run_start with another time. A repeated line with the same time is accepted."""
     starts = log.all("run_start")
     for event in starts[1:]:
         if event.time_ms != starts[0].time_ms:
@@ -45,7 +48,7 @@ def started_twice(log: Log, rules: Rules) -> Breaks:
 
 
 def implausible_time(log: Log, rules: Rules) -> Breaks:
-    """Find a record of CLOCK_KEYS whose time is not between 2001 and 2286, in ms since 1970."""
+    """Find the first record of CLOCK_KEYS whose time is outside PLAUSIBLE_MS."""
     low, high = PLAUSIBLE_MS
     for key in CLOCK_KEYS:
         for event in log.all(key):
@@ -56,7 +59,7 @@ def implausible_time(log: Log, rules: Rules) -> Breaks:
 
 
 def repeated_evaluation(log: Log, rules: Rules) -> Breaks:
-    """Find a samples_count at which one evaluation missed the target and a later one reached it."""
+    """Find an evaluation repeated at the same samples_count until it reached the target."""
     missed: dict[object, list[Event]] = defaultdict(list)
     for event in log.all("eval_accuracy"):
         if type(event.samples) not in (int, float):
@@ -85,7 +88,7 @@ def late_start(log: Log, rules: Rules) -> Breaks:
         yield start.line, message
 
 
-RUN_RESULTS = "TR Run Results"
+RUN_RESULTS = "TR Run Results"  # name of the source
 CLOCK = (
     Rule("run_stop", stopped_early, f"{RUN_RESULTS}: a run ends when the target is reached", ERROR),
     Rule(
@@ -94,7 +97,7 @@ CLOCK = (
         f"{RUN_RESULTS} (the checker warns if the values are equal)",
         ERROR,
     ),
-    Rule("clock", implausible_time, f"{RUN_RESULTS} (the checker takes any number)", ERROR),
+    Rule("clock", implausible_time, f"{RUN_RESULTS} (the checker accepts any number)", ERROR),
     Rule(
         "repeated",
         repeated_evaluation,

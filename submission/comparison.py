@@ -1,4 +1,4 @@
-"""Find a published result by words, and print how another one differs from it."""
+"""Find a published result by words, and compare two results."""
 
 from __future__ import annotations
 
@@ -16,71 +16,73 @@ from submission.runs import Run
 from submission.series import check_same, read_series, result, ten_runs
 from submission.terminal import number, signed, table
 
-ROUND = re.compile(r"v?\d\.\d")
+ROUND = re.compile(r"v?\d\.\d")  # a round of MLPerf Training, such as 5.1
 GPUS = frozenset(row.gpu for row in published.RESULTS if row.gpu)
-LISTED = 12  # candidates that an error lists
+LISTED = 12  # maximum number of candidates that an error lists
 
 # Finding a result.
 
 
-def find(wish: str, ruleset: str = "", like: Published | None = None) -> Published:
-    """Return the result that `wish` names: a directory, a log, or words of a published result.
+def find(text: str, ruleset: str = "", like: Published | None = None) -> Published:
+    """Return the result that `text` names: a directory, a log, or words of a published result.
 
     `ruleset`: ruleset for logs (default: chosen by their keys). `like`: the result to compare with.
-    Only results of its benchmark match. Of several matches, those with its kind and its number of
-    GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or if
-    a directory holds another benchmark than that of `like`.
+    Only results of its benchmark match. Of several matches, those with its GPU kind and its number
+    of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
+    if the logs are of another benchmark than `like`.
     """
-    if wish and Path(wish).exists():
-        return _read(Path(wish), ruleset, like)
-    matches = matching(wish)
+    if text and Path(text).exists():
+        return _read(Path(text), ruleset, like)
+    matches = matching(text)
     if like is not None:
         matches = _comparable(matches, like)
     if not matches:
         kind = like.gpu if like is not None and like.gpu else "GPU"
         raise ConfigError(
-            f"no result {wish!r}",
-            "it is not a file, and no published result has all of these words",
+            f"no result {text!r}",
+            "there is no such file, and no published result has all of these words",
             f"./run_and_time.sh score --list {kind} lists the published results",
         )
     if len(matches) > 1:
         raise ConfigError(
-            f"{wish!r} matches {len(matches)} published results",
+            f"{text!r} matches {len(matches)} published results",
             "; ".join(_candidates(matches)),
-            "add words until one result is left, or paste its name",
+            "add words until only one result matches, or paste its name",
         )
     return matches[0]
 
 
 def _read(path: Path, ruleset: str, like: Published | None) -> Published:
+    """Return the result of the logs at `path`. For arguments and errors see `find`."""
     series = read_series([path], ruleset=ruleset)
     check_same(series)
     if like is not None and series.first.benchmark != like.benchmark:
         raise ConfigError(
             f"{path} is a result of {series.first.benchmark}",
-            "minutes of two benchmarks cannot be compared",
+            "results of two benchmarks cannot be compared",
             f"name a result of {like.benchmark}",
         )
     return result(series, ten_runs(series))
 
 
-def matching(wish: str) -> list[Published]:
-    """Return the published results that match every word of `wish`, or that have exactly this name.
+def matching(text: str) -> list[Published]:
+    """Return the published results that match every word of `text`.
 
-    The name of a benchmark may follow the name of a result.
+    If `text` is exactly the name of a result, or its name and benchmark, return only this result.
     """
-    words = wish.split()
-    rows = [row for row in published.RESULTS if all(_matches(row, word) for word in words)]
-    exact = [row for row in rows if wish.strip() in (row.name, f"{row.name} {row.benchmark}")]
+    words = text.split()
     if not words:
         return []
+    rows = [row for row in published.RESULTS if all(_matches(row, word) for word in words)]
+    exact = [row for row in rows if text.strip() in (row.name, f"{row.name} {row.benchmark}")]
     return exact or rows
 
 
 def _matches(row: Published, word: str) -> bool:
-    """Return whether `word` is the round, the GPU, or a whole word of a name of `row`.
+    """Return whether `word` is the round or the GPU of `row`, or a word of one of its names.
 
-    Case is ignored. Letters and digits make up a word: "B200" does not match "GB200".
+    The names are those of submitter, system and benchmark. Case is ignored. A word consists of
+    letters and digits: "B200" does not match "GB200".
     """
     if ROUND.fullmatch(word):
         return row.round == word.lstrip("v")
@@ -92,7 +94,11 @@ def _matches(row: Published, word: str) -> bool:
 
 
 def _comparable(rows: list[Published], like: Published) -> list[Published]:
-    """Return the rows of the benchmark of `like`, if possible with its kind and number of GPUs."""
+    """Return the rows of the benchmark of `like`.
+
+    If some are on its GPU kind, return only these. Of these, if some have its number of GPUs,
+    return only those.
+    """
     rows = [row for row in rows if row.benchmark == like.benchmark]
     same_kind = [row for row in rows if row.gpu == like.gpu]
     rows = same_kind or rows
@@ -108,7 +114,7 @@ def _candidates(rows: list[Published]) -> list[str]:
 
 
 def best_published(mine: Published) -> Published | None:
-    """Return the best result of the newest round on the same number and kind of GPUs, if any."""
+    """Return the best result of the newest round on the same number and kind of GPUs, or None."""
     if not mine.gpu or not mine.gpus:
         return None
     rows = published.published(mine.benchmark, mine.gpu, mine.gpus)
@@ -121,16 +127,17 @@ def best_published(mine: Published) -> Published | None:
 
 
 def listed(gpu: str) -> list[Published]:
-    """Return the published results on `gpu`, or all for "", by benchmark, GPU, number and score.
+    """Return the published results on the GPU kind `gpu`, or all results if it is "".
 
-    Raises ConfigError if there is no result on this kind of GPU.
+    They are sorted by benchmark, GPU kind, number of GPUs and score. Raises ConfigError if there is
+    no result on this GPU kind.
     """
     kind = gpu.upper()
     if kind and kind not in GPUS:
         names = sorted(GPUS)
         raise ConfigError(
-            f"no published result on {gpu!r}",
-            f"there are results on {', '.join(names)}",
+            f"no published result for {gpu!r}",
+            f"there are results for {', '.join(names)}",
             meant(gpu, names, "choose one of these"),
         )
     rows = [row for row in published.RESULTS if kind in ("", row.gpu)]
@@ -138,7 +145,7 @@ def listed(gpu: str) -> list[Published]:
 
 
 def listing(gpu: str) -> list[str]:
-    """Return the lines of --list: a table of the published results on `gpu`, or of all for ""."""
+    """Return the lines that --list prints: a table of the results of `listed`."""
     rows = listed(gpu)
     cells: list[Sequence[str]] = [
         ("result", "score", "minutes", "tokens/s/GPU", "batch", "GPUs", "benchmark")
@@ -155,16 +162,17 @@ def listing(gpu: str) -> list[str]:
                 row.benchmark,
             )
         )
-    of_one_log = any(row.runs == 1 for row in rows)
-    note = ["", "  without a score: only one log of the result was read"] if of_one_log else []
-    return [*table(cells), *note]
+    lines = table(cells)
+    if any(row.runs == 1 for row in rows):
+        lines += ["", "  score -: only one log of the result was read"]
+    return lines
 
 
 # Comparison.
 
 
 def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
-    """Return the JSON object of a comparison, or None without another result."""
+    """Return the JSON object of the comparison of `mine` with `other`, or None if that is None."""
     if other is None:
         return None
     parts = None
@@ -174,18 +182,21 @@ def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
 
 
 def labels(mine: Published, other: Published) -> tuple[str, str]:
-    """Return the names of both results: that of a published one, else "yours" and "theirs"."""
+    """Return labels for both results.
+
+    The label of a published result is its name. Local results are "yours" and "theirs".
+    """
     first = mine.name if mine.round else "yours"
     second = other.name if other.round else "theirs"
     return first, second
 
 
 def comparison(mine: Published, other: Published | None) -> list[str]:
-    """Return the lines of the comparison: both results, their paces and the split difference."""
+    """Return the lines of the comparison: both results, their paces, causes of the difference."""
     if other is None:
         if mine.gpu and mine.gpus:
             return _others(mine)
-        return ["  unknown GPU or number of GPUs: set them with --gpu and --gpus"]
+        return ["  the GPU kind or the number of GPUs is unknown: set them with --gpu and --gpus"]
     first, second = labels(mine, other)
     lines = [_headline(mine, first), _headline(other, second)]
     times = speedup(mine, other)
@@ -194,7 +205,10 @@ def comparison(mine: Published, other: Published | None) -> list[str]:
             f"  {first} is {times:.2f} times as fast as {second} ({1 / times:.4f} of the minutes)"
         )
     if not mine.pace or not other.pace:
-        return [*lines, "  no split: one result has no training blocks, or no run converged"]
+        return [
+            *lines,
+            "  causes unknown: one result has no training blocks, or no run converged",
+        ]
     return [
         *lines,
         "",
@@ -211,20 +225,23 @@ def _headline(side: Published, label: str) -> str:
 
 
 def where(side: Published | Run) -> str:
-    """Return the system and the batch of a result or run, such as "8 x H200, global batch 32"."""
+    """Return the GPUs and the batch of a result or run, such as "8 x H200, global batch 32"."""
     gpus = side.gpus or "unknown number"
     return f"{gpus} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
 
 
 def tokens_per_gpu(side: Published) -> float | None:
-    """Return the tokens per second and GPU of a result, or None if it is unknown."""
+    """Return the tokens per second and GPU of a result, or None if they are unknown."""
     if side.samples_per_s is None or not side.gpus:
         return None
     return side.samples_per_s * divisions(side.benchmark)["closed"].sequence_length / side.gpus
 
 
 def speedup(mine: Published, other: Published) -> float | None:
-    """Return the ratio of the scores, or of the minutes if one side has no score."""
+    """Return how many times as fast as `other` the result `mine` is.
+
+    It is the ratio of the scores, or of the minutes if one result has no score, or None.
+    """
     if mine.score and other.score:
         return other.score / mine.score
     if mine.minutes and other.minutes:
@@ -233,6 +250,7 @@ def speedup(mine: Published, other: Published) -> float | None:
 
 
 def _others(mine: Published) -> list[str]:
+    """Return lines that list the results on the same GPU kind with other numbers of GPUs."""
     lines = [
         f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu};"
         " name another with --against"
@@ -265,7 +283,7 @@ def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
 
 
 def _split_rows(mine: Published, other: Published, ours: Pace, theirs: Pace) -> list[Sequence[str]]:
-    """Return the rows that split the difference between two results into its causes."""
+    """Return table rows that split the difference of two times into causes (`published.split`)."""
     rows: list[Sequence[str]] = [("cause of the difference", "minutes", "factor on the time", "")]
     for part in published.split(ours, theirs):
         rows.append((part.name, signed(part.minutes), f"{part.factor:.4f}", ""))

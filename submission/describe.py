@@ -1,13 +1,12 @@
 """`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`
 
 The command writes the system description of this machine to FILE. It has the keys that the official
-checker requires and those that the policy adds. If FILE exists, its answers are kept: only empty
-values are filled in, and --set replaces a value. An error is a value that makes an official tool
-fail or crash. A warning names a key that the policy asks for and no tool tests, such as an empty
-value.
+checker requires and those that the policy adds. If FILE exists, its values are kept: only empty
+ones are filled in, and --set replaces a value. An error is a value that makes an official tool fail
+or crash. A warning names a key without a value that the policy asks for and no tool tests.
 
-Exit code: 0 no error and the official checker passes (warnings allowed), 20 otherwise, 2 wrong
-usage, 18 no official checker.
+Exit code: 0 no errors and the official checker passes (warnings are allowed), 20 otherwise, 2 wrong
+usage, 17 FILE cannot be written, 18 no official checker.
 Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc, "System
 description".
 Standard library only.
@@ -30,7 +29,7 @@ from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
-# In the checker's order, which requires all of them except POLICY_KEYS.
+# In the order of the checker, which requires all of them except POLICY_KEYS.
 KEYS = (
     "submitter",
     "division",
@@ -89,15 +88,16 @@ JOINED_KEYS = (
 )
 # The summarizer calls int() on these.
 WHOLE_NUMBERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
+# Value of --set status=... -> value of the policy, which is accepted as well.
 STATUS = {
     "onprem": "Available on-premise",
     "cloud": "Available cloud",
     "rdi": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-# Placeholders for a value that has not been filled in yet.
+# Texts that count as no value.
 PLACEHOLDERS = ("", "todo", "tbd", "fixme", "unknown", "?", "xxx")
-HINTS = {
+HINTS = {  # key -> what belongs there, for a warning
     "submitter": "organization, as in the logs: --submitter ORG",
     "status": f"one of {', '.join(STATUS)}",
     "cooling": "air or liquid",
@@ -151,10 +151,10 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def describe(path: Path, machine: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
-    """Write the description to `path`, print what is missing and return the exit code.
+    """Write the description to `path`, print what is missing, and return the exit code.
 
-    `machine`: facts of this machine, as from inventory.facts. `answers`: values from the command
-    line. Raises ConfigError if `path` has an invalid name or does not hold a description,
+    `machine`: values that this machine reports (inventory.facts). `answers`: values from the
+    command line. Raises ConfigError if `path` has an invalid name or is not a description,
     StorageError if it cannot be written, PreflightError without the official checker.
     """
     if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
@@ -167,9 +167,10 @@ def describe(path: Path, machine: dict[str, str], answers: dict[str, str], rules
     terminal.write(path, json.dumps(description, indent=4) + "\n")
     print(f"{path}: written, {_filled_in(description)}")
     errors = problems(description)
-    for severity, lines in (("error", errors), ("warning", questions(description))):
-        for line in lines:
-            print(f"{severity}: {line}", file=sys.stderr)
+    for line in errors:
+        print(f"error: {line}", file=sys.stderr)
+    for line in questions(description):
+        print(f"warning: {line}", file=sys.stderr)
     if errors:
         print(f"{path}: complete it by running the command again with --set", file=sys.stderr)
         return CheckFailed.exit_code
@@ -188,9 +189,10 @@ def _filled_in(description: dict[str, str]) -> str:
 def compose(
     machine: dict[str, str], earlier: dict[str, str], answers: dict[str, str]
 ) -> dict[str, str]:
-    """Return all keys in the checker's order, with a note on stderr for each conflict.
+    """Return a description with all keys, in the checker's order.
 
-    `answers` (command line) take precedence over `earlier` (the file), and those over `machine`.
+    `answers` (from the command line) take precedence over `earlier` (from the file), and those over
+    `machine`. If the file and the machine disagree, a note is printed to stderr.
     """
     kept = {key: text for key, text in earlier.items() if not _is_placeholder(text)}
     description = {key: "" for key in KEYS}
@@ -210,11 +212,10 @@ def compose(
 
 def problems(description: dict) -> list[str]:
     """Return one line for each value that makes an official tool fail, crash or skip its checks."""
-    lines = [
-        f"{key}: missing (system_desc_checker)"
-        for key in KEYS
-        if key not in description and key not in POLICY_KEYS
-    ]
+    lines = []
+    for key in KEYS:
+        if key not in description and key not in POLICY_KEYS:
+            lines.append(f"{key}: missing (system_desc_checker)")
 
     def require(key: str, holds: bool, why: str) -> None:
         if key in description and not holds:
@@ -249,7 +250,7 @@ def questions(description: dict) -> list[str]:
     for key in KEYS:
         if key not in MAY_BE_EMPTY and key != "status" and _is_placeholder(description.get(key)):
             unanswered.append(key)
-    # The policy asks for only one of these.
+    # The policy asks for one of these two counts.
     counts = {"host_processor_core_count", "host_processor_vcpu_count"}
     if not counts <= {*unanswered}:
         unanswered = [key for key in unanswered if key not in counts]
@@ -257,7 +258,7 @@ def questions(description: dict) -> list[str]:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Return the system description in `path`. Raises ConfigError if it is not a JSON object."""
+    """Return the system description at `path`. Raises ConfigError if it is not a JSON object."""
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The result of examining one log. Standard library only."""
+"""The verdict and the findings of one log. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ class Examined:
     """A log with its official verdict and all findings."""
 
     path: Path
-    title: str  # benchmark, division and round
-    verdict: LogVerdict  # official
-    findings: tuple[Finding, ...]  # official and ours, sorted by line
-    seeds: tuple[Event, ...] = ()
+    title: str  # benchmark, division and ruleset
+    verdict: LogVerdict  # of the official compliance checker
+    findings: tuple[Finding, ...]  # of the official checker and of our rules, sorted by line
+    seeds: tuple[Event, ...] = ()  # the records of the key seed
 
     def errors(self, werror: bool = False) -> list[Finding]:
+        """Return the findings that fail the log. See the function of the same name."""
         return errors(self.findings, werror)
 
 
 def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
-    """Return the findings that fail a log: errors, and with `werror` warnings, but never notes."""
-    return [
-        finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)
-    ]
+    """Return the findings that fail a log: errors and, with `werror`, also warnings."""
+    failing = []
+    for finding in findings:
+        if finding.severity == ERROR or (werror and finding.warning):
+            failing.append(finding)
+    return failing

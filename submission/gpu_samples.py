@@ -1,7 +1,7 @@
 """GPU samples and rank comparisons of a run, for its report.
 
-The samples are gpu_samples.jsonl (launch/monitor/gpu_sampler.py). Ranks are compared at every tenth
-step. A missing file is not a finding, because the sampler is optional. Standard library only.
+launch/monitor/gpu_sampler.py writes the samples to gpu_samples.jsonl. The file may be missing,
+because the sampler is optional. Ranks are compared at every tenth step. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,45 +18,51 @@ from submission import terminal
 from submission.runs import Run
 
 NAME = "gpu_samples.jsonl"
-CURVES = {"power_w": "power, W", "temperature_c": "temperature, °C", "clock_mhz": "clock, MHz"}
-CURVES |= {"utilization_percent": "utilization, %", "memory_gib": "memory, GiB"}
+# Key of a sample -> its name and unit on the page.
+CURVES = {
+    "power_w": "power, W",
+    "temperature_c": "temperature, °C",
+    "clock_mhz": "clock, MHz",
+    "utilization_percent": "utilization, %",
+    "memory_gib": "memory, GiB",
+}
 
 
 @dataclass
 class Samples:
-    """The samples of one run.
+    """The samples of one run, from run_start to run_stop."""
 
-    `rows`: for each GPU, its records within the timed run. `minute` in a record counts from
-    run_start.
-    """
-
-    source: str = ""
-    gpus: list[dict] = field(default_factory=list)
+    source: str = ""  # the program or library that was read, such as nvidia-smi
+    gpus: list[dict] = field(default_factory=list)  # identity of each GPU: "name" and others
+    # For each GPU, its records. "minute" in a record counts from run_start.
     rows: list[list[dict]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def values(self, gpu: int, key: str) -> list[float]:
         return [value for _, value in points(self.rows[gpu], "minute", key)]
 
-    def held_down(self, gpu: int) -> dict[str, float] | None:
+    def throttled(self, gpu: int) -> dict[str, float] | None:
         """Return, for each throttle reason, the share of samples (0 to 1) in which it was active.
 
         None if the GPU does not report throttle reasons.
         """
-        samples = [
-            record["throttle"]
-            for record in self.rows[gpu]
-            if isinstance(record.get("throttle"), list)
-        ]
+        counts: Counter[str] = Counter()
+        samples = 0
+        for record in self.rows[gpu]:
+            if isinstance(record.get("throttle"), list):
+                counts.update({*record["throttle"]})
+                samples += 1
         if not samples:
             return None
-        counts = Counter(reason for reasons in samples for reason in {*reasons})
-        return {reason: counts[reason] / len(samples) for reason in sorted(counts)}
+        return {reason: counts[reason] / samples for reason in sorted(counts)}
 
 
 @cache
 def read_samples(run: Run) -> Samples:
-    """Return the samples within the timed run. Lines that are not complete objects are skipped."""
+    """Return the samples from run_start to run_stop.
+
+    Lines that are not complete JSON objects are skipped.
+    """
     samples = Samples()
     low = 0.0
     high = float("inf")
@@ -68,16 +74,15 @@ def read_samples(run: Run) -> Samples:
             start = run.log.first("run_start")
             stop = run.log.first("run_stop")
             low = start.time_ms / 1e3 - record["time"] if start else 0.0
-            # A killed run has no run_stop. Samples after its failure are not training.
+            # A killed run has no run_stop: its samples end at the failure.
             end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
             high = end - record["time"] if start else float("inf")
-        elif (
-            record.get("event") == "sample"
-            and finite(record.get("time_s"))
-            and low <= record["time_s"] <= high
-        ):
-            for rows, gpu in zip(samples.rows, record["gpus"], strict=False):
-                rows.append({"minute": (record["time_s"] - low) / 60} | (gpu or {}))
+        elif record.get("event") == "sample":
+            time_s = record.get("time_s")
+            if not finite(time_s) or not low <= time_s <= high:
+                continue
+            for rows, values in zip(samples.rows, record["gpus"], strict=False):
+                rows.append({"minute": (time_s - low) / 60} | (values or {}))
         elif record.get("event") == "note":
             samples.notes.append(str(record.get("what")))
     return samples
@@ -88,22 +93,28 @@ def energy_kwh(samples: Samples) -> float | None:
 
     None unless every GPU has at least two power samples.
     """
-    energies = [_kwh(samples, gpu) for gpu in range(len(samples.gpus))]
-    if not energies or None in energies:
-        return None
-    return sum(energies)  # type: ignore[arg-type]
+    energies = []
+    for gpu in range(len(samples.gpus)):
+        energy = _kwh(samples, gpu)
+        if energy is None:
+            return None
+        energies.append(energy)
+    return sum(energies) if energies else None
 
 
 def _kwh(samples: Samples, gpu: int) -> float | None:
+    """Return the energy of one GPU in kWh, or None if it has fewer than two power samples."""
     power = points(samples.rows[gpu], "minute", "power_w")
-    watt_minutes = (
-        0.5 * (before + after) * (end - start) for (start, before), (end, after) in pairwise(power)
-    )
-    return sum(watt_minutes) / 60 / 1000 if len(power) > 1 else None
+    if len(power) < 2:
+        return None
+    watt_minutes = []
+    for (start, before), (end, after) in pairwise(power):
+        watt_minutes.append(0.5 * (before + after) * (end - start))
+    return sum(watt_minutes) / 60 / 1000
 
 
 def blocks(samples: Samples) -> list[Block]:
-    """Return a table, notes and charts of the samples, or only the notes if there are none."""
+    """Return a table, notes and charts of the samples. Without samples, return the notes only."""
     if not any(samples.rows):
         return [{"notes": samples.notes}]
     charts = []
@@ -114,8 +125,8 @@ def blocks(samples: Samples) -> list[Block]:
         ]
         charts.append(page.chart(label, "minutes", curves, sync="gpus"))
     how = (
-        f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source};"
-        " not a power measurement by MLPerf's rules"
+        f"{page.SPAN}, from run_start to run_stop; sampled once a second by {samples.source};"
+        " not a power measurement by the MLPerf rules"
     )
     return [_table(samples), {"notes": [how, *samples.notes]}, *charts]
 
@@ -124,50 +135,39 @@ def _table(samples: Samples) -> Block:
     rows = []
     gpus = range(len(samples.gpus))
     known = [key for key in CURVES if any(samples.values(gpu, key) for gpu in gpus)]
-    for gpu, facts in enumerate(samples.gpus):
-        reasons = samples.held_down(gpu)
-        shares = [f"{reason} {share:.0%}" for reason, share in (reasons or {}).items()]
-        held = ", ".join(shares) or "nothing"
+    for gpu, identity in enumerate(samples.gpus):
+        name = f"{gpu}: {identity['name'] or 'no name'}"
         spans = [span(samples.values(gpu, key)) for key in known]
         energy = terminal.number(_kwh(samples, gpu), ".3f")
-        rows.append(
-            [
-                f"{gpu}: {facts['name'] or 'no name'}",
-                *spans,
-                energy,
-                "-" if reasons is None else held,
-            ]
-        )
-    return page.table(
-        ["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2)
-    )
+        rows.append([name, *spans, energy, _throttle_text(samples.throttled(gpu))])
+    heads = ["GPU", *(CURVES[key] for key in known), "kWh", "throttled by"]
+    return page.table(heads, rows, (0, len(known) + 2))
+
+
+def _throttle_text(shares: dict[str, float] | None) -> str:
+    if shares is None:
+        return "-"
+    return ", ".join(f"{reason} {share:.0%}" for reason, share in shares.items()) or "nothing"
 
 
 def comparisons(run: Run) -> list[dict]:
     """Return the rank comparisons (common/training/rank_comparison.py), oldest first."""
-    return [
-        record
-        for record in run.records
-        if record.get("event") == "ranks" and record.get("block_ms")
-    ]
+    compared = []
+    for record in run.records:
+        if record.get("event") == "ranks" and record.get("block_ms"):
+            compared.append(record)
+    return compared
 
 
 def ranks_compared(run: Run) -> list[Block]:
-    """Return a chart of each rank's block forward time in ms, empty if ranks were not compared."""
+    """Return a chart of the time of a block's forward on each rank, in ms.
+
+    The chart has no curves if the ranks were not compared.
+    """
     records = comparisons(run)
-    ranks = range(len(records[0]["block_ms"]) if records else 0)
-    curves = [
-        Curve(
-            f"rank {rank}",
-            [(record["samples"], record["block_ms"][rank]) for record in records],
-            rank,
-        )
-        for rank in ranks
-    ]
-    return [
-        page.chart(
-            "a block's forward, which waits for no other rank, ms: means of ten steps",
-            "training sequences",
-            curves,
-        )
-    ]
+    curves = []
+    for rank in range(len(records[0]["block_ms"]) if records else 0):
+        values = [(record["samples"], record["block_ms"][rank]) for record in records]
+        curves.append(Curve(f"rank {rank}", values, rank))
+    label = "time of a block's forward, which waits for no other rank, ms, mean of ten steps"
+    return [page.chart(label, "training sequences", curves)]

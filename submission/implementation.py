@@ -1,10 +1,9 @@
 """The code part of a submission: the files that a reviewer needs to read it and to run it again.
 
-The files come from the commit that ran, not from the working tree. A file outside the commit did
-not run, and caches and results cannot slip in. In addition to the code, the policy
-(mlcommons/policies, submission_rules.adoc) wants README.md, setup.sh, init_datasets.sh,
-run_and_time.sh and <system>_<implementation>.json in a directory named after the system. Standard
-library only.
+The files come from the commit that ran, not from the working tree. This excludes caches, results,
+and changes that did not run. In addition to the code, the policy (mlcommons/policies,
+submission_rules.adoc) requires README.md, setup.sh, init_datasets.sh, run_and_time.sh and
+<system>_<implementation>.json in a directory named after the system. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from submission.log_rules import DISCLOSURE_KEYS
 from submission.runs import Run
 
 README = Path(__file__).with_name("implementation_readme.txt")
-# Pages that a reader of the packaged code needs, in addition to the page of the GPU. The others are
-# about this project's own work.
+# Pages that a reader of the packaged code needs, in addition to the page of the GPU kind. The other
+# pages describe the development of this project.
 DOCS = (
     "architecture.md",
     "checkpoints.md",
@@ -40,8 +39,8 @@ DOCS = (
     "troubleshooting.md",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
-# creates a new README.
+# Names that begin with a dot are left out as well, because the repo checker refuses them. README.md
+# is replaced by that of `write`.
 LEFT_OUT = (
     "tests",
     "run_tests.sh",
@@ -57,14 +56,16 @@ KEYS = (
     "opt_base_learning_rate",
     *DISCLOSURE_KEYS,
 )
-OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to those of all benchmarks
+# Files of other benchmarks that are packaged, because pages link to them.
+OF_OTHER_BENCHMARKS = ("README.md",)
 
 
 def write(folder: Path, root: Path, system: str, run: Run) -> None:
-    """Write the code of `run`, from the git repository at `root`, into the new directory `folder`.
+    """Write the code and the documents of `run` into the new directory `folder`.
 
-    `system`: ID of the system. Raises CheckFailed if the repository does not have the commit of the
-    run, or if that commit contains links or does not have the config that the log names.
+    `root`: git repository of the project. `system`: ID of the system. Raises CheckFailed if the
+    repository does not have the commit of the run, or if that commit contains links or lacks the
+    config that the log names.
     """
     config = str(run.log.value("config_filename"))
     commit = str(run.versions["commit"])
@@ -75,32 +76,49 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
             "the log names it as its config (config_filename)",
             "run with a config of the repository",
         )
-    # The policy's "measurements file" of the implementation: config, code and number formats.
-    facts: dict = {"benchmark": run.benchmark, "implementation": folder.name, "system": system}
-    facts |= {"config": f"configs/{run.benchmark}/{config}", "commit": commit}
-    facts |= {"python": run.versions.get("python"), "packages": run.versions.get("packages") or {}}
-    facts |= {key: run.log.value(key) for key in KEYS if run.log.value(key) is not None}
-    place = folder / system
-    place.mkdir()
-    (place / f"{system}_{folder.name}.json").write_text(json.dumps(facts, indent=4) + "\n")
-    packages = "\n".join(f"- {name} {version}" for name, version in facts["packages"].items())
-    texts: dict[str, object] = {
-        "packages": packages,
-        "hyperparameters": "\n".join(hyperparameters(run)),
+    measurements = {
+        "benchmark": run.benchmark,
+        "implementation": folder.name,
+        "system": system,
+        "config": f"configs/{run.benchmark}/{config}",
+        "commit": commit,
+        "python": run.versions.get("python"),
+        "packages": run.versions.get("packages") or {},
     }
-    texts |= {"nodes": run.nodes, "gpus_per_node": run.gpus_per_node, "gpu": run.gpu}
-    page = string.Template(README.read_text())
-    (folder / "README.md").write_text(page.substitute(facts | texts, up="", here=f"./{system}"))
-    (place / "README.md").write_text(page.substitute(facts | texts, up="../", here="."))
+    for key in KEYS:
+        if run.log.value(key) is not None:
+            measurements[key] = run.log.value(key)
+    of_system = folder / system
+    of_system.mkdir()
+    # The policy calls this the measurements file of the implementation.
+    file = of_system / f"{system}_{folder.name}.json"
+    file.write_text(json.dumps(measurements, indent=4) + "\n")
+    _write_readmes(folder, of_system, run, measurements)
     for name, lines in _scripts(run, config).items():
-        (place / name).write_text(
-            "\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, ""))
-        )
-        (place / name).chmod(0o755)
+        script = "\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, ""))
+        (of_system / name).write_text(script)
+        (of_system / name).chmod(0o755)
+
+
+def _write_readmes(folder: Path, of_system: Path, run: Run, measurements: dict) -> None:
+    """Write README.md into both directories. They differ only in their relative paths."""
+    packages = measurements["packages"].items()
+    values = {
+        **measurements,
+        "packages": "\n".join(f"- {name} {version}" for name, version in packages),
+        "hyperparameters": "\n".join(hyperparameters(run)),
+        "nodes": run.nodes,
+        "gpus_per_node": run.gpus_per_node,
+        "gpu": run.gpu,
+    }
+    template = string.Template(README.read_text())
+    readme = template.substitute(values, up="", here=f"./{of_system.name}")
+    (folder / "README.md").write_text(readme)
+    (of_system / "README.md").write_text(template.substitute(values, up="../", here="."))
 
 
 def hyperparameters(run: Run) -> list[str]:
-    """Return the rows of a Markdown table: each hyperparameter of the log, its value, its origin.
+    """Return the rows of a Markdown table: each hyperparameter of the log, its value and origin.
 
     The origin is "rules", "config" or "computed".
     """
@@ -146,20 +164,10 @@ def _is_packaged(path: PurePosixPath, benchmark: str, others: set[str], gpu: str
 def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "") -> None:
     """Extract the files of `commit` that belong to `benchmark` on `gpu` into `folder`.
 
-    Raises CheckFailed if `root` does not have the commit, or the commit contains links.
+    `root`: git repository of the project. `gpu`: GPU kind, whose page is included. Raises
+    CheckFailed if the repository does not have the commit, or if the commit contains links.
     """
-    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
-    try:
-        archive = subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = (
-            (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace").strip()
-        )
-        raise CheckFailed(
-            f"{root} has no commit {commit}",
-            why,
-            "package from the repository that the runs were started in",
-        ) from None
+    archive = _archive(root, commit)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         # No filter, as is the default up to Python 3.13: an archive made by git has no path that
         # leads out of the folder.
@@ -180,24 +188,39 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
         page.write_text(without_dead_links(page))
 
 
+def _archive(root: Path, commit: str) -> bytes:
+    """Return a tar archive of `commit`. Raises CheckFailed if the repository does not have it."""
+    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
+    try:
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        message = getattr(error, "stderr", b"") or str(error).encode()
+        raise CheckFailed(
+            f"{root} has no commit {commit}",
+            message.decode(errors="replace").strip(),
+            "package from the repository that the runs were started in",
+        ) from None
+
+
 def _scripts(run: Run, config: str) -> dict[str, list[str]]:
-    code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
+    """Return file name -> lines of the three scripts that the policy requires."""
+    cd_to_code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
     org = shlex.quote(str(run.log.value("submission_org")))
     platform = shlex.quote(str(run.log.value("submission_platform")))
     identity = [f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"]
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [
-            code,
-            "# installs the packages of requirements.lock into .venv",
+            cd_to_code,
+            "# Install the packages of requirements.lock into .venv.",
             "python3 -m launch.environment requirements.txt",
         ],
         "init_datasets.sh": [
-            code,
+            cd_to_code,
             f'{start} prepare verify --data-dir "${{DATADIR:?the directory of the data}}"',
         ],
         "run_and_time.sh": [
-            code,
+            cd_to_code,
             *identity,
             f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"',
             start,

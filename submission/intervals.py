@@ -1,7 +1,7 @@
-"""Intervals of training and evaluation, from a log in any of the known dialects.
+"""Intervals of training and evaluation in the log of any submitter.
 
-Logs of other submitters may print every line eight times, have epochs instead of blocks, or log the
-size of a block where others log the sample count so far. Standard library only.
+Logs may contain every line eight times, have epochs instead of blocks, or give the size of a block
+where others give the number of samples so far. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from common.records.mlperf_log import Event
 
 @dataclass(frozen=True)
 class Interval:
-    """The time and training sequences between a start line and its stop line.
+    """An interval between a start line and its stop line.
 
-    The counts of sequences are those of the lines, or else follow from the evaluations.
+    The numbers of training sequences are those of the lines, or follow from the evaluations.
     """
 
-    start_ms: float
+    start_ms: float  # since 1970
     stop_ms: float
-    start_samples: int | None
+    start_samples: int | None  # training sequences before the interval, None if unknown
     stop_samples: int | None
 
     @property
@@ -35,15 +35,15 @@ class Interval:
 
 
 def rate(blocks: Sequence[Interval]) -> float | None:
-    """Return the sequences per second over `blocks`, or None if the log does not have them."""
+    """Return the sequences per second over `blocks`, or None if the log has no numbers for it."""
     seconds = sum(block.seconds for block in blocks)
     samples = sum(block.samples for block in blocks)
     return samples / seconds if seconds > 0 and samples > 0 else None
 
 
 def samples_of(event: Event) -> int | None:
-    """Return the training sequences that a record counts, or None."""
-    # Both benchmarks count sequences under either name.
+    """Return the number of training sequences that a record gives, or None."""
+    # Under either name, both benchmarks count sequences.
     for key in ("samples_count", "epoch_num"):
         count = event.metadata.get(key)
         if is_number(count):
@@ -51,30 +51,29 @@ def samples_of(event: Event) -> int | None:
     return None
 
 
-def training(events: list[Event], around: list[Interval]) -> list[Interval]:
-    """Return the training intervals, with the time of the evaluations inside them subtracted.
+def training(events: list[Event], evaluations: list[Interval]) -> list[Interval]:
+    """Return the training intervals, shortened by the evaluations inside them.
 
-    `around`: all evaluations. The subtraction is needed because some logs have one epoch around
-    everything.
+    `evaluations`: all evaluations of the log. Some logs have one epoch around the whole run, which
+    contains them.
     """
     has_blocks = any(event.key == "block_start" for event in events)
     intervals = []
     for block in _blocks(events, "block" if has_blocks else "epoch"):
-        evaluations_ms = sum(
-            evaluation.stop_ms - evaluation.start_ms
-            for evaluation in around
-            if block.start_ms <= evaluation.start_ms and evaluation.stop_ms <= block.stop_ms
-        )
-        intervals.append(replace(block, stop_ms=block.stop_ms - evaluations_ms))
+        inside_ms = []
+        for evaluation in evaluations:
+            if block.start_ms <= evaluation.start_ms and evaluation.stop_ms <= block.stop_ms:
+                inside_ms.append(evaluation.stop_ms - evaluation.start_ms)
+        intervals.append(replace(block, stop_ms=block.stop_ms - sum(inside_ms)))
     return intervals
 
 
 def _blocks(events: list[Event], name: str) -> list[Interval]:
-    """Return the training intervals, evaluations included.
+    """Return the training intervals between <name>_start and <name>_stop, evaluations included.
 
-    Some logs do not have the count so far at a block's end: mlperf_common logs the block's size at
-    start and stop, others the count at the start. There a block ends at the count of the next
-    evaluation.
+    In some logs the stop lines do not give the number of samples so far: mlperf_common logs the
+    block's size at start and stop, others log the number at the start. A block of such a log ends
+    at the number of the next evaluation.
     """
     starts = [samples_of(event) or 0 for event in events if event.key == f"{name}_start"]
     stops = [samples_of(event) or 0 for event in events if event.key == f"{name}_stop"]
@@ -88,41 +87,41 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
         if event.key in ("eval_start", "eval_accuracy")
     ]
     for block in pairs(events, name, 0, counted=False):
-        after = next(
-            (count for time_ms, count in evaluated if time_ms >= block.stop_ms and count > done),
-            None,
-        )
-        if after is not None:
-            intervals.append(Interval(block.start_ms, block.stop_ms, done, after))
-            done = after
+        for time_ms, count in evaluated:
+            if time_ms >= block.stop_ms and count > done:
+                intervals.append(Interval(block.start_ms, block.stop_ms, done, count))
+                done = count
+                break
     return intervals
 
 
 def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
     """Return the intervals between <name>_start and <name>_stop.
 
-    Eight ranks may log each line, some of them late. Lines whose count falls behind are left out.
+    Eight ranks may log each line, some of them late. A line whose number of samples is less than
+    that of the lines before it is late, and is skipped.
 
-    `batch`: 0 for training intervals, whose count must grow from start to stop. For evaluations,
-    the global batch: the count at the stop may be less than that at the start, by less than one
-    batch. `counted`: whether to read the counts of the lines.
+    `batch`: for training intervals 0, because the number must grow from start to stop. For
+    evaluations the global batch, because the number at the stop may be smaller than at the start,
+    by less than one batch. `counted`: whether to read the numbers of samples.
     """
     intervals: list[Interval] = []
-    opened: Event | None = None
+    start: Event | None = None
     for event in events:
         samples = samples_of(event) if counted else None
-        if event.key == f"{name}_start" and opened is None:
+        if event.key == f"{name}_start" and start is None:
             done = intervals[-1].stop_samples if intervals else None
             late = False
             if samples is not None and done is not None:
                 late = samples < done if batch == 0 else samples <= done
-            opened = None if late else event
-        elif event.key == f"{name}_stop" and opened is not None:
-            before = samples_of(opened) if counted else None
+            if not late:
+                start = event
+        elif event.key == f"{name}_stop" and start is not None:
+            before = samples_of(start) if counted else None
             late = False
             if samples is not None and before is not None:
                 late = samples <= before - batch
-            if not late and event.time_ms >= opened.time_ms:
-                intervals.append(Interval(opened.time_ms, event.time_ms, before, samples))
-                opened = None
+            if not late and event.time_ms >= start.time_ms:
+                intervals.append(Interval(start.time_ms, event.time_ms, before, samples))
+                start = None
     return intervals

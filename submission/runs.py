@@ -31,7 +31,7 @@ from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
 from common.records.run_states import RUNNING, words
 from submission import intervals, official_tools, rcp
-from submission.check import round_of
+from submission.check import ruleset_of
 from submission.intervals import Interval
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
@@ -310,7 +310,7 @@ def _filled(run: Run) -> Run:
     if not isinstance(run.versions.get("packages", {}), dict):
         run.notes.append("versions.json: packages is not an object")
         run.versions["packages"] = {}
-    run.ruleset = run.ruleset or round_of(run.log, ours=False)
+    run.ruleset = run.ruleset or ruleset_of(run.log, ours=False)
     run.benchmark = str(run.log.last("submission_benchmark") or "")
     run.org = str(run.log.value("submission_org") or "")
     run.division = str(run.log.value("submission_division") or "")

@@ -100,18 +100,20 @@ def test_a_healthy_run_gets_no_advice(run, capsys):
 
 def test_a_low_power_limit_that_is_reached(run):
     run.gpu(2, power_limit_w=500.0, power_w=497.0, clock_mhz=1600)
-    assert run.symptoms() == [
-        "GPU 2: its power limit, 500 W where the board has 700, is reached in 100% of the samples"
-    ]
+    (symptom,) = run.symptoms()
+    assert symptom.startswith("GPU 2:") and "500 W" in symptom and "700" in symptom
+    assert "100%" in symptom
     run.gpu(2, power_w=300.0)  # it was never near
     assert run.symptoms() == []
 
 
 def test_heat_and_power_brake(run):
     run.gpu(5, seconds=15, throttle=["power cap", "thermal (driver)"])
-    assert run.symptoms() == ["GPU 5: held down by thermal (driver) in 25.0% of the samples"]
+    (symptom,) = run.symptoms()
+    assert symptom.startswith("GPU 5:") and "thermal (driver)" in symptom and "25.0%" in symptom
     run.gpu(5, throttle=["power brake"])
-    assert run.symptoms() == ["GPU 5: held down by power brake in 100.0% of the samples"]
+    (symptom,) = run.symptoms()
+    assert symptom.startswith("GPU 5:") and "power brake" in symptom and "100.0%" in symptom
     run.gpu(5, throttle=[])
     run.gpu(5, seconds=1, throttle=["hardware slowdown"])  # once
     assert run.symptoms() == []
@@ -130,9 +132,8 @@ def test_a_clock_far_below_the_others(run):
 
 def test_fragmentation(run):
     run.steps(memory_gib=134.0, allocated_gib=110.0)
-    assert run.symptoms() == [
-        "memory is fragmented: 134 GiB reserved, 110 GiB allocated at the peak"
-    ]
+    (symptom,) = run.symptoms()
+    assert "fragmented" in symptom and "134 GiB" in symptom and "110 GiB" in symptom
     run.steps(memory_gib=116.0)  # what torch takes where it can
     assert run.symptoms() == []
 
@@ -140,7 +141,7 @@ def test_fragmentation(run):
 def test_steps_slower_than_planned(run):
     run.steps(tokens_per_s_per_gpu=0.8 * PLANNED)
     (said,) = run.symptoms()
-    assert said.startswith("12,720 tokens/s/GPU, 2") and "planned for H200" in said
+    assert said.startswith("12,720 tokens/s/GPU, 2") and "H200" in said
 
 
 def test_gpus_that_wait_for_their_host(run):
@@ -149,12 +150,7 @@ def test_gpus_that_wait_for_their_host(run):
     assert run.symptoms() == []  # the steps are as fast as they should be
     run.steps(tokens_per_s_per_gpu=0.7 * PLANNED)
     said = run.symptoms()
-    assert (
-        said[0].startswith(
-            "the GPUs wait for their host: 71 % of the time a kernel runs, and steps are 3"
-        )
-        and len(said) == 2
-    )
+    assert len(said) == 2 and "host" in said[0] and "71 %" in said[0]
 
 
 def test_a_miniature_gets_no_advice(run):
@@ -169,7 +165,8 @@ def test_a_slow_rank(run):
     for event in run.events[-5:]:
         event["block_ms"][3] = 1.04 * min(event["block_ms"])
         event["slow"] = [3]
-    assert run.symptoms() == ["rank 3 takes 4.0% longer than the fastest"]
+    (symptom,) = run.symptoms()
+    assert symptom.startswith("rank 3") and "4.0%" in symptom
 
 
 def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, capsys):

@@ -401,7 +401,7 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
         == [[pytest.approx(minute / 60, rel=1e-4) for minute in (1, 2, 3)], [640, 641, 642]]
         and len(clock) == 2
     )
-    assert "held down by thermal" not in text and "below the median GPU" not in text
+    assert "throttled by thermal" not in text and "below the median GPU" not in text
 
 
 def test_a_killed_run_ends_with_its_failure(run_dir):
