@@ -1,8 +1,8 @@
 """Rules of the closed division that no official tool tests, for the log of any submitter.
 
-Each rule is a function that yields (line, message), and a row of RULES with the source of the rule
-and the severity of breaking it: an error, a warning (the official tools accept it, though it breaks
-the text of the rules), or a note.
+A rule is a function that yields (line, message) for each break, and a row of RULES with the source
+and the severity: an error, a warning (a break of the written rules that the official tools accept),
+or a note.
 
 Sources:
   TR   mlcommons/training_policies, training_rules.adoc (v5.1 to v6.1)
@@ -30,9 +30,10 @@ from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
 
 ERROR = "error"  # forbidden by the rules, and absent from every accepted result
-WARNING = "warning"  # breaks the text of the rules, but the official tools accept it
+WARNING = "warning"  # breaks the written rules, but the official tools accept it
 NOTE = "note"  # breaks no rule, but a reviewer may ask about it
-WARNING_OF_OTHERS = "warning of others"  # an error in our own logs, because RunLog never writes it
+# A warning in the logs of others, and an error in our logs, because RunLog never writes it.
+WARNING_OF_OTHERS = "warning of others"
 
 PRECISION_KEYS = tuple(
     f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")
@@ -41,7 +42,7 @@ PARALLELISM_KEYS = tuple(
     f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")
 )
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Fixed values that are compared only in our own logs. Published logs write them in other ways, or
+# Fixed values that are compared only in our own logs: published logs write them in other forms, or
 # the compliance checker compares them.
 OWN_CONSTANTS = (
     "submission_division",
@@ -52,21 +53,22 @@ OWN_CONSTANTS = (
     "opt_adamw_epsilon",
 )
 
-# Key of the invented logs of a rehearsal (submission/rehearsal.py). No submission may contain it.
+# Key that marks the invented logs of a rehearsal (submission/rehearsal.py). No submission may
+# contain it.
 REHEARSAL = "rehearsal"
 
-Breaks = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), message
+Breaks = Iterator[tuple[int, str]]  # line (0: the log as a whole) and message of each break
 
 
 @dataclass(frozen=True)
 class Finding:
     """A problem in a log, or a note about it."""
 
-    line: int  # of the file, from 1; 0 means the log as a whole
-    rule: str
+    line: int  # in the file, from 1; 0 means the log as a whole
+    rule: str  # name of the rule
     message: str
-    source: str
-    severity: str = ERROR  # or WARNING, or NOTE
+    source: str  # of the rule
+    severity: str = ERROR  # ERROR, WARNING or NOTE
 
     @property
     def warning(self) -> bool:
@@ -75,16 +77,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: the function that finds where a log breaks it, its source and its severity."""
+    """A rule: the function that finds the breaks in a log, the rule's source and severity."""
 
     name: str
     find: Callable[[Log, Rules], Breaks]
     source: str
     severity: str = ERROR
-    # One cause leads to many breaks: only the first is reported, with the number of the others.
+    # Whether breaks usually have one cause. If so, only the first is reported, with the number of
+    # the others.
     one_cause: bool = False
 
     def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
+        """Yield the findings of this rule in `log`. `ours`: whether this project wrote the log."""
         severity = self.severity
         if severity == WARNING_OF_OTHERS:
             severity = ERROR if ours else WARNING
@@ -99,9 +103,9 @@ class Rule:
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
-    """Return the rules that apply to `log`, or None if this project has none for it.
+    """Return the rules for the benchmark of `log`, or None if this project has none.
 
-    They follow from the log's submission_benchmark and from `division` (default: the log's).
+    `division`: division whose rules apply (default: the log's submission_division).
     """
     name = str(log.value("submission_benchmark"))
     named = division or str(log.value("submission_division"))
@@ -112,7 +116,7 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 
 
 def wrong_interval(log: Log, rules: Rules) -> Breaks:
-    """Find the first evaluation that is not where it is due, or one missing before the end."""
+    """Find the first evaluation that is not where it is due, or one that is missing at the end."""
     batch = log.value("global_batch_size")
     counts = _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
@@ -150,15 +154,15 @@ def _gain(samples: int, due: int, interval: int, rules: Rules) -> str:
 
 
 def resumed_at(log: Log) -> int:
-    """Return the training sequences before the checkpoint that the run continued from, or 0."""
+    """Return the training sequences before the checkpoint from which the run resumed, or 0."""
     samples = log.value("resumed")
     return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 
 
 def counted_short(log: Log, rules: Rules) -> Breaks:
-    """Find evaluations at the right places whose samples_count is one global batch too low.
+    """Find a log in which the samples_count of every evaluation is one global batch too low.
 
-    Such a log was counted before the optimizer step.
+    The submitter's code counted before the optimizer step.
     """
     batch = log.value("global_batch_size")
     counts = _evaluations(log)
@@ -171,16 +175,17 @@ def counted_short(log: Log, rules: Rules) -> Breaks:
 
 
 def uncounted(event: Event, rules: Rules) -> str:
-    """Return a message if the metadata of `event` has no number as samples_count, else ""."""
+    """Return a message if samples_count is missing in `event` or is not a number, else ""."""
     if is_number(event.samples):
         return ""
     return f"{event.key} without a number as samples_count in its metadata"
 
 
 def _evaluations(log: Log) -> list[tuple[int, int]]:
-    """Return (line, samples_count) of each evaluation.
+    """Return (line, samples_count) of each evaluation with a valid samples_count.
 
-    Consecutive records with the same count are one evaluation that several processes logged.
+    Consecutive records with the same samples_count are one evaluation that several processes
+    logged.
     """
     counts: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
@@ -194,7 +199,7 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
 
 
 def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
-    """Return whether all evaluations are logged exactly one global batch before they are due."""
+    """Return whether each samples_count is one global batch less than where one is due."""
     first = rules.first_evaluation(batch) - batch
     interval = rules.eval_interval(batch)
     due = _without_extra(counts, batch, rules)
@@ -206,14 +211,16 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
 def _without_extra(
     counts: list[tuple[int, int]], batch: int, rules: Rules
 ) -> list[tuple[int, int]]:
-    """Return `counts` without the evaluation that some submitters log before the first due one."""
-    return counts[1:] if counts and counts[0][1] < rules.first_evaluation(batch) - batch else counts
+    """Return `counts` without the extra evaluation that some submitters log before the first."""
+    if counts and counts[0][1] < rules.first_evaluation(batch) - batch:
+        return counts[1:]
+    return counts
 
 
 def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Breaks]:
-    """Return a rule function that tests each record of `keys` (default: all records) with `find`.
+    """Return a rule function that applies `find` to each record of `keys` (default: all records).
 
-    `find`: returns "" for a correct record, else a message that says what is wrong.
+    `find`: function that returns "" for a correct record, else a message.
     """
 
     def breaks(log: Log, rules: Rules) -> Breaks:
@@ -226,16 +233,17 @@ def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, R
     return breaks
 
 
-def unfit(
-    fits: Callable[[object], object], words: str, *keys: str
+def unless(
+    is_correct: Callable[[object], object], words: str, *keys: str
 ) -> Callable[[Log, Rules], Breaks]:
-    """Return a rule function that finds the records of `keys` whose value does not satisfy `fits`.
+    """Return a rule function that finds the records of `keys` with an incorrect value.
 
-    `words`: description of a correct value, for the message.
+    `is_correct`: function that returns whether a value is correct. `words`: description of a
+    correct value, for the message.
     """
 
     def find(event: Event, rules: Rules) -> str:
-        return "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}"
+        return "" if is_correct(event.value) else f"{event.key} is {event.value!r}, not {words}"
 
     return on_each(find, *keys)
 
@@ -243,7 +251,7 @@ def unfit(
 def wrong_status(log: Log, rules: Rules) -> Breaks:
     """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
 
-    Without a target the evaluations say nothing about the status.
+    If the rules have no target, any status is accepted.
     """
     stop = log.first("run_stop")
     if stop is None or not rules.target_loss:
@@ -276,14 +284,14 @@ def reaches(event: Event, rules: Rules) -> bool:
 
 
 def other_constants(log: Log, rules: Rules) -> Breaks:
-    """Find values that differ from those that the division fixes, OWN_CONSTANTS excepted."""
+    """Find values that differ from those that the division fixes, except OWN_CONSTANTS."""
     for key, wanted in rules.fixed_log_values().items():
         if key not in OWN_CONSTANTS:
             yield from unlike(log, rules, key, wanted)
 
 
 def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Breaks:
-    """Find each value of `key` that is not `wanted`. 1 and 1.0 are equal, True and 1 are not."""
+    """Find each value of `key` that differs from `wanted`. 1 equals 1.0, but True does not."""
     for event in log.all(key):
         value = event.value
         same = (
@@ -297,6 +305,7 @@ def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Bre
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Breaks:
+    """Find an end learning rate that does not follow from the base learning rate."""
     base = log.value("opt_base_learning_rate")
     end = log.first("opt_end_learning_rate")
     if not is_number(base) or end is None:
@@ -313,6 +322,7 @@ def wrong_end_learning_rate(log: Log, rules: Rules) -> Breaks:
 
 
 def unlike_reference(log: Log, rules: Rules) -> Breaks:
+    """Find a base learning rate other than the reference's at this global batch."""
     batch = log.value("global_batch_size")
     rate = log.first("opt_base_learning_rate")
     wanted = rules.reference_learning_rates.get(batch) if is_positive_int(batch) else None
@@ -325,7 +335,7 @@ def unlike_reference(log: Log, rules: Rules) -> Breaks:
 
 
 def cache_kept(event: Event, rules: Rules) -> str:
-    """Return a message if `event` says that the cache was kept, else "".
+    """Return a message if `event` says that the cache was not dropped, else "".
 
     A miniature may say so, because dropping the cache needs root.
     """
@@ -338,11 +348,10 @@ def partly_disclosed(log: Log, rules: Rules) -> Breaks:
     """Find a log with some but not all of DISCLOSURE_KEYS, and keys that look misspelled."""
     missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
     others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
-    alike = {key: difflib.get_close_matches(key, others, n=1, cutoff=0.8) for key in missing}
-    for key, names in alike.items():
-        if names:
-            line = log.all(names[0])[0].line
-            yield line, f"{names[0]} is not a key of 6.1.0; did you mean {key}, which is missing?"
+    for key in missing:
+        for similar in difflib.get_close_matches(key, others, n=1, cutoff=0.8):
+            line = log.all(similar)[0].line
+            yield line, f"{similar} is not a key of 6.1.0; did you mean {key}, which is missing?"
     if 0 < len(missing) < len(DISCLOSURE_KEYS):
         message = f"{len(missing)} of the {len(DISCLOSURE_KEYS)} disclosure keys are missing"
         yield 0, f"{message}; 6.1.0 also requires {', '.join(missing)}"
@@ -355,7 +364,7 @@ def no_seed(log: Log, rules: Rules) -> Breaks:
     """Find a missing seed, and seeds that the official seed checker cannot read."""
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
-    yield from unfit(converts_to_int, "an integer", "seed")(log, rules)
+    yield from unless(converts_to_int, "an integer", "seed")(log, rules)
     for event in log.all("seed"):
         if "file" not in event.metadata or "lineno" not in event.metadata:
             yield event.line, "seed without file and lineno in its metadata"
@@ -376,8 +385,8 @@ def two_on_a_line(event: Event, rules: Rules) -> str:
 def misread(event: Event, rules: Rules) -> str:
     """Return a message if the line of `event` contains a reserved word outside its key, else "".
 
-    The RCP checker finds events by substring. Such a word elsewhere in a line makes it read a wrong
-    number, or crash.
+    The RCP checker finds records by substring. Because of such a word it reads a wrong number, or
+    crashes.
     """
     text = json.dumps([event.key, event.value, event.metadata])
     words = [word for word in RESERVED_SUBSTRINGS if word in text and event.key != word]
@@ -385,7 +394,7 @@ def misread(event: Event, rules: Rules) -> str:
 
 
 def converts_to_int(value: object) -> bool:
-    """Return whether int() accepts `value`, as the seed checker and the summarizer call it."""
+    """Return whether int() accepts `value`. The seed checker and the summarizer call it."""
     try:
         int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
@@ -394,7 +403,7 @@ def converts_to_int(value: object) -> bool:
 
 
 def _is_plain_seed(value: object) -> bool:
-    """Return whether `value` is an integer of 32 bits, or no integer at all (see `no_seed`)."""
+    """Return whether `value` is a 32-bit integer, or not an integer, which `no_seed` reports."""
     return not converts_to_int(value) or (type(value) is int and 0 <= value < 2**32)
 
 
@@ -406,7 +415,7 @@ def is_positive(value: object) -> bool:
     return is_number(value) and value > 0
 
 
-def rehearsed(event: Event, rules: Rules) -> str:
+def invented(event: Event, rules: Rules) -> str:
     return "the log of a rehearsal is invented and cannot be submitted"
 
 
@@ -423,7 +432,7 @@ RULES = (
     Rule(
         "eval_interval",
         wrong_interval,
-        "TR Quality measure (the checker takes any interval)",
+        "TR Quality measure (the checker accepts any interval)",
         WARNING_OF_OTHERS,
     ),
     Rule(
@@ -435,7 +444,7 @@ RULES = (
     Rule("count", on_each(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
     Rule(
         "eval_value",
-        unfit(
+        unless(
             lambda loss: is_positive(loss) or _is_not_finite(loss),
             "a positive number",
             "eval_accuracy",
@@ -469,7 +478,7 @@ RULES = (
     ),
     Rule(
         "batch",
-        unfit(is_positive_int, "a positive integer: there is no reference", "global_batch_size"),
+        unless(is_positive_int, "a positive integer: there is no reference", "global_batch_size"),
         "RCP rcp_checker.py",
     ),
     Rule(
@@ -482,7 +491,7 @@ RULES = (
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule(
         "odd_seed",
-        unfit(_is_plain_seed, "an integer of 32 bits", "seed"),
+        unless(_is_plain_seed, "an integer of 32 bits", "seed"),
         "SEED (converts it with int())",
         WARNING_OF_OTHERS,
     ),
@@ -494,6 +503,6 @@ RULES = (
         WARNING_OF_OTHERS,
         one_cause=True,
     ),
-    Rule(REHEARSAL, on_each(rehearsed, REHEARSAL), "OWN; package --rehearse"),
+    Rule(REHEARSAL, on_each(invented, REHEARSAL), "OWN; package --rehearse"),
     Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

@@ -1,15 +1,16 @@
-"""The official tools of mlperf-logging: the compliance checker for a log, four for a submission.
+"""Calls of the official tools of mlperf-logging: one for a log, four for a submission.
 
-The compliance checker is called in this process, as the official package checker calls it, because
-only then its complaints come by key. A crash of it, RecursionError included, counts as a refusal.
+The compliance checker, which judges a log, is called in this process, as the official package
+checker calls it: this is the only way to get its complaints by key. If it crashes, for example with
+RecursionError, the log is refused.
 
-The other four run as programs. They exit with 0 whatever they find. A tool therefore succeeded if
-its output says so and contains nothing that contradicts it. The programs leave log files in their
-working directory, so each runs in a temporary one.
+The other four are run as programs. Their exit code is always 0, so a tool passed if its output says
+so and contains no error. The programs write log files into their working directory, so each runs in
+a temporary one.
 
-A miniature is checked with a rule file of this project, because the official files fix the sequence
-length and the target. So is a run in the open division that is not of an MLPerf benchmark. The rule
-file has the closed rules with the numbers of the run's own division.
+A miniature is checked by a rule file of this project, because the official files fix the sequence
+length and the target. The same holds for a run in the open division that is not of an MLPerf
+benchmark. The rule file has the closed rules, with the numbers of the run's division.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from submission.log_rules import ERROR, WARNING, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both benchmarks
 RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only
-OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
-NO_TARGET = 1e9  # a loss that every evaluation reaches
+OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet require the nine disclosure keys of 6.1.0
+NO_TARGET = 1e9  # target of rules without one: every evaluation reaches it
 INSTALL = pip_install(f"mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}")
-LARGE_LOG_BYTES = 16 * 2**20  # from here on the checker gets the records one by one
-# Start of the reason that mlperf_log gives for a line that the official parser skips.
-UNSEEN = "no blank after the token"
+LARGE_LOG_BYTES = 16 * 2**20  # the checker reads the records of larger logs one by one
+# Beginning of the reason that mlperf_log gives for a line that the official parser skips.
+SKIPPED = "no blank after the token"
 
 BAD_LINE = re.compile(
     r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS"
@@ -57,9 +58,9 @@ BAD_LINE = re.compile(
 class LogVerdict:
     """The verdict of the compliance checker on one log."""
 
-    rules: str  # a ruleset such as 6.1.0, or miniature or open for a rule file of this project
+    rules: str  # ruleset such as 6.1.0; "miniature" or "open" for a rule file of this project
     passed: bool
-    # Their rule is missing, repeated, value, target, line_format or broke_off.
+    # The rule of a complaint is missing, repeated, value, target, line_format or broke_off.
     complaints: tuple[Finding, ...] = ()
 
     @property
@@ -69,40 +70,40 @@ class LogVerdict:
 
 
 def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> LogVerdict:
-    """Return the compliance checker's verdict on the log at `path` for a closed ruleset.
+    """Return the compliance checker's verdict on the log at `path` by a closed ruleset.
 
-    `log`: the contents of the same log, if it has been read already. Raises PreflightError without
-    a checker.
+    `log`: the contents of the log, if it has already been read. Raises PreflightError without the
+    checker.
     """
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 
 def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> LogVerdict:
-    """Return the compliance checker's verdict by this project's rule file for a division.
+    """Return the compliance checker's verdict on the log at `path` by this project's rule file.
 
-    `rules`: those of the miniature, or of a run whose config sets its rules. Raises PreflightError
-    without a checker.
+    `rules`: those of the miniature, or of a run whose config sets its rules. `log`: as in
+    `closed_verdict`. Raises PreflightError without the checker.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path_of_rules = Path(folder, f"{rules.division}_{benchmark}.yaml")
-        path_of_rules.write_text(rule_file(benchmark, rules))
-        return _verdict(path, rules.division, str(path_of_rules), log)
+        file = Path(folder, f"{rules.division}_{benchmark}.yaml")
+        file.write_text(rule_file(benchmark, rules))
+        return _verdict(path, rules.division, str(file), log)
 
 
 def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> LogVerdict:
-    """Return `own_verdict` by the rules of a benchmark's miniature."""
+    """Return `own_verdict` with the rules of the benchmark's miniature."""
     return own_verdict(path, benchmark, benchmarks.divisions(benchmark)["miniature"], log)
 
 
 def rule_template(benchmark: str, division: str) -> string.Template:
-    """Return the rule file common to all miniatures, followed by the division's of `benchmark`."""
+    """Return the template of a rule file: the common part, then that of `benchmark`."""
     common = Path(__file__).with_name("miniature_common.yaml")
     files = (common, ROOT / benchmark / f"{division}.yaml")
     return string.Template("\n".join(file.read_text() for file in files))
 
 
 def rule_file(benchmark: str, rules: Rules) -> str:
-    """Return the division's rule file, with the fields of `rules` substituted by name."""
+    """Return the text of the rule file, with the fields of `rules` filled in."""
     fields = vars(rules) | {"target_loss": rules.target_loss or NO_TARGET}
     return rule_template(benchmark, rules.division).substitute(
         fields, benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
@@ -110,14 +111,14 @@ def rule_file(benchmark: str, rules: Rules) -> str:
 
 
 def miniature_rules(benchmark: str) -> str:
-    """Return the rule file of a benchmark's miniature."""
+    """Return the text of the rule file of the benchmark's miniature."""
     return rule_file(benchmark, benchmarks.divisions(benchmark)["miniature"])
 
 
 def checker_version() -> str:
     """Return the version of the installed mlperf-logging.
 
-    Raises PreflightError if it is missing, or too old to demand the disclosure keys of 6.1.0.
+    Raises PreflightError if it is missing, or too old to require the disclosure keys of 6.1.0.
     """
     if not (version := version_of("mlperf-logging")):
         why = f"{sys.executable} has no mlperf-logging"
@@ -125,13 +126,14 @@ def checker_version() -> str:
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
         raise PreflightError(
             f"mlperf-logging {version} is too old",
-            "it lets logs pass that lack the keys of 6.1.0",
+            "it accepts logs without the keys that 6.1.0 requires",
             INSTALL,
         )
     return version
 
 
 def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict:
+    """Return the verdict by the rule file `config`, a path or a name in the checker's package."""
     checker_version()
     # Imported here because most commands do not need it.
     from mlperf_logging.compliance_checker import mlp_compliance
@@ -144,39 +146,30 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict
     # Any exception means that there is no verdict. The package checker would crash on it as well.
     except Exception as error:
         why = f"{type(error).__name__} {str(error)[:200]}".strip()
-        return LogVerdict(
-            rules,
-            False,
-            (
-                Finding(
-                    0,
-                    "broke_off",
-                    f"the checker crashed without a verdict: {why}",
-                    "CC mlp_compliance.py",
-                ),
-            ),
-        )
+        message = f"the checker crashed without a verdict: {why}"
+        return LogVerdict(rules, False, (Finding(0, "broke_off", message, "CC mlp_compliance.py"),))
     finally:
         # After a crash, rule files are left in this list and would apply to the next log.
         mlp_compliance.enqueued_configs.clear()
-    texts = [
-        (key, text, ERROR)
-        for key, text in (
-            *checker.overwritable.items(),
-            *((None, text) for text in checker.not_overwritable),
-        )
-    ]
+    texts: list[tuple[str | None, str, str]] = []  # key, text, severity
+    texts += [(key, text, ERROR) for key, text in checker.overwritable.items()]
+    texts += [(None, text, ERROR) for text in checker.not_overwritable]
     texts += [(key, text, WARNING) for key, text in checker.warnings.items()]
-    log = log or (read(path) if texts else Log())
-    return LogVerdict(
-        rules,
-        passed,
-        tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)),
-    )
+    if not texts:
+        return LogVerdict(rules, passed)
+    log = log or read(path)
+    complaints: list[Finding] = []
+    for key, text, severity in texts:
+        complaints += _complaints(log, rules, key, text, severity)
+    return LogVerdict(rules, passed, tuple(complaints))
 
 
 class RepeatedLines:
-    """The records of a log as the official parser makes them, parsed again at each pass."""
+    """The records that the official parser finds in a log. Each iteration parses the log again.
+
+    `path`: path of the log. `parser`: the parser's module. `failed`: the lines that cannot be
+    parsed, and why.
+    """
 
     def __init__(self, path: str, parser: ModuleType):
         self.path = path
@@ -205,9 +198,10 @@ class RepeatedLines:
 
 @contextmanager
 def bounded_memory(path: Path) -> Iterator[None]:
-    """Let the compliance checker read a large log line by line, by its own parser's functions.
+    """Make the compliance checker read a large log line by line inside the block.
 
-    Its `parse_file` holds every record: 1.8 GB for a log of 233 MB.
+    The functions that parse a line are its own. Its `parse_file` keeps all records in memory:
+    1.8 GB for a log of 233 MB.
     """
     if path.stat().st_size < LARGE_LOG_BYTES:
         yield
@@ -229,9 +223,9 @@ def bounded_memory(path: Path) -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Suppress what the official modules write to the root logger, for the duration of the block.
+    """Suppress the messages that the official modules log inside the block.
 
-    They would add a handler that prints if the root logger had none.
+    If the root logger had no handler, they would add one that prints.
     """
     root = logging.getLogger()
     handler = logging.NullHandler()
@@ -248,47 +242,50 @@ def silent() -> Iterator[None]:
 def _complaints(
     log: Log, rules: str, key: str | None, text: str, severity: str
 ) -> Iterator[Finding]:
-    """Yield the findings in one complaint of the checker, which concerns `key` if it is given."""
-    first = text.splitlines()[0]
-    quoted = re.search(r"'(\w+)'", first)
-    source = _source(
-        rules,
-        str(log.value("submission_benchmark")),
-        key or (quoted[1] if quoted else "eval_accuracy"),
-    )
+    """Yield the findings in the complaint `text` of the checker about `key`, if it names one."""
+    first_line = text.splitlines()[0]
+    quoted = re.search(r"'(\w+)'", first_line)
+    named = quoted[1] if quoted else "eval_accuracy"
+    source = _source(rules, str(log.value("submission_benchmark")), key or named)
     events = log.all(key or "")
     if text.startswith("Log lines had parsing errors"):
         for bad in log.bad:
-            if not bad.reason.startswith(UNSEEN):
+            if not bad.reason.startswith(SKIPPED):
                 yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
     elif text.startswith("Required "):
-        rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
-        yield Finding(
-            line, rule, f"{key} is missing" if key and not events else first, source, severity
-        )
+        if len(events) > 1:
+            yield Finding(events[1].line, "repeated", first_line, source, severity)
+        else:
+            message = f"{key} is missing" if key and not events else first_line
+            yield Finding(0, "missing", message, source, severity)
     elif text.startswith("Failed checks for"):
-        last = log.all("eval_accuracy")[-1:]
-        yield Finding(
-            last[0].line if last else 0,
-            "target",
-            f"no evaluation reached the target: {first}",
-            source,
-        )
+        evaluations = log.all("eval_accuracy")
+        line = evaluations[-1].line if evaluations else 0
+        yield Finding(line, "target", f"no evaluation reached the target: {first_line}", source)
     else:
-        # The checker counts only its own lines, from 0, so the record is found by its quoted time.
-        times = _times(text)
-        event = next(
-            (event for event in events if event.time_ms in times), events[0] if events else None
-        )
-        test = re.search(
-            r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE
-        )
-        message = (
-            f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}"
-            if test and event
-            else first
-        )
-        yield Finding(event.line if event else 0, "value", message, source, severity)
+        yield _wrong_value(events, key, text, source, severity)
+
+
+def _wrong_value(
+    events: list[Event], key: str | None, text: str, source: str, severity: str
+) -> Finding:
+    """Return the finding about a record that does not pass a test of the checker.
+
+    `events`: the records of `key`. The checker numbers only its own lines, from 0, so the record is
+    found by the time that the complaint quotes.
+    """
+    if not events:
+        return Finding(0, "value", text.splitlines()[0], source, severity)
+    times = _times(text)
+    event = next((event for event in events if event.time_ms in times), events[0])
+    message = text.splitlines()[0]
+    test = re.search(
+        r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE
+    )
+    if test:
+        rule = (test[1] or test[2] or "").strip()
+        message = f"{key} is {_shown(event)}, the rule is: {rule}"
+    return Finding(event.line, "value", message, source, severity)
 
 
 def _times(text: str) -> set[float]:
@@ -298,15 +295,19 @@ def _times(text: str) -> set[float]:
 
 
 def _shown(event: Event) -> str:
-    metadata = {
-        name: value for name, value in event.metadata.items() if name not in ("file", "lineno")
-    }
-    return json.dumps(event.value)[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
+    """Return the value of `event` and its metadata, shortened, for a message."""
+    text = json.dumps(event.value)[:80]
+    metadata = dict(event.metadata)
+    for name in ("file", "lineno"):
+        metadata.pop(name, None)
+    if metadata:
+        text += f" with {json.dumps(metadata)[:80]}"
+    return text
 
 
 @cache
 def _source(rules: str, benchmark: str, key: str) -> str:
-    """Return the name of the last rule file that names `key`. It overrides the earlier ones."""
+    """Return the name of the last rule file that has `key`, which overrides the earlier ones."""
     if rules in ("miniature", OPEN):
         return f"submission/miniature_common.yaml, {benchmark}/{rules}.yaml"
     from mlperf_logging import compliance_checker
@@ -326,21 +327,22 @@ def _source(rules: str, benchmark: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict of one tool on one submission. Result sets are named by (system, benchmark)."""
+    """The verdict of one tool on one submission."""
 
     tool: str
     passed: bool
     complaints: tuple[str, ...]
-    text: str  # everything that it printed
-    # From the package checker: "passed", or the first complaint.
+    text: str  # stdout and stderr
+    # (system, benchmark) -> "passed", or the first complaint; from the package checker.
     verdicts: dict[tuple[str, str], str] = field(default_factory=dict)
-    scores: dict[tuple[str, str], float] = field(default_factory=dict)  # summarizer only; minutes
+    # (system, benchmark) -> score in minutes; from the summarizer.
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def system_description(path: Path, ruleset: str) -> Answer:
     """Return the verdict of the system description checker on the file at `path`.
 
-    Raises PreflightError if mlperf-logging is missing or too old, as do the functions below.
+    This function and those below raise PreflightError if mlperf-logging is missing or too old.
     """
     text = run_tool("system_desc_checker", str(path.resolve()), "training", ruleset)
     return _answer("system_desc_checker", text, "System description checker passed" in text)
@@ -349,24 +351,26 @@ def system_description(path: Path, ruleset: str) -> Answer:
 def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     """Return the verdict of the package checker: number of files, compliance, seeds and RCP.
 
-    `sets`: number of result sets in `org_dir`. `missed`: number of result sets with a run that did
-    not converge, which olympic scoring forgives.
+    `org_dir`: directory of the submission. `sets`: number of its result sets. `missed`: number of
+    result sets with a run that did not converge, which olympic scoring accepts.
 
-    The checker skips whatever it does not know, and forgives any one log. Here every result set
-    must have passed its RCP test, and exactly `missed` logs must have been forgiven.
+    The checker skips directories that it does not know, and accepts one bad log in each result set.
+    Therefore every result set must have passed its RCP test, and the number of accepted logs must
+    be exactly `missed`.
     """
     text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
     parts = re.split(r"Running compliance checks in dir (.+)\n", text)
     verdicts = {}
-    for folder, said in zip(parts[1::2], parts[2::2], strict=True):
-        bad = [
-            line.strip()
-            for line in said.splitlines()
-            if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)
-        ]
+    for folder, output in zip(parts[1::2], parts[2::2], strict=True):
+        errors = []
+        for line in output.splitlines():
+            if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line):
+                errors.append(line.strip())
         verdict = "passed"
-        if bad or "RCP Test Passed" not in said:
-            verdict = (bad or ["no RCP test"])[0][:60]
+        if errors:
+            verdict = errors[0][:60]
+        elif "RCP Test Passed" not in output:
+            verdict = "no RCP test"
         verdicts[Path(folder).parent.name, Path(folder).name] = verdict
     passed = (
         "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
@@ -378,10 +382,10 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
 
 
 def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
-    """Return the summarizer's score of each result set, in minutes.
+    """Return the summarizer's verdict, with the score of each result set in minutes.
 
-    The package checker must have run before if the scores are to include the RCP factor: it writes
-    the factor, and the summarizer reads it. `sets` and `missed` are those of `package`.
+    Call `package` before: the package checker writes the RCP factors that the summarizer reads.
+    `sets` and `missed`: as in `package`.
     """
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
@@ -389,20 +393,15 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
             "result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table)
         )
         rows = list(csv.DictReader(table.open())) if table.is_file() else []
-    scores = {
-        (Path(row["details_url"]).stem, name): float(row[name])
-        for row in rows
-        for name in benchmarks.names()
-        if row.get(name)
-    }
-    forgiven = (
-        text.count("Dropping non-converged run(s)")
-        == missed
-        == text.count("Compliance check failed in")
-    )
-    return replace(
-        _answer("result_summarizer", text, len(scores) == sets and forgiven, missed), scores=scores
-    )
+    scores = {}
+    for row in rows:
+        for name in benchmarks.names():
+            if row.get(name):
+                scores[Path(row["details_url"]).stem, name] = float(row[name])
+    dropped = text.count("Dropping non-converged run(s)")
+    refused = text.count("Compliance check failed in")
+    passed = len(scores) == sets and dropped == missed == refused
+    return replace(_answer("result_summarizer", text, passed, missed), scores=scores)
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
@@ -411,15 +410,17 @@ def repository(org_dir: Path, ruleset: str) -> Answer:
     return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
 
 
-def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answer:
+def _answer(tool: str, text: str, reported_success: bool, accepted: int = 0) -> Answer:
+    """Return the verdict of `tool` from its output `text`.
+
+    It passed if it reported success and its output has at most `accepted` lines with an error.
+    """
     bad = [line.strip() for line in text.splitlines() if BAD_LINE.search(line)]
-    passed = said_success and len(bad) <= forgiven
-    complaints = (
-        tuple(bad)
-        if bad or passed
-        else (f"{tool} did not report success; its output ends with: {text.strip()[-300:]!r}",)
-    )
-    return Answer(tool, passed, () if passed else complaints, text)
+    if reported_success and len(bad) <= accepted:
+        return Answer(tool, True, (), text)
+    if not bad:
+        bad = [f"{tool} did not report success; its output ends with: {text.strip()[-300:]!r}"]
+    return Answer(tool, False, tuple(bad), text)
 
 
 def run_tool(tool: str, *arguments: str) -> str:

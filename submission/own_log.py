@@ -1,9 +1,10 @@
 """Conventions of the logs that this project writes, stricter than the MLPerf rules.
 
-They exclude lines that RunLog cannot write, and lines that our own submissions must not contain.
-They apply to our own logs only, where a break is an error: the writer is broken, or the log was
-changed. A log is ours if its division is miniature, if it is open and a config of ours lies beside
-it, or if its config_filename is named like the files in configs/. Standard library only.
+They exclude lines that RunLog cannot write, and lines that our submissions must not contain. They
+apply to our own logs only. There a break is an error: RunLog has a bug, or the log was edited. A
+log is ours if its division is miniature, if its division is open and its directory has a config of
+this project, or if its config_filename has the form of the names in configs/. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from submission.log_rules import (
     is_positive_int,
     on_each,
     resumed_at,
-    unfit,
+    unless,
     unlike,
 )
 
-# MI355X_1x8.toml, for example. launch/select_config.py may add +derived and the like.
+# For example MI355X_1x8.toml. launch/select_config.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")
-# Values of bash's $RANDOM are below this. One random 32-bit seed in 130,000 is too, so a small seed
+# Bash's $RANDOM is below this. So is one of 130,000 random 32-bit seeds, and therefore a small seed
 # is only a warning.
 SMALL_SEED = 2**15
 WELL_KNOWN_SEEDS = frozenset(
@@ -53,7 +54,7 @@ EVENT_TYPES = {
 }
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
-# State -> key -> next state. Keys that are missing for a state are out of order.
+# State -> key -> next state. In each state, the keys that are not listed are out of order.
 TRANSITIONS = {
     "nothing": {"cache_clear": "nothing", "init_start": "init"},
     "init": {"init_stop": "ready"},
@@ -67,7 +68,7 @@ TRANSITIONS = {
 
 
 def is_ours(log: Log) -> bool:
-    """Return whether this project wrote `log`, by its division, config and config_filename."""
+    """Return whether this project wrote `log` (see the top of this file)."""
     name = log.value("config_filename")
     division = log.value("submission_division")
     if division == OPEN:
@@ -78,7 +79,7 @@ def is_ours(log: Log) -> bool:
 
 
 def init_keys_of(log: Log) -> tuple[str, ...]:
-    """Return the keys that `log`, which is ours, has exactly once, during initialization."""
+    """Return the keys that our log `log` must have exactly once, during initialization."""
     if log.value("submission_division") == OPEN:
         return init_keys(benchmarks.open_benchmark(), OPEN)
     return init_keys(str(log.value("submission_benchmark")))
@@ -86,21 +87,20 @@ def init_keys_of(log: Log) -> tuple[str, ...]:
 
 @cache
 def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
-    """Return the keys that a log of ours has exactly once, during initialization.
+    """Return the keys that one of our logs must have exactly once, during initialization.
 
-    They are the keys in the division's rule file, and two that no checker demands.
+    They are the keys in the division's rule file, and two that no checker requires.
     """
     template = official_tools.rule_template(benchmark, division).template
-    demanded = re.findall(r"NAME: (\w+)", template)
-    return (
-        *(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")),
-        "seed",
-        "submission_status",
-    )
+    keys = []
+    for key in re.findall(r"NAME: (\w+)", template):
+        if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy"):
+            keys.append(key)
+    return (*keys, "seed", "submission_status")
 
 
 def not_once(log: Log, rules: Rules) -> Breaks:
-    """Find keys of the clock and of initialization that are missing or repeated."""
+    """Find keys of the clock and of the initialization that are missing or repeated."""
     for key in (*CLOCK_KEYS, *init_keys_of(log)):
         events = log.all(key)
         if not events:
@@ -110,12 +110,14 @@ def not_once(log: Log, rules: Rules) -> Breaks:
 
 
 def prefixed(event: Event, rules: Rules) -> str:
+    """Return a message if the line of `event` has text before the token, else ""."""
     if not event.prefix or TOKEN in event.prefix:
         return ""
     return f"{event.prefix[:40]!r} before the token"
 
 
 def wrong_event_type(event: Event, rules: Rules) -> str:
+    """Return a message if the event type of `event` is not that of its key, else ""."""
     wanted = EVENT_TYPES.get(event.key, POINT)
     if event.event_type == wanted:
         return ""
@@ -125,7 +127,8 @@ def wrong_event_type(event: Event, rules: Rules) -> str:
 def out_of_order(log: Log, rules: Rules) -> Breaks:
     """Find records that do not follow TRANSITIONS.
 
-    Initialization, clock, blocks and evaluations come in order and are closed. run_stop is last.
+    The initialization comes first. Then every block and every evaluation ends before the next one
+    begins, and run_stop is last.
     """
     state = "nothing"
     early = {"target_accuracy", *init_keys_of(log)}
@@ -142,6 +145,7 @@ def out_of_order(log: Log, rules: Rules) -> Breaks:
 
 
 def back_in_time(log: Log, rules: Rules) -> Breaks:
+    """Find records with an earlier time than the record before them."""
     for before, event in pairwise(log.every()):
         if event.time_ms < before.time_ms:
             milliseconds = before.time_ms - event.time_ms
@@ -151,8 +155,8 @@ def back_in_time(log: Log, rules: Rules) -> Breaks:
 def wrong_samples(log: Log, rules: Rules) -> Breaks:
     """Find a samples_count that is not the number of sequences trained so far.
 
-    It is counted after the optimizer step: a multiple of the global batch that grows only at
-    block_stop.
+    RunLog counts after the optimizer step. The number is therefore a multiple of the global batch,
+    and grows only at block_stop.
     """
     batch = log.value("global_batch_size")
     last = resumed_at(log)
@@ -172,14 +176,15 @@ def wrong_samples(log: Log, rules: Rules) -> Breaks:
 
 
 def resumed(event: Event, rules: Rules) -> str:
+    """Return a message about a log that has the key resumed."""
     return (
-        f"the run continued from a checkpoint at {event.value!r} samples:"
-        " its minutes do not include the run before, and package refuses it"
+        f"the run resumed from a checkpoint at {event.value!r} samples:"
+        " its minutes do not include the earlier run, and package refuses it"
     )
 
 
 def chosen_seed(event: Event, rules: Rules) -> str:
-    """Return a message if the seed looks chosen by a person or drawn from 15 bits, else ""."""
+    """Return a message if the seed was probably chosen by a person or has only 15 bits, else ""."""
     chosen = type(event.value) is int and (
         0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS
     )
@@ -198,8 +203,8 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     def wrong_config(log: Log, rules: Rules) -> Breaks:
         """Find a config that was changed, or that is not a file of the repository.
 
-        A miniature is exempt. It may run anywhere and with any change, so `CPU_1x1+modified.toml`
-        is a correct name, and it cannot be submitted.
+        Miniatures are exempt: they may run on any machine and with any change, because they cannot
+        be submitted. `CPU_1x1+modified.toml` is a correct name there.
         """
         event = log.first("config_filename")
         if event is None or rules.division != "closed":
@@ -232,11 +237,12 @@ def wrong_batch(log: Log, rules: Rules) -> Breaks:
         yield log.all("global_batch_size")[0].line, message
 
 
-def is_share(value: object) -> bool:
+def is_fraction(value: object) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
 def own_constants(log: Log, rules: Rules) -> Breaks:
+    """Find values of OWN_CONSTANTS that differ from those that the division fixes."""
     fixed = rules.fixed_log_values()
     for key in OWN_CONSTANTS:
         yield from unlike(log, rules, key, fixed[key])
@@ -255,12 +261,12 @@ OWN_RULES = (
     Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
     Rule(
         "submission",
-        unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS),
+        unless(lambda value: isinstance(value, str) and value.strip(), "text", *SUBMISSION_KEYS),
         "OWN; CC common.yaml",
     ),
     Rule(
         "submission",
-        unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"),
+        unless(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"),
         "OWN; CC common.yaml",
     ),
     Rule("order", out_of_order, "OWN; TR Run Results", one_cause=True),
@@ -280,7 +286,7 @@ OWN_RULES = (
     ),
     Rule(
         "batch",
-        unfit(
+        unless(
             is_positive_int, "a positive integer", "gradient_accumulation_steps", "train_samples"
         ),
         "OWN",
@@ -288,18 +294,18 @@ OWN_RULES = (
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule(
         "schedule",
-        unfit(is_positive, "a positive number", "opt_base_learning_rate"),
+        unless(is_positive, "a positive number", "opt_base_learning_rate"),
         TR_HYPERPARAMETERS,
     ),
     Rule(
         "schedule",
-        unfit(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
+        unless(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
         TR_HYPERPARAMETERS,
     ),
     Rule(
         "schedule",
-        unfit(
-            is_share,
+        unless(
+            is_fraction,
             "a fraction of the steps, from 0 to below 1",
             "opt_learning_rate_warmup_factor",
         ),
