@@ -154,7 +154,7 @@ def _gain(samples: int, due: int, interval: int, rules: Rules) -> str:
 
 
 def resumed_at(log: Log) -> int:
-    """Return the training sequences before the checkpoint from which the run resumed, or 0."""
+    """Return the training sequences before the checkpoint from which the run continued, or 0."""
     samples = log.value("resumed")
     return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 

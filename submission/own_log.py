@@ -178,7 +178,7 @@ def wrong_samples(log: Log, rules: Rules) -> Breaks:
 def resumed(event: Event, rules: Rules) -> str:
     """Return a message about a log that has the key resumed."""
     return (
-        f"the run resumed from a checkpoint at {event.value!r} samples:"
+        f"the run continued from a checkpoint at {event.value!r} samples:"
         " its minutes do not include the earlier run, and package refuses it"
     )
 

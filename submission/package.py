@@ -1,18 +1,18 @@
 """`./run_and_time.sh package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`
 
-The command makes a submission out of series of ten runs. It writes DIR/ORG with systems/,
-results/<system>/<benchmark>/result_0.txt .. result_9.txt and
-benchmarks/<benchmark>/implementations/. The code in the latter is that of the commit that ran,
-taken from git. Ten consecutive attempts are submitted: submission/series.py selects them, and the
-choice is printed. Then the package checker, summarizer and repo checker are run on DIR/ORG, and
-their output is kept in DIR.
+The command makes a submission from series of ten runs. It writes DIR/ORG with systems/,
+results/<system>/<benchmark>/result_0.txt .. result_9.txt, and
+benchmarks/<benchmark>/implementations/ with the code of the commit that ran, from git. The ten runs
+are consecutive attempts of the series. submission/series.py selects them, and the command prints
+its choice. Then it runs the package checker, the summarizer and the repo checker on DIR/ORG, and
+keeps their output in DIR.
 
-With --rehearse, the same is done with invented logs (submission/rehearsal.py), which nobody can
-submit. --benchmark may then name a series of miniatures, whose seeds and outcomes are used.
+With --rehearse, the logs are invented (submission/rehearsal.py), and nobody can submit the result.
+--benchmark may then name a series of miniatures, whose seeds and outcomes are used.
 
-Exit code: 0 all of them reported success, 20 they did not, or something must not be submitted, 2
-wrong usage, 17 cannot be written, 18 no official tools. DIR is not created until everything has
-been collected. Standard library only.
+Exit code: 0 all official tools reported success, 20 a tool did not, or something must not be
+submitted, 2 wrong usage, 17 DIR cannot be written, 18 no official tools. If the submission cannot
+be completed, DIR is not created. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from submission import check, describe, implementation, official_tools, rehearsa
 from submission.examined import Examined
 from submission.log_rules import REHEARSAL, Finding
 from submission.runs import LOST, Run
-from submission.series import TenRuns, read_series, ten_runs, windows
+from submission.series import Series, TenRuns, read_series, ten_runs, windows
 from submission.terminal import add_series_option, plural
 
-# Pattern of an organization, system or implementation, each of which becomes a directory.
+# Pattern of the name of an organization, system or implementation, which are names of directories.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-PLACEHOLDERS = (
+PLACEHOLDERS = (  # names that are not those of an organization
     "unnamed",
     "org",
     "yourorg",
@@ -66,8 +66,7 @@ SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
 CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
 
-# Patterns of tokens and keys (Hugging Face, AWS, GitHub, OpenAI-like, Slack, Google, PEM), and of
-# passwords written as a value.
+# Kind of secret -> pattern of its text.
 SECRETS = {
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
     "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
@@ -88,18 +87,18 @@ class PackageRequest:
     """The options of one `package` command."""
 
     sources: Mapping[str, str | Path]  # benchmark -> directory of its series
-    system: Path
-    out: Path
-    org: str
+    system: Path  # system description
+    out: Path  # directory to create
+    org: str  # organization
     ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
-    series: str = ""
+    series: str = ""  # ID of a series in the ledger, or its beginning
     root: Path = ROOT  # the project's git repository
-    rehearsal: bool = False  # the logs are invented
+    rehearsal: bool = False  # whether the logs are invented
 
 
 class PackageParser(Parser):
-    """The parser of `package`: a rehearsal needs no series, system and organization."""
+    """The parser of `package`. Only --rehearse needs no --benchmark, --system and --org."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options = super().parse_args(args, namespace)
@@ -113,7 +112,7 @@ class PackageParser(Parser):
 def parser(benchmark: str = "") -> Parser:
     parser = PackageParser(
         "package",
-        "Make a submission out of series of ten runs, and run the official tools on it.",
+        "Make a submission from series of ten runs, and run the official tools on it.",
         [
             "package --benchmark llama31_8b=results --system H200_1x8.json --org Us --out tree",
             "package --rehearse --out rehearsal",
@@ -125,7 +124,7 @@ def parser(benchmark: str = "") -> Parser:
         action="append",
         default=[],
         metavar="B=DIR",
-        help="benchmark, and the LOGDIR or LOGDIR/<benchmark> of its series",
+        help="benchmark, and LOGDIR or LOGDIR/<benchmark> of its series (can be repeated)",
     )
     parser.add_argument(
         "--system",
@@ -137,7 +136,9 @@ def parser(benchmark: str = "") -> Parser:
         "--out", type=Path, required=True, metavar="DIR", help="new directory to write"
     )
     parser.add_argument(
-        "--org", default="", help="organization: MLPERF_SUBMISSION_ORG in the logs, and submitter"
+        "--org",
+        default="",
+        help="organization, as in MLPERF_SUBMISSION_ORG of the runs and in the system description",
     )
     parser.add_argument(
         "--ruleset",
@@ -155,8 +156,8 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="build a marked submission from invented logs, which nobody can submit;"
-        " only --out is required",
+        help="make a marked submission from invented logs, which nobody can submit"
+        " (requires only --out)",
     )
     return parser
 
@@ -179,13 +180,12 @@ def _package(options: argparse.Namespace) -> int:
 def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     """Package invented series; return the exit code.
 
-    `options`: those of the parser. A benchmark without a directory, and no system, mean invented
-    ones. `root`: the project's git repository. Raises CheckFailed if it is none, and the errors of
-    `package`.
+    `options`: parsed options. Without the directory of a benchmark, the seeds and outcomes of its
+    series are invented as well. Without a system, its description is invented. `root`: the
+    project's git repository. Raises CheckFailed if `root` is not a git repository, and the errors
+    of `package`.
     """
-    texts = options.benchmark or benchmarks.closed()
-    texts = [text if "=" in text else f"{text}=" for text in texts]
-    sources = terminal.pairs("--benchmark", texts, benchmarks.closed())
+    sources = _rehearsal_sources(options)
     for doubt in doubts(root, os.environ):
         print(f"note: a run that is started now could not be submitted: {doubt}")
     commit = git(root, "rev-parse", "HEAD")
@@ -193,7 +193,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
         raise CheckFailed(
             f"{root} has no commit",
             "a submission contains the code of the commit that ran",
-            "rehearse in a git repository of this project",
+            "rehearse in a git clone of this project",
         )
     org = rehearsal.marked(options.org or "Org")
     with tempfile.TemporaryDirectory() as temporary:
@@ -227,12 +227,23 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
         return package(request)
 
 
+def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:
+    """Return benchmark -> directory of a series, or "", of the option --benchmark.
+
+    The default is all benchmarks, without directories.
+    """
+    texts = []
+    for text in options.benchmark or benchmarks.closed():
+        texts.append(text if "=" in text else f"{text}=")
+    return terminal.pairs("--benchmark", texts, benchmarks.closed())
+
+
 def package(request: PackageRequest) -> int:
     """Build the submission and run the official tools on it; return the exit code.
 
     Raises ConfigError for wrong options, CheckFailed if something must not be submitted,
-    StorageError if it cannot be written, PreflightError without the official tools. A submission
-    that cannot be completed leaves no files.
+    StorageError if `request.out` cannot be written, PreflightError without the official tools. If
+    the submission cannot be completed, nothing is left behind.
     """
     _check_names(request)
     description = describe.read(request.system)
@@ -245,11 +256,11 @@ def package(request: PackageRequest) -> int:
         ) as folder:
             partial = Path(folder, "partial")
             _build(partial / request.org, request, chosen)
-            offences = forbidden(partial / request.org)
-            _demand(
-                not offences,
-                f"{plural(len(offences), 'file')} must not be in a submission",
-                "; ".join(offences),
+            problems = forbidden(partial / request.org)
+            _require(
+                not problems,
+                f"{plural(len(problems), 'file')} must not be in a submission",
+                "; ".join(problems),
                 "remove them from the commit or from the logs",
             )
             partial.rename(request.out)
@@ -257,18 +268,23 @@ def package(request: PackageRequest) -> int:
         raise StorageError(
             f"cannot write {request.out}", str(error), "free space, or choose another --out"
         ) from error
-    return judge(request, sum(not run.converged for ten in chosen.values() for run in ten.runs))
+    missed = 0
+    for ten in chosen.values():
+        missed += sum(not run.converged for run in ten.runs)
+    return judge(request, missed)
 
 
 # Checks of the request, the system description and the runs.
 
 
-def _demand(holds: bool, what: str, why: str, do: str) -> None:
-    if not holds:
+def _require(condition: bool, what: str, why: str, do: str) -> None:
+    """Raise CheckFailed with these texts unless `condition` is true."""
+    if not condition:
         raise CheckFailed(what, why, do)
 
 
 def _check_names(request: PackageRequest) -> None:
+    """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
     names = {
         "--org": request.org,
         "--system": request.system.stem,
@@ -277,7 +293,7 @@ def _check_names(request: PackageRequest) -> None:
     for option, name in names.items():
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"{option}: {name!r} cannot be a directory of a submission",
+                f"{option}: {name!r} cannot be the name of a directory in a submission",
                 "only letters, digits and _ . + - are allowed, and no leading dot",
                 "choose another name",
             )
@@ -285,13 +301,13 @@ def _check_names(request: PackageRequest) -> None:
         raise ConfigError(
             f"--org {request.org}",
             "this is a placeholder, not the name of an organization",
-            "name your organization, as in MLPERF_SUBMISSION_ORG of the runs",
+            "give the name of your organization, as in MLPERF_SUBMISSION_ORG of the runs",
         )
     if rehearsal.is_marked(request.org) and not request.rehearsal:
         raise ConfigError(
             f"--org {request.org}",
             "this name marks a rehearsal, which cannot be submitted",
-            "name your organization, and package the series of real runs",
+            "give the name of your organization, and package series of real runs",
         )
     if request.out.exists() or request.out.is_symlink():
         raise ConfigError(
@@ -302,15 +318,16 @@ def _check_names(request: PackageRequest) -> None:
 
 
 def _check_description(request: PackageRequest, description: dict) -> None:
+    """Raise CheckFailed if the system description is incomplete or names another submitter."""
     problems = describe.problems(description)
-    _demand(
+    _require(
         not problems,
         f"{request.system} cannot be submitted",
         "; ".join(problems),
         f"complete it: ./run_and_time.sh describe --out {request.system} ...",
     )
     submitter = description["submitter"]
-    _demand(
+    _require(
         submitter == request.org,
         f"{request.system}: submitter is {submitter!r}, --org is {request.org!r}",
         "reviewers find the code by the submitter's name",
@@ -319,7 +336,7 @@ def _check_description(request: PackageRequest, description: dict) -> None:
 
 
 def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRuns:
-    """Return the ten runs of `benchmark` to submit, after all checks of them and of their series.
+    """Return the ten runs of `benchmark` to submit, after checking them and their series.
 
     Raises ConfigError if there is no series, CheckFailed if a check fails.
     """
@@ -328,26 +345,16 @@ def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRu
     for run in series.runs:
         _require_benchmark_run(request, run, benchmark)
     chosen = ten_runs(series)
-    _demand(
+    _require(
         not chosen.invalid,
         f"{series.name} cannot be submitted",
         chosen.invalid,
         "run more: NEXP with --resume, or a new series",
     )
-    count = sum(not window.invalid for window in windows(series))
-    first = chosen.runs[0].number
-    last = chosen.runs[-1].number
-    print(
-        f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
-        f" {plural(count, 'valid window')} of ten"
-    )
-    rcp = "" if chosen.passed else ", fails the RCP test"
-    print(f"  median: attempts {first} to {last}, {chosen.rank:.4f} min{rcp}")
-    for run in series.runs:
-        print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
+    _print_choice(benchmark, series, chosen)
     _check_seeds(series.runs)
     for run in chosen.runs:
-        _demand(
+        _require(
             bool(run.log.events),
             f"{run.name} was killed and left no log",
             "a result set has ten files, and the official tools read each of them",
@@ -359,8 +366,23 @@ def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRu
     return chosen
 
 
+def _print_choice(benchmark: str, series: Series, chosen: TenRuns) -> None:
+    """Print the attempts of `series`, with a * before the ten that are submitted."""
+    count = sum(not window.invalid for window in windows(series))
+    print(
+        f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
+        f" {plural(count, 'valid window')} of ten"
+    )
+    first = chosen.runs[0].number
+    last = chosen.runs[-1].number
+    rcp = "" if chosen.passed else ", fails the RCP test"
+    print(f"  median: attempts {first} to {last}, {chosen.rank:.4f} min{rcp}")
+    for run in series.runs:
+        print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
+
+
 def _series_folder(source: Path, benchmark: str) -> Path:
-    """Return LOGDIR/<benchmark> for `source`, which may be LOGDIR or this folder.
+    """Return LOGDIR/<benchmark> for `source`, which is LOGDIR or LOGDIR/<benchmark>.
 
     Raises ConfigError if there is no ledger.
     """
@@ -368,52 +390,52 @@ def _series_folder(source: Path, benchmark: str) -> Path:
     if not (folder / ledger.NAME).is_file():
         raise ConfigError(
             f"{source}: no series of {benchmark}",
-            f"there is no {ledger.NAME} in it",
+            f"there is no {ledger.NAME} in it or in its folder {benchmark}",
             "name the LOGDIR of the series",
         )
     return folder
 
 
 def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) -> None:
-    """Raise CheckFailed for a run that cannot be a benchmark result.
+    """Raise CheckFailed if `run` cannot be a benchmark result.
 
-    Such runs are those of another benchmark, miniatures, rehearsals, continued and emulated runs,
-    and runs with a changed config.
+    It cannot if it is of another benchmark, a miniature, a rehearsal, a continued or an emulated
+    run, or if its config was changed.
     """
     logged = run.log.value("submission_benchmark")
-    _demand(
+    _require(
         logged in (None, benchmark),
         f"{run.path} is a log of {logged}",
-        f"--benchmark names it as a log of {benchmark}",
+        f"--benchmark says that it is a log of {benchmark}",
         "correct --benchmark",
     )
-    _demand(
+    _require(
         run.log.value("submission_division") != "miniature",
         f"{run.folder} is a miniature",
         "a miniature has its own target and is not a benchmark result",
         "run the benchmark, or try the packaging with --rehearse",
     )
-    _demand(
+    _require(
         run.log.value(REHEARSAL) is None or request.rehearsal,
         f"{run.folder} is a rehearsal",
         "its log is invented",
         "run the benchmark",
     )
-    _demand(
+    _require(
         run.log.value("resumed") is None,
         f"{run.folder} was continued from a checkpoint of another run",
         "a run is timed from its first step to its last, without interruption",
         "run it without --continue",
     )
     emulated = run.log.value(EMULATED)
-    _demand(
+    _require(
         emulated is None,
         f"{run.folder} emulated {emulated}",
-        "emulation computes in bf16 or FP8 what another number format would give",
+        "emulation computes the results of this number format in bf16 or FP8",
         'run a series with linear = "fp8"',
     )
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
-    _demand(
+    _require(
         "+" not in name and not run.start.get("modified"),
         f"{run.folder} ran with {name}",
         "it did not run with an unchanged config of the repository (--set, or another GPU)",
@@ -422,36 +444,36 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
 
 
 def _check_seeds(runs: list[Run]) -> None:
-    """Raise CheckFailed unless all runs of the series have independent seeds, submitted or not."""
+    """Raise CheckFailed unless all runs of the series, submitted or not, have independent seeds."""
     first_with: dict[object, Run] = {}
     previous: object = None
     for run in runs:
         seed = run.start.get("seed")
         logged = run.log.value("seed")
-        _demand(
+        _require(
             type(seed) is int and logged in (None, seed),
             f"{run.path}: seed {logged}",
-            f"the ledger says {seed}: the log is not the one that this attempt wrote",
+            f"the ledger has seed {seed}: the log is not the one that this attempt wrote",
             "submit logs as they were written",
         )
         other = first_with.setdefault(seed, run)
-        _demand(
+        _require(
             other is run,
             f"attempts {other.number} and {run.number} have the same seed {seed}",
             "the ten runs must be independent",
             "run a series without SEED",
         )
-        _demand(
+        _require(
             type(previous) is not int or seed != previous + 1,
             f"attempts {run.number - 1} and {run.number} have the seeds {previous} and {seed}",
-            "consecutive seeds were chosen; they must come from the clock or the system's entropy",
+            "consecutive seeds are not random: they must come from the clock or system entropy",
             "run a series without SEED",
         )
         previous = seed
 
 
 def _check_same(first: Run, run: Run) -> None:
-    """Raise CheckFailed unless `run` has the system, code and config of `first`.
+    """Raise CheckFailed unless `run` has the system, code, engines and config of `first`.
 
     Source: MLPerf training rules, "Benchmark Results".
     """
@@ -460,25 +482,25 @@ def _check_same(first: Run, run: Run) -> None:
     why = "its versions.json names no commit (40 hexadecimal digits)"
     if named:
         why = "there were uncommitted changes"
-    _demand(
+    _require(
         named and run.versions.get("dirty") is False,
         f"{run.folder}: the code that ran is unknown",
         why,
         "commit, and run the series from a clean tree",
     )
-    both = f"attempts {first.number} and {run.number} ran with different"
+    attempts = f"attempts {first.number} and {run.number}"
     for key in SAME:
         value = run.versions.get(key)
         other = first.versions.get(key)
-        _demand(
+        _require(
             value == other,
-            f"{both} {key}: {other} and {value}",
-            "the ten runs must have one system and one code",
+            f"{attempts} ran with different {key}: {other} and {value}",
+            "the ten runs must have the same system and the same code",
             "run a series without changing anything",
         )
-    _demand(
+    _require(
         run.config == first.config,
-        f"{both} configs",
+        f"{attempts} ran with different configs",
         f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
         "run a series with one config",
     )
@@ -489,21 +511,21 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
 
     They must name the same organization, platform, GPUs and torch version.
     """
-    rerun = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set"
+    rerun = "do not edit the log: run the series with MLPERF_SUBMISSION_{} set"
     platform = run.log.value("submission_platform")
     packages = run.versions.get("packages") or {}
     torch = str(packages.get("torch") or "").split("+")[0]
-    _demand(
+    _require(
         run.org == request.org,
         f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
         "reviewers see both",
         rerun.format("ORG"),
     )
-    _demand(
+    _require(
         bool(run.nodes),
         f"{run.folder / 'config.toml'} does not name the GPUs",
-        "it is missing or damaged",
-        "submit run directories as the launcher left them",
+        "the file is missing or damaged",
+        "submit run directories as the launcher wrote them",
     )
     shape = f"{run.nodes}x{run.gpus_per_node}"
     facts = {
@@ -514,17 +536,17 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
     }
     for key, value in facts.items():
         named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
-        _demand(
+        _require(
             named,
             f"{request.system}: {key} is {description[key]}, not {value}",
             f"{run.folder} ran on {shape} {run.gpu} with torch {torch}",
             "describe the system that ran",
         )
-    fitting = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
-    _demand(
-        platform in fitting,
+    allowed = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
+    _require(
+        platform in allowed,
         f"{run.path}: submission_platform is {platform!r}",
-        f"for this system it must be one of {', '.join(map(repr, fitting))}",
+        f"for this system it must be one of {', '.join(map(repr, allowed))}",
         rerun.format("PLATFORM"),
     )
 
@@ -532,23 +554,23 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
 def _check_log(request: PackageRequest, run: Run) -> None:
     """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
 
-    Findings that every run has if it missed its target or was killed are accepted.
+    Findings that are unavoidable for a run that missed its target or was killed are accepted.
     """
-    _demand(
+    _require(
         not run.path.is_symlink(),
         f"{run.path} is a link",
-        "a log is a file that a run has written",
-        "submit run directories as they are",
+        "a log must be the file that the run wrote",
+        "submit run directories as the launcher wrote them",
     )
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
     complaints = []
     for finding in examined.errors(werror=True):
-        if _is_of_a_failed_run(run, finding, examined):
+        if _is_unavoidable(run, finding, examined):
             continue
         if request.rehearsal and finding.rule == REHEARSAL:
             continue
         complaints.append(f"line {finding.line}: {finding.message} ({finding.source})")
-    _demand(
+    _require(
         not complaints,
         f"{run.path} is not clean",
         "; ".join(complaints),
@@ -556,8 +578,8 @@ def _check_log(request: PackageRequest, run: Run) -> None:
     )
 
 
-def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
-    """Return whether every log of a run that missed its target, or was killed, has this finding."""
+def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
+    """Return whether every run that missed its target or was killed has this finding."""
     if run.status == "success":
         return False
     cut_short = (
@@ -570,20 +592,19 @@ def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
 
 
 def forbidden(root: Path) -> list[str]:
-    """Return one line for each path in `root` that must not be in a submission.
+    """Return one line for each reason why a path in `root` must not be in a submission.
 
-    These are names and sizes that the repo checker refuses, caches, build outputs, secrets, and
-    links, which the repo checker would judge relative to its own directory.
+    The reasons are names and sizes that the repo checker refuses, caches, build outputs, secrets,
+    and links, which the repo checker would resolve relative to its own directory.
     """
-    paths = (root, *sorted(root.rglob("*")))
-    return [
-        f"{path.relative_to(root.parent)}: {offence}"
-        for path in paths
-        for offence in _offences(path)
-    ]
+    lines = []
+    for path in (root, *sorted(root.rglob("*"))):
+        name = path.relative_to(root.parent)
+        lines += [f"{name}: {problem}" for problem in _problems(path)]
+    return lines
 
 
-def _offences(path: Path) -> Iterator[str]:
+def _problems(path: Path) -> Iterator[str]:
     if path.name.startswith("."):
         yield "its name starts with a dot"
     if any(letter.isspace() for letter in path.name):
@@ -603,13 +624,18 @@ def secrets_in(data: bytes) -> Iterator[str]:
     text = data.decode("latin-1")
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, text):
-            yield f"line {text.count(chr(10), 0, match.start()) + 1} looks like {kind}"
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"line {line} looks like {kind}"
 
 
 # Building.
 
 
 def _build(org_dir: Path, request: PackageRequest, chosen: dict[str, TenRuns]) -> None:
+    """Write the files of the submission into the new directory `org_dir`.
+
+    `chosen`: benchmark -> runs to submit.
+    """
     systems = org_dir / "systems"
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
@@ -635,12 +661,10 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     """
     org_dir = request.out / request.org
     sets = len(request.sources)
-    # The order matters: the summarizer reads the RCP factor that the package checker writes.
-    answers = [
-        tool(org_dir, request.ruleset, sets, missed)
-        for tool in (official_tools.package, official_tools.summary)
-    ]
-    answers.append(official_tools.repository(org_dir, request.ruleset))
+    # The order matters: the summarizer reads the RCP factors that the package checker writes.
+    packaged = official_tools.package(org_dir, request.ruleset, sets, missed)
+    summarized = official_tools.summary(org_dir, request.ruleset, sets, missed)
+    answers = [packaged, summarized, official_tools.repository(org_dir, request.ruleset)]
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
@@ -648,16 +672,11 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
             print(f"  {line}")
         for (_, name), minutes in answer.scores.items():
             print(f"  {name}: {minutes:.3f} minutes")
-    for (system, benchmark), verdict in answers[0].verdicts.items():
+    for (system, benchmark), verdict in packaged.verdicts.items():
         if "RCP" in verdict:
-            place = org_dir / "results" / system / benchmark / "package_checker_params"
-            print(
-                f"{benchmark}: to upload a result that fails the RCP test, you need a reason that"
-                " the results chair accepts"
-            )
-            print(f"  and a file without a newline:  printf rcp-bypass > {place}")
+            _explain_rcp_bypass(benchmark, org_dir / "results" / system / benchmark)
     passed = all(answer.passed for answer in answers)
-    scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
+    scores = {name: minutes for (_, name), minutes in summarized.scores.items()}
     facts = {
         "ruleset": request.ruleset,
         "rehearsal": request.rehearsal,
@@ -670,6 +689,16 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     if request.rehearsal:
         print("This was a rehearsal with invented logs: the tree cannot be submitted.")
     return 0 if passed else CheckFailed.exit_code
+
+
+def _explain_rcp_bypass(benchmark: str, results: Path) -> None:
+    """Print how to upload a result that fails the RCP test. `results`: directory of its logs."""
+    print(
+        f"{benchmark}: to upload a result that fails the RCP test, you need a reason that the"
+        " results chair accepts"
+    )
+    file = results / "package_checker_params"
+    print(f"  and a file without a newline:  printf rcp-bypass > {file}")
 
 
 main = program(parser, _package)

@@ -1,4 +1,4 @@
-"""The convergence test by mlperf-logging's RCP checker, called as the package checker calls it."""
+"""The convergence test of mlperf-logging's RCP checker, called as the package checker calls it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ POINTS = "pruned_rcps"  # the points that the package checker and the summarizer
 class ReferencePoint:
     """A reference convergence point: training sequences to the target at one global batch.
 
-    The numbers are those of the RCP checker.
+    The RCP checker computes the numbers.
     """
 
-    mean: float  # without the best and the worst run
-    sigma: float  # population standard deviation of all runs
+    mean: float  # of the reference runs, without the fastest and the slowest
+    sigma: float  # population standard deviation of all reference runs
     minimum: float  # lowest mean with which a submission passes
 
     def z_score(self, samples: float) -> float:
-        """Return the distance of `samples` from the reference mean, in its standard deviations.
+        """Return the distance of `samples` from the reference mean, in standard deviations.
 
-        Negative values are faster than the reference.
+        It is negative for a run that needs fewer sequences than the reference.
         """
         return (samples - self.mean) / self.sigma
 
@@ -39,14 +39,14 @@ class RcpVerdict:
     """The verdict of the RCP checker on a series of runs."""
 
     passed: bool
-    message: str  # as the checker words it
-    factor: float  # on the score, at least 1; meaningless if the test failed
+    message: str  # of the checker
+    factor: float  # multiplies the score; at least 1, and meaningless if the test failed
 
 
 def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
     """Return the verdict on the logs of at least three runs.
 
-    A log of None means that the run left none. It counts as infinitely slow, like a log without
+    None stands for a run that left no log. It counts as infinitely slow, like a log without
     run_stop. Raises PreflightError without mlperf-logging.
     """
     checker = _rcp_checker()
@@ -59,8 +59,8 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
             elif whole is not None:
                 link.write_text(_identity(whole), encoding="latin-1")
         try:
-            # With set_scaling, the checker writes scaling.json into the folder. Without, it removes
-            # /scaling.json.
+            # set_scaling makes the checker write scaling.json into the folder. Otherwise it would
+            # remove /scaling.json.
             passed, message, factor = checker.check_directory(
                 folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True
             )
@@ -73,18 +73,22 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
 def _identity(path: Path) -> str:
     """Return the lines of a log that name its benchmark and global batch.
 
-    The RCP checker requires them of every run.
+    The RCP checker requires them for every run.
     """
-    named = ('"submission_benchmark"', '"global_batch_size"')
+    lines = []
     with path.open(encoding="latin-1") as file:
-        return "".join(line for line in file if any(name in line for name in named))
+        for line in file:
+            if '"submission_benchmark"' in line or '"global_batch_size"' in line:
+                lines.append(line)
+    return "".join(lines)
 
 
 @cache
 def point_at(benchmark: str, batch: int, ruleset: str) -> ReferencePoint | None:
-    """Return the point that a series at `batch` is tested against, as `check_directory` selects it.
+    """Return the reference convergence point for the global batch `batch`.
 
-    None if `batch` is larger than that of every point.
+    The checker's `check_directory` selects it in the same way. None if `batch` is larger than that
+    of every point.
     """
     checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)

@@ -1,12 +1,12 @@
 """Invented series and system description for `package --rehearse`.
 
-A rehearsal builds a whole submission from invented logs of the closed division and runs the
-official tools on it, so that everything except the runs can be tried before a series. The attempts
-have the outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
+A rehearsal makes a submission from invented logs of the closed division and runs the official tools
+on it. This tests every step except the runs, before a series is started. The attempts have the
+outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
 
-Nobody can submit the result. The names of the organization and of the system begin with MARK, every
-log has the record KEY, which `check` and `package` refuse, and NOTICE lies in the tree. Standard
-library only.
+Nobody can submit the result: the names of the organization and of the system begin with MARK, every
+log has the record KEY, which `check` and `package` refuse, and the submission has the file NOTICE.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ NOTICE = "NOT_A_SUBMISSION.txt"
 NOTICE_TEXT = """This is a rehearsal of a submission, made by `package --rehearse`.
 All logs in it are invented. It contains no measurement and must not be submitted.
 """
-DEFAULT_KIND = "H200"  # of the invented system description
-MINUTES = 60.0  # of an invented run
+DEFAULT_KIND = "H200"  # GPU kind of the invented system description
+MINUTES = 60.0  # from run_start to run_stop of an invented run
 
-# State of an attempt -> exit code, kind and reason in the ledger.
+# State of an attempt -> exit code, kind and reason of its end in the ledger.
 ENDINGS = {
     GOOD: (0, "success", ""),
     FAILED: (10, "target_missed", "the target was not reached"),
@@ -57,15 +57,15 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class RehearsedRun:
-    """An attempt to invent: its state as in submission/runs.py, its seed and its minutes."""
+    """An attempt whose log is to be invented."""
 
-    state: str
+    state: str  # one of the states of submission/runs.py
     seed: int
-    minutes: float
+    minutes: float  # from run_start to run_stop
 
 
 def attempts_like(series: Series | None) -> list[RehearsedRun]:
-    """Return the attempts of `series`, followed by good ones until ten have started their clock."""
+    """Return the attempts of `series`, then good ones until ten have started their clock."""
     attempts = []
     started = 0
     if series is not None:
@@ -88,8 +88,8 @@ def _attempt_like(run: Run) -> RehearsedRun:
 def write_description(folder: Path, source: Path | None, org: str) -> Path:
     """Write a system description with marked names into `folder`; return its path.
 
-    `source`: description of the user, or None for an invented one of 8 GPUs. Raises ConfigError if
-    it cannot be read.
+    `source`: description to copy, or None to invent one of a system with 8 GPUs. Raises ConfigError
+    if it cannot be read.
     """
     if source is None:
         description = _invented_description()
@@ -124,12 +124,15 @@ def _installed_torch() -> str:
 
 
 def config_file(root: Path, benchmark: str, description: dict[str, str]) -> Path:
-    """Return the config for the system of `description`.
+    """Return the path of the config for the system of `description`.
 
     Raises ConfigError if its GPU kind is unknown, or if the repository has no config for it.
     """
     model = description["accelerator_model_name"]
-    kinds = [kind for kind in KINDS if re.search(rf"(?<![A-Za-z0-9]){kind}(?![A-Za-z0-9])", model)]
+    kinds = []
+    for kind in KINDS:
+        if re.search(rf"(?<![A-Za-z0-9]){kind}(?![A-Za-z0-9])", model):
+            kinds.append(kind)
     if not kinds:
         raise ConfigError(
             f"accelerator_model_name {model!r} names no known GPU kind",
@@ -154,10 +157,11 @@ def write_series(
     system: Path,
     commit: str,
 ) -> None:
-    """Write a series of invented runs into `folder`: a ledger, and a directory for each run.
+    """Write a ledger and a series of invented runs into the new directory `folder`.
 
-    `config`: TOML of the benchmark. `commit`: commit whose code is packaged. Raises ConfigError if
-    the reference has no runs at the global batch of the config.
+    `config`: path of the config file. `org`: organization. `system`: path of the system
+    description. `commit`: commit whose code is packaged. Raises ConfigError if the reference has no
+    runs at the global batch of the config.
     """
     rules = benchmarks.divisions(benchmark)["closed"]
     loaded = configs.load(config, benchmarks.config_class(benchmark))
@@ -167,8 +171,10 @@ def write_series(
     series = f"rehearsal-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)
     path = folder / ledger.NAME
-    goal = {"goal": SUBMISSION_RUNS, "facts": {"config": config.name}}
-    ledger.append(path, {"event": "series", "series": series, **goal})
+    facts = {"config": config.name}
+    ledger.append(
+        path, {"event": "series", "series": series, "goal": SUBMISSION_RUNS, "facts": facts}
+    )
     now = time.time()
     evaluations = passing_evaluations(rules, loaded.global_batch_size)
     for number, attempt in enumerate(attempts, start=1):
@@ -180,7 +186,6 @@ def write_series(
         records = log.records(config.name, benchmark, org, system.stem, evaluations)
         text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
         (run_dir / "result.txt").write_text(text)
-        code, kind, reason = ENDINGS[attempt.state]
         start = {
             "series": series,
             "attempt": number,
@@ -191,15 +196,21 @@ def write_series(
             "commit": commit,
         }
         ledger.append(path, {"event": "start", **start})
-        end = {"exit_code": code, "kind": kind, "reason": reason}
-        ledger.append(path, {"event": "end", **start, **end, "clock": code != 18})
+        code, kind, reason = ENDINGS[attempt.state]
+        end = {
+            "exit_code": code,
+            "kind": kind,
+            "reason": reason,
+            "clock": attempt.state != NOT_STARTED,
+        }
+        ledger.append(path, {"event": "end", **start, **end})
 
 
 def passing_evaluations(rules: Rules, batch: int) -> int:
-    """Return the number of evaluations after which runs pass the RCP test: the reference's mean,
-    rounded up.
+    """Return the number of evaluations with which runs pass the RCP test.
 
-    Raises ConfigError if the reference has no runs at this global batch.
+    It is that of the reference's mean, rounded up. Raises ConfigError if the reference has no runs
+    at this global batch.
     """
     mean = mean_samples(rules, batch)
     if mean is None:
@@ -213,7 +224,7 @@ def passing_evaluations(rules: Rules, batch: int) -> int:
 
 
 class InventedLog:
-    """The records of one invented run. `start_s`: its time of init_start, in seconds since 1970."""
+    """The log of one invented run. `start_s`: time of init_start, in seconds since 1970."""
 
     def __init__(self, rules: Rules, config: RunConfig, attempt: RehearsedRun, start_s: float):
         self.rules = rules
@@ -224,6 +235,10 @@ class InventedLog:
     def records(
         self, config_name: str, benchmark: str, org: str, platform: str, evaluations: int
     ) -> Iterator[dict]:
+        """Yield the records, as dicts, in their order.
+
+        `evaluations`: number of evaluations, the last of which reaches the target in a good run.
+        """
         yield self._record(POINT, "cache_clear", True)
         yield self._record(START, "init_start")
         if self.attempt.state == NOT_STARTED:
@@ -239,8 +254,7 @@ class InventedLog:
             yield self._record(POINT, f"submission_{part}", text)
         yield self._record(POINT, "seed", self.attempt.seed)
         samples = self.rules.fixed_log_values().get("train_samples", self.config.max_samples)
-        pairs = hyperparameters(self.config, self.rules, int(samples), config_name)
-        for key, value in pairs:
+        for key, value in hyperparameters(self.config, self.rules, int(samples), config_name):
             yield self._record(POINT, key, value)
         yield self._record(POINT, KEY, True)
         self.time_ms += 60_000
@@ -257,7 +271,8 @@ class InventedLog:
         for index in range(evaluations):
             last = index == evaluations - 1
             samples = first + index * interval
-            loss = self.rules.target_loss + (-0.001 if good and last else 0.1)
+            above_target = -0.001 if good and last else 0.1
+            loss = self.rules.target_loss + above_target
             yield self._record(START, "block_start", samples=before)
             self.time_ms += self.attempt.minutes * 60_000 / evaluations
             yield self._record(END, "block_stop", samples=samples)

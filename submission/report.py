@@ -1,17 +1,17 @@
 """`./run_and_time.sh report DIR`: an HTML page about a run, a series or all runs, DIR/report.html.
 
-A page is one file that includes its charts (common/html/page.py). DIR decides what it is about:
+A page is one file that includes its charts (common/html/page.py). Its subject depends on DIR:
 
-    a run directory                                  this run
+    a run directory                                  the run
     LOGDIR/<benchmark> with a series                 the series (submission/series.py)
     LOGDIR, or LOGDIR/<benchmark> of single runs     a list of all runs (submission/run_list.py)
 
-With --watch, the page is written again and again until the runs in DIR have ended. If DIR does not
+With --watch, the page is rewritten periodically until the runs in DIR have ended. If DIR does not
 exist yet, --watch waits for a run to start in it. `report A B` compares the runs A and B and writes
 A/compared_with_B.html. Nothing is written into any other directory.
 
-Exit code: 0 success, 2 the directory has no runs, 17 cannot be written, 18 no mlperf-logging,
-jinja2, or package for --export.
+Exit code: 0 success, 2 the directory has no runs, 17 the page cannot be written, 18 mlperf-logging,
+jinja2, or the package of --export is missing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from submission.runs_page import runs_page
 from submission.series import read_series
 from submission.series_page import comparison_page, series_page
 
-OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
-WATCH_S = 10.0  # between two pages of --watch
+# A directory with one of these files is a run directory.
+RUN_FILES = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
+WATCH_S = 10.0  # time between two writings of the page with --watch
 WAIT_S = 1.0  # between two looks for a directory that --watch waits for
 
 
@@ -74,10 +75,10 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    """Write the page, or export the events of the runs, as the command line says.
+    """Write the page, or export the events of the runs, according to the options.
 
-    Raises ConfigError if a folder has no runs of this project, StorageError if the page cannot be
-    written, PreflightError if mlperf-logging, jinja2 or the package of --export is missing.
+    Raises ConfigError if a directory has no runs of this project, StorageError if the page cannot
+    be written, PreflightError if mlperf-logging, jinja2 or the package of --export is missing.
     """
     folders = options.directories
     first = folders[0]
@@ -107,9 +108,9 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Advice]:
-    """Write folder/report.html. Return the advice on it, if the folder is that of a run.
+    """Write folder/report.html. Return the advice on the page of a run, [] for other pages.
 
-    `series`: ID of a series, or its beginning. `refresh_s`: see `page.render`. For errors see
+    `series`: ID of a series, or its beginning. `refresh_s`: see `page.render`. Raises the errors of
     `_report`.
     """
     hints: list[Advice] = []
@@ -134,8 +135,8 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
 def _watch(folder: Path, series: str) -> None:
     """Write the page of `folder` every WATCH_S seconds while one of its runs is running.
 
-    If there is no such directory yet, wait for it. A browser that shows the page reads it again at
-    the same pace.
+    If there is no such directory yet, wait for it. A browser that shows the page reloads it at the
+    same interval.
     """
     _wait_for_run(folder)
     print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
@@ -154,7 +155,7 @@ def _wait_for_run(folder: Path) -> None:
 
 
 def _rows_in(folder: Path) -> list[RunRow]:
-    """Return the runs that a ledger has for `folder`, which may be the directory of one run."""
+    """Return the runs in `folder` that are in a ledger. `folder` may be a run directory."""
     if not _is_run(folder):
         return rows_of(folder)
     path = folder.resolve()
@@ -162,7 +163,10 @@ def _rows_in(folder: Path) -> list[RunRow]:
 
 
 def _single_runs(folder: Path) -> list[RunRow]:
-    """Return the runs of a LOGDIR, or of a LOGDIR/<benchmark> where no series was started."""
+    """Return the runs of a LOGDIR, or of a LOGDIR/<benchmark> without a series.
+
+    Return [] if `folder` is a LOGDIR/<benchmark> with a series.
+    """
     rows = rows_of(folder) if folder.is_dir() else []
     if (folder / ledger.NAME).is_file() and any(row.runs_in_series > 1 for row in rows):
         return []
@@ -170,7 +174,7 @@ def _single_runs(folder: Path) -> list[RunRow]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in OF_A_RUN)
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
 def _read(folder: Path) -> Run:
@@ -187,7 +191,7 @@ def _read(folder: Path) -> Run:
 
 
 def _read_with_ledger(folder: Path) -> Run:
-    """Return the run in `folder`, with its lines of the ledger beside it if there is one."""
+    """Return the run in `folder`, with its lines in the ledger of the parent directory, if any."""
     path = folder.resolve()
     for record in ledger.read(path.parent / ledger.NAME):
         for number, start in record.starts.items():
@@ -201,7 +205,7 @@ def _read_with_ledger(folder: Path) -> Run:
 def _why_no_run(folder: Path) -> str:
     if not folder.is_dir():
         return "it is not a directory"
-    return f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
+    return f"it has no ledger, no runs, and none of {', '.join(RUN_FILES)}"
 
 
 main = program(parser, _report)

@@ -1,4 +1,4 @@
-"""Rules for a result set: the files result_*.txt of one folder, as submitted.
+"""Rules for a result set: the submitted files result_*.txt of one folder.
 
 Standard library only.
 """
@@ -23,31 +23,29 @@ def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:
 
 
 def findings(logs: Sequence[Examined]) -> list[Finding]:
-    """Return the findings about the logs as a set: their number, and seeds.
+    """Return the findings about the logs as a set, which concern their number and their seeds.
 
-    The seeds must be readable for the official seed checker, and no two logs may share one.
+    The official seed checker must be able to read the seeds, and no two logs may have the same one.
     """
     findings = []
-    logs = [each for each in logs if NAME.fullmatch(each.path.name)]
+    logs = [examined for examined in logs if NAME.fullmatch(examined.path.name)]
     if len(logs) != SUBMISSION_RUNS:
         message = f"{len(logs)} logs; a result set has {SUBMISSION_RUNS}"
         findings.append(Finding(0, "number", message, "TR Benchmark Results"))
-    first: dict[tuple[str, str, str], str] = {}
-    for each in logs:
-        unreadable = [finding for finding in each.verdict.complaints if finding.rule == UNREADABLE]
-        if unreadable:
-            line = unreadable[0].line
-            message = f"{each.path.name}: the seed checker crashes at line {line}"
-            findings.append(Finding(0, "seed", f"{message}: {unreadable[0].message}", "SEED"))
-        for event in each.seeds:
-            seed = (
-                str(event.metadata.get("file")),
-                str(event.metadata.get("lineno")),
-                str(event.value),
-            )
-            other = first.setdefault(seed, each.path.name)
-            if other != each.path.name:
-                message = f"{other} and {each.path.name} have the same seed {event.value!r}"
+    first_with: dict[tuple[str, str, str], str] = {}  # seed as the checker compares it -> log
+    for examined in logs:
+        log = examined.path.name
+        for complaint in examined.verdict.complaints:
+            if complaint.rule == UNREADABLE:
+                message = f"{log}: the seed checker crashes at line {complaint.line}"
+                findings.append(Finding(0, "seed", f"{message}: {complaint.message}", "SEED"))
+                break
+        for event in examined.seeds:
+            file = str(event.metadata.get("file"))
+            lineno = str(event.metadata.get("lineno"))
+            other = first_with.setdefault((file, lineno, str(event.value)), log)
+            if other != log:
+                message = f"{other} and {log} have the same seed {event.value!r}"
                 source = "SEED; TR Random numbers: the runs are independent"
                 findings.append(Finding(0, "seed", message, source))
     return findings

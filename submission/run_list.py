@@ -1,9 +1,9 @@
 """`./run_and_time.sh runs [LOGDIR] [--json]`: list all runs of LOGDIR, the newest last.
 
-The ledger decides how a run ended; its log, events and config say the rest. Nothing is written, so
-the command can be used while runs are going on.
+How a run ended comes from the ledger, everything else from its log, events and config. The command
+writes nothing, so it can be used during runs.
 
-Exit code: 0 listed, also if there are no runs; 2 for a wrong command line or a missing directory.
+Exit code: 0 success, even if there are no runs; 2 wrong usage or no such directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from common.terminal import table as table_lines
 from submission.runs import Run, read_attempt
 from submission.terminal import number, plural
 
-COMMIT = 9  # characters of a commit's ID in the table
-# Columns of the table. Those of TEXT_COLUMNS hold text, the others numbers.
+COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
+# Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.
 HEADS = ("run", "state", "loss", "target", "minutes", "tokens/s", "GPUs", "config", "commit")
 TEXT_COLUMNS = (0, 1, 6, 7, 8)
 ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(len(HEADS)))
@@ -35,20 +35,20 @@ ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(l
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in LOGDIR."""
+    """A run in LOGDIR. The fields are the keys of --json."""
 
-    benchmark: str  # name of the folder of the ledger
-    run: str  # name of the run's directory
-    path: str  # the run's directory
+    benchmark: str  # name of the ledger's directory
+    run: str  # name of the run directory
+    path: str  # path of the run directory
     series: str  # ID of its series in the ledger
-    runs_in_series: int  # good runs that the series was started for
+    runs_in_series: int  # number of good runs that the series was started for
     started: str  # UTC, as in the ledger
     seed: int
     state: str  # a key of common.records.run_states.WORDS
-    state_words: str
-    reason: str  # why it is not good, or what failed after the clock
+    state_words: str  # the description of `state`
+    reason: str  # why the run is not good, or what failed after run_stop
     loss: float | None  # at the last evaluation
-    target: float | None  # a run has reached it if `loss` is at most this
+    target: float | None  # the run has reached it if `loss` is at most `target`
     samples: int | None  # training sequences at the last evaluation
     minutes: float | None  # from run_start to run_stop
     tokens_per_s: float | None  # of all GPUs, evaluations excluded
@@ -60,14 +60,14 @@ class RunRow:
 
 
 def rows_of(log_dir: Path) -> list[RunRow]:
-    """Return the runs that the ledgers of LOGDIR, or of LOGDIR/<benchmark>, list, oldest first.
+    """Return the runs in the ledgers of `log_dir`, oldest first.
 
-    Raises ConfigError if there is no such directory.
+    `log_dir`: LOGDIR or LOGDIR/<benchmark>. Raises ConfigError if it is not a directory.
     """
     if not log_dir.is_dir():
         raise ConfigError(
             f"{log_dir}: no such directory",
-            "runs are listed from the LOGDIR that they were started with",
+            "runs are listed from the LOGDIR in which they were started",
             "name that directory, or set LOGDIR",
         )
     ledgers = sorted(log_dir.glob(f"*/{ledger.NAME}"))
@@ -129,7 +129,7 @@ def _tokens_per_s(run: Run) -> float | None:
 
 
 def lines(rows: list[RunRow]) -> list[str]:
-    """Return a table of `rows`, and below it the counts of each benchmark."""
+    """Return a table of `rows`, followed by the number of runs in each state by benchmark."""
     text = table_lines([HEADS, *(cells(row) for row in rows)], ALIGNMENT)
     for benchmark, of_benchmark in by_benchmark(rows).items():
         counts = ", ".join(f"{count} {name}" for name, count in counts_of(of_benchmark).items())
@@ -150,7 +150,7 @@ def cells(row: RunRow) -> tuple[str, ...]:
         number(row.tokens_per_s, ",.0f"),
         machine,
         row.config.removesuffix(".toml"),
-        row.commit[:COMMIT] or "-",
+        row.commit[:COMMIT_LENGTH] or "-",
     )
 
 
@@ -161,14 +161,13 @@ def by_benchmark(rows: list[RunRow]) -> dict[str, list[RunRow]]:
 
 
 def counts_of(rows: list[RunRow]) -> dict[str, int]:
-    """Return how many runs ended in each state, by the words of the state, good runs first."""
+    """Return the number of runs in each state, by the state's description, good runs first."""
     counts = Counter(row.state for row in rows)
     order = sorted(counts, key=lambda state: (state != GOOD, state))
     return {words(state): counts[state] for state in order}
 
 
 def parser(benchmark: str = "") -> Parser:
-    """Return the argument parser of `runs`."""
     parser = Parser(
         "runs",
         "List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.",
