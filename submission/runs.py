@@ -1,12 +1,12 @@
 """A run, read from the MLPerf log of any submitter and from the files in the same directory.
 
-Values that decide a score are read as the official tools of mlcommons/logging read them.
-result_summarizer uses the last run_start before the first run_stop. rcp_checker uses the last
-eval_accuracy before run_stop.
+Values that decide a score are read as the official tools of mlcommons/logging read them: minutes
+from the last run_start before the first run_stop (result_summarizer), samples at the last
+eval_accuracy before run_stop (rcp_checker).
 
-The other values are read as well as possible. Logs of other submitters may print the rank before
-the token, print every line eight times, have epochs instead of blocks, log the size of a block
-where others log the count so far, or count one optimizer step short.
+Other values are read as far as possible. The logs of other submitters may have the rank before the
+token, contain every line eight times, have epochs instead of blocks, give the size of a block where
+others give the number of samples so far, or count one optimizer step too few.
 
 Standard library only, except for mlperf-logging, which decides whether a log is accepted.
 """
@@ -40,11 +40,12 @@ INTERVALS = tuple(
     for name in ("init", "run", "block", "epoch", "eval")
     for end in ("start", "stop")
 )
+# Keys of which all records are read. Of other keys, only the first record is read.
 REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
 
-# States of a run, in the words of docs/submission.md.
+# States of a run, as docs/submission.md names them.
 GOOD = "good"
 FAILED = "did not converge"
 LOST = "lost"
@@ -53,38 +54,35 @@ NOT_STARTED = "never started its clock"
 
 @dataclass(eq=False)
 class Run:
-    """One run, compared by identity.
+    """One run. Two runs are equal only if they are the same object."""
 
-    Minutes are wall time from run_start to run_stop. Samples are training sequences.
-    """
-
-    path: Path  # of its log
+    path: Path  # of the log
     # All records of the keys in REPEATED, and the first record of each other key.
     log: Log = field(default_factory=Log)
-    number: int = 0  # in its series, from 1
-    # Lines of the ledger, if the run is an attempt in one. There is no end while the run is still
-    # running, or if its launcher was killed.
+    number: int = 0  # number of the attempt in its series, from 1
+    # The attempt's lines in the ledger, or {}. A run has no end while it is running, or if its
+    # launcher was killed.
     start: dict = field(default_factory=dict)
     end: dict = field(default_factory=dict)
-    running: bool = False  # whether it has not ended, and its launcher is alive
+    running: bool = False  # whether the run has not ended and its launcher is alive
     ruleset: str = ""
     benchmark: str = ""
     org: str = ""
     division: str = ""
     batch: int | None = None
     status: str = ""  # as claimed by the log: success, aborted, or "" without a run_stop
-    minutes: float | None = None
-    # whether an evaluation was at the target or below, or without a target, whether there was one
+    minutes: float | None = None  # wall time from run_start to run_stop
+    # whether an evaluation reached the target, or took place if the rules have no target
     reached: bool = False
-    samples: int | None = None  # as logged at the last evaluation; counted by the RCP test
+    samples: int | None = None  # training sequences at the last evaluation, for the RCP test
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
     gpu: str | None = None  # such as H200
     gpus: int | None = None  # in all nodes
-    nodes: int = 0  # from our config.toml, or 0 without one
+    nodes: int = 0  # from config.toml, or 0 without it
     gpus_per_node: int = 0
-    notes: list[str] = field(default_factory=list)  # oddities found while reading
-    # Files that a run of ours leaves in its directory. Each may be missing or truncated.
+    notes: list[str] = field(default_factory=list)  # anomalies found while reading
+    # Files in the directory of one of our runs. Each may be missing or truncated.
     config: str = ""
     versions: dict = field(default_factory=dict)
     failure: dict = field(default_factory=dict)
@@ -120,21 +118,19 @@ class Run:
     def point(self) -> rcp.ReferencePoint | None:
         """The reference convergence point at the run's global batch.
 
-        None for a miniature, and if there is no point for that batch.
+        None for a miniature, for the open division, and if there is no point at that batch.
         """
-        known = (
-            not self.is_miniature
-            and self.division != OPEN
-            and self.benchmark in benchmarks.names()
-            and self.batch is not None
-        )
-        return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
+        if self.is_miniature or self.division == OPEN or self.batch is None:
+            return None
+        if self.benchmark not in benchmarks.names():
+            return None
+        return rcp.point_at(self.benchmark, self.batch, self.ruleset)
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
         """Reasons why the official compliance checker refuses the log.
 
-        Empty for a log without official rules: of a miniature, or not of an MLPerf benchmark.
+        Empty for a log without official rules: that of a miniature, or of no MLPerf benchmark.
         """
         unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
         if self.is_miniature or unofficial:
@@ -147,24 +143,21 @@ class Run:
 
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
-        if not self.log.events and (not self.end or self.end.get("kind") == "lost") and self.start:
-            return LOST  # no log, and no ledger line that says that its clock never started
+        lost_in_ledger = not self.end or self.end.get("kind") == "lost"
+        if self.start and lost_in_ledger and not self.log.events:
+            return LOST  # nothing says that its clock never started
         if not self.log.first("run_start"):
             return NOT_STARTED
         if not self.log.first("run_stop"):
             # A log of another name was chosen by its submitter: see docs/submission.md.
             return LOST if self.path.name == "result.txt" else FAILED
-        claims = (
-            self.status == "success"
-            and self.reached
-            and self.samples is not None
-            and (self.minutes or 0) > 0
-        )
-        return GOOD if claims and not self.refused else FAILED
+        has_result = self.samples is not None and (self.minutes or 0) > 0
+        claims_success = self.status == "success" and self.reached and has_result
+        return GOOD if claims_success and not self.refused else FAILED
 
     @property
     def began(self) -> datetime | None:
-        """Time of the first line of the log, UTC; without a log, the start in the ledger."""
+        """Time of the first line of the log in UTC. Without a log, the start in the ledger."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
             if self.log.events:
                 return datetime.fromtimestamp(self.log.events[0].time_ms / 1000, UTC)
@@ -173,17 +166,17 @@ class Run:
 
     @property
     def machine(self) -> str:
-        """Number and kind of the GPUs, such as "8 x H200", "CPU", or "" if they are unknown."""
+        """Number and kind of the GPUs, such as "8 x H200", or "CPU", or "" if unknown."""
         if not self.gpu or self.gpu == "CPU":
             return self.gpu or ""
         return f"{self.gpus} x {self.gpu}" if self.gpus else self.gpu
 
     @property
     def outcome(self) -> str:
-        """The state in which the run ended, of common/records/run_states.py.
+        """How the run ended, in the words of common/records/run_states.py.
 
-        `state` says how it counts for a score: an interrupted run counts as one that did not
-        converge.
+        In contrast, `state` is how it counts for a score. An interrupted run, for example, counts
+        as one that did not converge.
         """
         if self.running:
             return words(RUNNING)
@@ -202,20 +195,21 @@ class Run:
 
     @property
     def trained(self) -> int | None:
-        """Training sequences after the last optimizer step, by the blocks.
+        """Training sequences after the last optimizer step, according to the training blocks.
 
-        Without counts in blocks, the count logged at the last evaluation.
+        If the blocks have no counts, the count at the last evaluation.
         """
-        return max((block.stop_samples or 0 for block in self.blocks), default=0) or self.samples
+        counts = [block.stop_samples or 0 for block in self.blocks]
+        return max(counts, default=0) or self.samples
 
     @property
     def z(self) -> float | None:
-        """Distance of `samples` from the reference mean, in the reference's standard deviations."""
+        """Distance of `samples` from the reference mean, in standard deviations (`z_score`)."""
         return self.point.z_score(self.samples) if self.point and self.samples else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Sequences per second over all training blocks, evaluation excluded."""
+        """Sequences per second over all training blocks, evaluations excluded."""
         return intervals.rate(self.blocks)
 
     @property
@@ -227,19 +221,20 @@ class Run:
 
     @property
     def evaluation_s(self) -> float | None:
-        """Seconds of all evaluations together, or None if the log does not time them."""
+        """Seconds of all evaluations in total, or None if the log does not time them."""
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
 
     def describe(self) -> str:
-        """Return one line on the run: its number, its outcome, and its result or reason."""
+        """Return one line about the run: number, outcome, and its result or why it is not good."""
         result = self.reason
         if self.state == GOOD:
             result = f"{self.minutes:.2f} min, {self.samples:,} samples"
-        return f"attempt {self.number:>2}  {self.outcome}{', ' if result else ''}{result}"
+        line = f"attempt {self.number:>2}  {self.outcome}"
+        return f"{line}, {result}" if result else line
 
     @property
     def reason(self) -> str:
-        """The reason why the run is not good, in one line, or "" if `state` says everything."""
+        """Why the run is not good, in one line, or "" if there is nothing to add to `state`."""
         if self.running:
             return ""
         if self.state == FAILED and self.status == "success":
@@ -284,10 +279,10 @@ def read_attempt(
     end: dict | None = None,
     alive: bool = False,
 ) -> Run:
-    """Return the run in the log at `path`, an attempt of ours.
+    """Return the run in the log at `path`, which is an attempt of our launcher.
 
-    The log may be missing, empty or truncated, which becomes a note of the run. `start` and `end`:
-    the attempt's lines in the ledger. `alive`: whether its launcher is alive.
+    If the log is missing, empty or truncated, a note of the run says so. `number`, `start` and
+    `end`: the attempt's number and its lines in the ledger. `alive`: whether its launcher is alive.
     """
     run = Run(path, number=number, start=start or {}, end=end or {})
     try:
@@ -295,13 +290,14 @@ def read_attempt(
     except ConfigError as error:
         run.notes.append(error.what)
     _filled(run)
-    # The launcher writes the page of a run before it writes the end of the run into the ledger.
+    # When the launcher writes the page of a run, the end of the run is not yet in the ledger.
     ended = bool(run.end or run.failure or run.log.first("run_stop"))
     run.running = alive and not ended
     return run
 
 
 def _filled(run: Run) -> Run:
+    """Fill in the fields of `run` from its log and the other files of its directory; return it."""
     config = run.folder / "config.toml"
     batch = run.log.last("global_batch_size")
     run.config = config.read_text(errors="replace") if config.is_file() else ""
@@ -329,6 +325,10 @@ def _filled(run: Run) -> Run:
 
 
 def _object(run: Run, name: str) -> dict:
+    """Return the JSON object in the file `name` of the run's directory, {} if it has none.
+
+    If the file is not a JSON object, return {} and add a note.
+    """
     path = run.folder / name
     if not path.exists() and not path.is_symlink():
         return {}
@@ -343,22 +343,25 @@ def _object(run: Run, name: str) -> dict:
 def _read_result(run: Run) -> None:
     """Set the status, minutes and samples of `run`, and whether it reached the target."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
-    run.reached = any(
-        is_number(e.value) and run.rules is not None and 0 < e.value <= (run.target or math.inf)
-        for e in evaluated
-    )
+    if run.rules is not None:
+        target = run.target or math.inf
+        run.reached = any(is_number(e.value) and 0 < e.value <= target for e in evaluated)
     stops = run.log.all("run_stop")
-    run.status = str(stops[-1].metadata.get("status", "")) if stops else ""
-    if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:
-        run.samples = intervals.samples_of(counted[-1])
-    if stops and (
-        started := [event for event in run.log.all("run_start") if event.line < stops[0].line]
-    ):
+    if not stops:
+        if evaluated:
+            run.samples = intervals.samples_of(evaluated[-1])
+        if run.log.events:
+            run.notes.append("no run_stop: the run did not end")
+        return
+    run.status = str(stops[-1].metadata.get("status", ""))
+    before_stop = [event for event in evaluated if event.line < stops[-1].line]
+    if before_stop:
+        run.samples = intervals.samples_of(before_stop[-1])
+    starts = [event for event in run.log.all("run_start") if event.line < stops[0].line]
+    if starts:
         # Divided in this order, as in the summarizer.
-        run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000
-    if run.log.events and not stops:
-        run.notes.append("no run_stop: the run did not end")
-    elif stops and run.minutes is None:
+        run.minutes = (stops[0].time_ms - starts[-1].time_ms) / 60 / 1000
+    else:
         run.notes.append("run_stop is before run_start, or there is no run_start")
 
 
@@ -368,8 +371,8 @@ def _read_result(run: Run) -> None:
 def _find_gpus(run: Run) -> None:
     """Set the kind and number of GPUs of `run`.
 
-    They come from config.toml in the run's directory, else from a submission's
-    systems/<system>.json, else (the kind only) from submission_platform.
+    The sources are config.toml in the run's directory, otherwise systems/<system>.json of a
+    submission, otherwise submission_platform, which gives only the kind.
     """
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
@@ -381,14 +384,12 @@ def _find_gpus(run: Run) -> None:
     # The log is <org>/results/<system>/<benchmark>/result_0.txt.
     model = ""
     system = run.path.resolve().parent.parent
+    file = system.parent.parent / "systems" / f"{system.name}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        text = json.loads(
-            (system.parent.parent / "systems" / f"{system.name}.json").read_text(
-                encoding="utf-8-sig"
-            )
-        )
-        run.gpus = int(text["number_of_nodes"]) * int(text["accelerators_per_node"])
-        model = str(text["accelerator_model_name"])
+        description = json.loads(file.read_text(encoding="utf-8-sig"))
+        nodes = int(description["number_of_nodes"])
+        run.gpus = nodes * int(description["accelerators_per_node"])
+        model = str(description["accelerator_model_name"])
     named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
     # `NVIDIA H200-SXM5-141GB` -> H200. An unknown name is kept unchanged.
     run.gpu = named[0].upper() if named else model or None

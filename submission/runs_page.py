@@ -1,4 +1,4 @@
-"""The page that lists the runs of a LOGDIR, with links to the pages of the runs."""
+"""The page that lists the runs in a LOGDIR, with links to their pages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from submission import run_list
 from submission.run_list import HEADS, TEXT_COLUMNS, RunRow
 from submission.terminal import plural
 
-NO_PAGE = "./run_and_time.sh report DIR writes the page of a run that has no link here."
+NO_PAGE = "A run without a link has no page yet; ./run_and_time.sh report DIR writes it."
 
 
 def runs_page(rows: list[RunRow], folder: Path, refresh_s: float | None = None) -> str:
-    """Return the page of all runs of the LOGDIR, or LOGDIR/<benchmark>, `folder` as HTML text.
+    """Return the page that lists `rows` as HTML text, for a file in `folder`.
 
-    `refresh_s`: see `page.render`. Raises PreflightError without jinja2.
+    `folder`: LOGDIR or LOGDIR/<benchmark>. `refresh_s`: see `page.render`. Raises PreflightError
+    without jinja2.
     """
     tiles = [("runs", f"{len(rows)}")]
     tiles += [(name, f"{count}") for name, count in run_list.counts_of(rows).items()]

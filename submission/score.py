@@ -1,13 +1,14 @@
 """`./run_and_time.sh score DIR_OR_LOGS... [--against B] [--json]`: score a series of runs.
 
-The logs may be any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a
-folder of result_*.txt, or logs by name. B is another directory, or words that name a published
-result (`--against "AMD MI300X 5.1"`). The first argument may also be such words. Without --against,
-the best published result on the same GPUs is used. submission/series.py selects the ten runs that
-count. The RCP test uses the pruned points, as in the official tools.
+The logs may be those of any submitter for our benchmarks: LOGDIR/<benchmark> with its ledger, a
+folder of result_*.txt, or single logs. B is another directory, or words that name a published
+result (`--against "AMD MI300X 5.1"`). With --against, the first argument may also be such words.
+Without it, the best published result on the same GPUs is used. submission/series.py selects the ten
+runs that count. The RCP test uses the pruned points, as the official tools do.
 
-Exit code: 0 scored and RCP test passed, or a miniature whose runs converged; 20 RCP test failed or
-series invalid, 2 wrong usage, 18 no mlperf-logging. Needs mlperf-logging and the standard library.
+Exit code: 0 the series has a score, or is a miniature whose runs converged; 20 the RCP test failed
+or the series is not valid, 2 wrong usage, 18 no mlperf-logging. Needs mlperf-logging and the
+standard library.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from submission.series import (
 )
 from submission.terminal import add_series_option, number, plural, table
 
-SERIES_KEYS = ("benchmark", "division", "org", "ruleset", "gpu", "gpus")  # in the JSON
-RUN_KEYS = (  # of each run in the JSON
+# Attributes of a Run that the JSON object has for the series, and those that it has for each run.
+SERIES_KEYS = ("benchmark", "division", "org", "ruleset", "gpu", "gpus")
+RUN_KEYS = (
     "name",
     "number",
     "state",
@@ -92,12 +94,13 @@ def parser(benchmark: str = "") -> Parser:
         "logs",
         nargs="*",
         metavar="DIR_OR_LOG",
-        help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs",
+        help="LOGDIR/<benchmark>, a folder of result_*.txt, or a log;"
+        " with --against also words of a published result",
     )
     against = parser.add_argument(
         "--against",
         metavar="RESULT",
-        help="compare with another directory, or with the published result that has these words"
+        help="another directory, or words of a published result, to compare with"
         " (default: the best published result on the same GPUs)",
     )
     parser.add_argument(
@@ -105,7 +108,7 @@ def parser(benchmark: str = "") -> Parser:
         nargs="?",
         const="",
         metavar="GPU",
-        help="list the published results, of all GPUs or of one kind, and exit",
+        help="list the published results, for all GPU kinds or for one, and exit",
     )
     parser.add_argument(
         "--ruleset",
@@ -117,12 +120,12 @@ def parser(benchmark: str = "") -> Parser:
         "--gpu",
         type=str.upper,
         metavar="KIND",
-        help="GPU kind, such as H200, if the logs do not contain it",
+        help="GPU kind, such as H200, if the logs do not name it",
     )
     complete(gpu, KINDS)
     complete(against, {row.gpu: None for row in published.RESULTS if row.gpu})
     parser.add_argument(
-        "--gpus", type=count, metavar="N", help="number of GPUs, if the logs do not contain it"
+        "--gpus", type=count, metavar="N", help="number of GPUs, if the logs do not give it"
     )
     add_series_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -136,8 +139,8 @@ def _score(options: argparse.Namespace) -> int:
     """
     if options.list is not None:
         return _list_published(options)
-    one = len(options.logs) == 1
-    if one and options.against is not None and not Path(options.logs[0]).exists():
+    is_comparison = options.against is not None and len(options.logs) == 1
+    if is_comparison and not Path(options.logs[0]).exists():
         return _compare_published(options)
     return _score_series(options)
 
@@ -166,9 +169,11 @@ def _score_series(options: argparse.Namespace) -> int:
         run.gpu = options.gpu or run.gpu
         run.gpus = options.gpus or run.gpus
     if series.first.division == OPEN:
-        what = f"{series.name} is a series in the open division"
-        why = "a score rests on reference convergence points, and there are none for its rules"
-        raise ConfigError(what, why, "see its curves: ./run_and_time.sh report, or runs")
+        raise ConfigError(
+            f"{series.name} is a series in the open division",
+            "a score needs reference convergence points, and there are none for its rules",
+            "see its results with ./run_and_time.sh report, or runs",
+        )
     check_same(series)
     ten = ten_runs(series)
     mine = result(series, ten)
@@ -194,11 +199,11 @@ def _score_series(options: argparse.Namespace) -> int:
 def as_dict(series: Series, ten: TenRuns) -> dict:
     """Return the JSON object of --json.
 
-    `result` is the score of the series or of its median window. `windows` has the scores of all
-    windows of ten.
+    `result` describes the median window, or the whole series if it has no more than ten runs.
+    `windows` has the scores of all windows of ten runs.
     """
     first = series.first
-    mine = pace(ten)
+    parts = pace(ten)
     return {
         **{key: getattr(first, key) for key in SERIES_KEYS},
         "global_batch_size": first.batch,
@@ -209,7 +214,7 @@ def as_dict(series: Series, ten: TenRuns) -> dict:
             "passed": ten.passed,
             "samples": ten.samples,
             "rcp": asdict(ten.verdict) if ten.verdict else None,
-            "pace": asdict(mine) if mine else None,
+            "pace": asdict(parts) if parts else None,
         },
         "windows": [
             {"first": window.runs[0].name, **_numbers(window)}
@@ -228,7 +233,7 @@ def _numbers(ten: TenRuns) -> dict:
 
 
 def report(series: Series, ten: TenRuns) -> list[str]:
-    """Return the lines to print, up to the comparison: runs, notes and score."""
+    """Return the lines to print before the comparison: runs, notes and score."""
     first = series.first
     division = first.division or "no division"
     runs = plural(len(series.runs), "run")
@@ -253,7 +258,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
 def _notes(run: Run) -> list[str]:
     if run.state == NOT_STARTED:
         reason = run.reason or "its log ends before run_start"
-        return [f"not counted as a run, because its clock never started: {reason}"]
+        return [f"not counted, because its clock never started: {reason}"]
     if run.reason and not run.converged:
         return [*run.notes, run.reason]
     return run.notes
@@ -281,7 +286,7 @@ def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
 
 
 def _role(run: Run, ten: TenRuns) -> str:
-    """Return the last cell of a run's row: why it does not count, or "" for a run that counts."""
+    """Return why a run is not in the mean, for the last column, or "" if it is."""
     if run not in ten.runs:
         return run.state if run.state == NOT_STARTED else "not in the median window"
     if not run.converged:
@@ -293,7 +298,7 @@ def _role(run: Run, ten: TenRuns) -> str:
 
 
 def score_lines(ten: TenRuns) -> list[str]:
-    """Return lines on how the score is computed, and on the samples compared with the reference."""
+    """Return the lines that explain the score, and that compare the samples with the reference."""
     if not ten.runs:
         return ["score", "  no run started its clock"]
     return ["score", *_mean_lines(ten), *_verdict_lines(ten), *_sample_lines(ten)]
@@ -306,7 +311,7 @@ def _mean_lines(ten: TenRuns) -> list[str]:
         return ["  minutes         none: no run converged"]
     if len(ten.runs) >= 3:
         return [
-            f"  minutes         {minutes}, mean of {plural(runs, 'run')}"
+            f"  minutes         {minutes}, mean of {plural(runs, 'run')},"
             " without the fastest and the slowest"
         ]
     if runs == 1:
@@ -325,7 +330,7 @@ def _verdict_lines(ten: TenRuns) -> list[str]:
         lines.append(f"  INVALID         {ten.invalid}")
     elif ten.score is None:
         lines.append(
-            "  NO SCORE        the RCP test failed: converging too fast counts as another algorithm"
+            "  NO SCORE        the RCP test failed: the runs converged faster than it allows"
         )
     else:
         lines.append(
@@ -344,7 +349,7 @@ def _sample_lines(ten: TenRuns) -> list[str]:
     if point is None:
         return [*lines, "  no reference convergence point at this global batch"]
     if mean is None:
-        return [*lines, "  too few runs that converged to compare with the reference"]
+        return [*lines, "  too few runs converged to compare with the reference"]
     change = (mean / point.mean - 1) * 100
     return [
         *lines,

@@ -1,7 +1,7 @@
-"""A series of runs, and the ten of them that are the result, for score, package and report.
+"""A series of runs, and the ten of them that are its result, for score, package and report.
 
-The table in docs/submission.md says how the log classifies an attempt. It gives the source in the
-rules, and says where the classification is our reading of them.
+docs/submission.md explains how attempts are classified by their logs, names the source in the
+rules, and says where it is our interpretation of the rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
 
-SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # equal for all runs of a series
+# Attributes of a Run that must be equal for all runs of a series.
+SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")
 
 
 @dataclass
@@ -36,32 +37,33 @@ class Series:
 
     @property
     def first(self) -> Run:
-        """The run that stands for the properties common to all runs.
+        """The run from which the properties common to all runs are taken.
 
-        It is the first good run, else the first with a benchmark, else the first.
+        It is the first good run, otherwise the first run with a benchmark, otherwise the first run.
         """
         return next((run for run in (*self.good, *self.runs) if run.benchmark), self.runs[0])
 
 
 @dataclass(frozen=True)
 class TenRuns:
-    """Runs scored as one result, ten or any other number."""
+    """Runs that are scored as one result, usually ten."""
 
     runs: tuple[Run, ...]
-    counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
+    counted: tuple[Run, ...]  # runs in the mean: without the fastest and the slowest, fastest first
     minutes: float | None  # mean of the counted runs
-    # Mean without the lowest and the highest, as in the RCP checker. None for fewer than three
-    # runs, or if two did not converge.
+    # Mean of the samples without the lowest and the highest, as in the RCP checker. None for fewer
+    # than three runs, or if two did not converge.
     samples: float | None
     verdict: rcp.RcpVerdict | None  # None for a miniature, and for fewer than three runs
-    invalid: str  # why these runs are not a valid result; "" for a valid one
-    factor: float | None  # of the RCP checker; None unless its test passed
+    invalid: str  # why these runs are not a valid result, or ""
+    factor: float | None  # RCP factor; None unless the RCP test passed
     # minutes x factor. None for an invalid result, a failed RCP test, or a miniature.
     score: float | None
-    # Valid, and the RCP test passed. For a miniature: a run converged, and at most one did not.
+    # Whether the result is valid and the RCP test passed. For a miniature: whether a run converged
+    # and at most one did not.
     passed: bool
-    # Windows are ordered by this: minutes x factor even if the RCP test failed, infinite if
-    # invalid.
+    # Key by which windows are sorted: minutes x factor, even if the RCP test failed; infinity if
+    # the result is invalid.
     rank: float
 
 
@@ -69,38 +71,44 @@ class TenRuns:
 
 
 def ten_runs(series: Series) -> TenRuns:
-    """Return the median window (common/records/windows.py).
+    """Return the median window of `series` (common/records/windows.py).
 
     If it is not valid, its `invalid` says why the series has no result.
     """
-    every = windows(series)
-    median = every[rule.median([window.rank for window in every])]
-    if not median.invalid or len(every) == 1:
+    all_windows = windows(series)
+    median = all_windows[rule.median([window.rank for window in all_windows])]
+    if not median.invalid or len(all_windows) == 1:
         return median
-    valid = sum(not window.invalid for window in every)
-    more = rule.good_runs_needed([run.converged for run in counted(series)])
-    bad = "; ".join(run.describe() for run in series.runs if not run.converged)
+    valid = sum(not window.invalid for window in all_windows)
+    needed = rule.good_runs_needed([run.converged for run in counted(series)])
+    failed = "; ".join(run.describe() for run in series.runs if not run.converged)
     why = (
-        f"the median window is not valid ({valid} of {len(every)} windows of {SUBMISSION_RUNS}"
-        f" consecutive runs are); {more} more good runs in a row would make it valid; {bad}"
+        f"the median window is not valid ({valid} of {len(all_windows)} windows of"
+        f" {SUBMISSION_RUNS} consecutive runs are); {needed} more good runs in a row would make it"
+        f" valid; {failed}"
     )
     return replace(median, invalid=why)
 
 
 def windows(series: Series) -> list[TenRuns]:
-    """Return the scores of all windows of ten consecutive runs, valid or not, in order.
+    """Return all windows of ten consecutive runs, valid or not, with their scores, in order.
 
     A series of ten runs or fewer is one window.
     """
-    return [score_runs(list(part), _invalid(list(part))) for part in rule.windows(counted(series))]
+    scored = []
+    for window in rule.windows(counted(series)):
+        runs = list(window)
+        scored.append(score_runs(runs, _invalid(runs)))
+    return scored
 
 
 def counted(series: Series) -> list[Run]:
-    """Return the attempts that are runs: those whose clock started."""
+    """Return the attempts that count as runs: those whose clock started."""
     return [run for run in series.runs if run.state != NOT_STARTED]
 
 
 def _invalid(runs: list[Run]) -> str:
+    """Return why `runs` are not a valid result, or ""."""
     if rule.is_valid([run.converged for run in runs]):
         return ""
     failed = [run for run in runs if not run.converged]
@@ -114,33 +122,76 @@ def _invalid(runs: list[Run]) -> str:
 
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
-    """Score any number of `runs` as one result. `invalid`: why they are not a valid one."""
-    counted = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
-    if len(runs) >= 3:  # drop the fastest and the slowest, which may be one that failed
-        counted = counted[1:-1] if len(counted) == len(runs) else counted[1:]
-    minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
-    samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
-    mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
-    judged = len(runs) >= 3 and not any(run.is_miniature for run in runs)
-    ruleset = next((run.ruleset for run in runs if run.log.events), "")
-    verdict = (
-        rcp.judge([run.path if run.log.events else None for run in runs], ruleset)
-        if judged
-        else None
-    )
+    """Score `runs`, any number of them, as one result.
+
+    `invalid`: why they are not a valid result, or "".
+    """
+    counted = _counted_in_mean(runs)
+    minutes = None
+    if counted:
+        minutes = sum(run.minutes or 0.0 for run in counted) / len(counted)
+    verdict = _rcp_verdict(runs)
     factor = verdict.factor if verdict and verdict.passed else None
-    score = None if invalid or minutes is None or factor is None else minutes * factor
-    passed = _passed(runs, invalid, verdict)
-    rank = (
-        math.inf if invalid or minutes is None else minutes * (verdict.factor if verdict else 1.0)
-    )
-    finite = mean if math.isfinite(mean) else None
+    score = None
+    rank = math.inf
+    if minutes is not None and not invalid:
+        rank = minutes * (verdict.factor if verdict else 1.0)
+        if factor is not None:
+            score = minutes * factor
     return TenRuns(
-        tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank
+        runs=tuple(runs),
+        counted=tuple(counted),
+        minutes=minutes,
+        samples=_mean_samples(runs),
+        verdict=verdict,
+        invalid=invalid,
+        factor=factor,
+        score=score,
+        passed=_passed(runs, invalid, verdict),
+        rank=rank,
     )
+
+
+def _counted_in_mean(runs: list[Run]) -> list[Run]:
+    """Return the runs without the fastest and the slowest, fastest first.
+
+    A run that did not converge is the slowest. Of fewer than three runs, none is dropped.
+    """
+    converged = [run for run in runs if run.converged]
+    converged.sort(key=lambda run: run.minutes or 0.0)
+    if len(runs) < 3:
+        return converged
+    if len(converged) < len(runs):
+        return converged[1:]
+    return converged[1:-1]
+
+
+def _mean_samples(runs: list[Run]) -> float | None:
+    """Return the mean of the samples to the target without the lowest and the highest.
+
+    A run that did not converge needs infinitely many. None for fewer than three runs, or if the
+    mean is infinite.
+    """
+    if len(runs) < 3:
+        return None
+    samples = []
+    for run in runs:
+        samples.append(float(run.samples or 0) if run.status == "success" else math.inf)
+    mean = trimmed_mean(samples)
+    return mean if math.isfinite(mean) else None
+
+
+def _rcp_verdict(runs: list[Run]) -> rcp.RcpVerdict | None:
+    """Return the verdict of the RCP checker, or None for a miniature or fewer than three runs."""
+    if len(runs) < 3 or any(run.is_miniature for run in runs):
+        return None
+    logs = [run.path if run.log.events else None for run in runs]
+    ruleset = next((run.ruleset for run in runs if run.log.events), "")
+    return rcp.judge(logs, ruleset)
 
 
 def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bool:
+    """Return the value of `TenRuns.passed`."""
     if any(run.is_miniature for run in runs):
         failed = sum(not run.converged for run in runs)
         return failed < len(runs) and failed <= rule.MAY_FAIL
@@ -148,12 +199,15 @@ def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bo
 
 
 def pace(ten: TenRuns) -> Pace | None:
-    """Return the parts that the minutes consist of, or None if the logs lack the lines for it.
+    """Return the quantities that make up the minutes, or None if the logs do not contain them.
 
-    The rate excludes each run's first block, which starts cold, unless it is the only one.
+    The rate excludes each run's first block, in which the GPUs warm up, unless it is the only one.
     """
     runs = ten.counted
-    rate = intervals.rate([block for run in runs for block in run.blocks[1:] or run.blocks])
+    blocks: list[intervals.Interval] = []
+    for run in runs:
+        blocks += run.blocks[1:] or run.blocks
+    rate = intervals.rate(blocks)
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
@@ -169,7 +223,7 @@ def pace(ten: TenRuns) -> Pace | None:
 
 
 def result(series: Series, ten: TenRuns) -> Published:
-    """Return the result of the runs `ten` of `series` in the form of a published result."""
+    """Return the result of `series` in the form of a published result. `ten`: its scored runs."""
     run = series.first
     mine = pace(ten)
     return Published(
@@ -196,12 +250,12 @@ def result(series: Series, ten: TenRuns) -> Published:
 def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> Series:
     """Return the runs at `paths` as one series.
 
-    A path is a log, a folder of result_*.txt as in a submission, the directory of one of our runs,
-    or our LOGDIR/<benchmark> with its ledger.
+    A path is a log, a folder of result_*.txt as in a submission, a run directory, or
+    LOGDIR/<benchmark> with its ledger.
 
-    `wanted`: ID of a series in the ledger, or how it begins (default: the newest series with more
-    than one run, else the newest). `ruleset`: ruleset for the logs (default: chosen by their keys).
-    Raises ConfigError if there is nothing to read.
+    `wanted`: ID of a series in the ledger, or its beginning (default: the newest series with more
+    than one run, otherwise the newest series). `ruleset`: ruleset for the logs (default: chosen by
+    their keys). Raises ConfigError if there are no runs.
     """
     notes: list[str] = []
     names = []
@@ -237,9 +291,9 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
             end = record.ends.get(number)
             attempts.append(read_attempt(log, number, start, end, alive))
         return f"series {record.id}", attempts
-    logs = sorted(path.glob("*/result.txt"))  # run directories begin with the date
+    logs = sorted(path.glob("*/result.txt"))  # names of run directories begin with the date
     if logs:
-        notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
+        notes.append(f"{path} has no ledger: all runs in it are read, in the order of their names")
         return name, [read_attempt(log) for log in logs]
     why = "it does not exist"
     if path.exists():
@@ -261,7 +315,8 @@ def _logs(path: Path) -> list[Path]:
 def check_same(series: Series) -> None:
     """Raise ConfigError if the runs cannot be one result.
 
-    They must agree in SAME, have a global batch, and be different runs. Equal seeds add a note.
+    They must agree in SAME, have a global batch, and be different runs. If two seeds are equal, add
+    a note to the series.
     """
     for key in SAME:
         values = {getattr(run, key) for run in series.runs} - {None, ""}
@@ -276,7 +331,7 @@ def check_same(series: Series) -> None:
         if run.benchmark and run.batch is None:
             raise ConfigError(
                 f"{run.path} has no global_batch_size",
-                "the RCP test depends on it",
+                "the RCP test needs it",
                 "name complete logs",
             )
         other = seen.setdefault(_identity(run), run)
@@ -298,8 +353,12 @@ def check_same(series: Series) -> None:
 
 
 def _identity(run: Run) -> str:
-    """Return a text that only logs of the same run share: seed and times, or else the path."""
-    times = [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)]
+    """Return a text that is equal only for logs of the same run.
+
+    It consists of the seed and the times of the clock. Without these times, it is the path.
+    """
+    events = [*run.log.all("run_start"), *run.log.all("run_stop")]
+    times = [event.time_ms for event in events]
     if len(times) > 1:
         return f"{run.log.value('seed')} {times}"
     return str(run.path.resolve())

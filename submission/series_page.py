@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from common.html import page
-from common.html.page import Block, Curve, Link, banner, points, table
+from common.html.page import Block, Curve, Link, Section, banner, points, table
 from common.records.rcp import SUBMISSION_RUNS
 from common.records.windows import good_runs_needed
 from submission import run_page
@@ -19,7 +19,8 @@ from submission.score import score_lines
 from submission.series import Series, TenRuns, counted, ten_runs, windows
 from submission.terminal import plural
 
-OF_AN_ATTEMPT = (
+# Figures that the table of attempts shows.
+ATTEMPT_FIGURES = (
     "samples",
     "minutes",
     "init, s",
@@ -31,97 +32,84 @@ OF_AN_ATTEMPT = (
 
 
 def series_page(series: Series, folder: Path, refresh_s: float | None = None) -> str:
-    """Return the page as HTML text, for a file in `folder`. `refresh_s`: see `page.render`.
+    """Return the page of a series as HTML text, for a file in `folder`.
 
-    Raises PreflightError if mlperf-logging or jinja2 is missing.
+    `refresh_s`: see `page.render`. Raises PreflightError if mlperf-logging or jinja2 is missing.
     """
-    ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
-    counts = () if ten.invalid else ten.runs
-    figures = [figures_of(run) for run in series.runs]
-    measured = [
-        name for name in OF_AN_ATTEMPT if any(of_a_run[name] is not None for of_a_run in figures)
+    ten = ten_runs(series)
+    runs = [(f"attempt {run.number}", run) for run in series.runs]
+    provenance = run_page.provenance(runs, ask_all=False)
+    differing = provenance[0][1][0]["table"]
+    top = [_banner(series, ten)]
+    if series.first.is_miniature:
+        top.insert(0, run_page.MINIATURE_NOTICE)
+    if differing:
+        top.append(banner("warn", "Some facts differ among the runs that must be equal"))
+    labeled = []
+    for label, run in runs:
+        labeled.append((label if run.state == GOOD else f"{label}, {run.outcome}", run))
+    sections: list[Section] = [
+        ("", top),
+        ("What to do next", [{"steps": _next_steps(series, ten, shlex.quote(str(folder)))}]),
+        ("Score", [{"text": "\n".join(score_lines(ten))}]),
+        ("Loss of all runs", [_losses(labeled)]),
+        ("Attempts", _attempts(series, ten, folder)),
+        *provenance,
+        run_page.files(folder),
     ]
-    heads, rows = _rows(
-        [(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs],
-        figures,
-        measured,
-        folder,
-    )
-    known = run_page.provenance(runs, ask_all=False)
-    differ = (
-        [banner("warn", "The runs differ in what should be the same")]
-        if known[0][1][0]["table"]
-        else []
-    )
-    return page.render(
-        f"{run_page.heading(series.runs[0])} · {plural(len(series.runs), 'attempt')}",
-        [
-            (
-                "",
-                [
-                    *[run_page.MINIATURE_NOTICE] * series.first.is_miniature,
-                    _banner(series, ten),
-                    *differ,
-                ],
-            ),
-            ("What to do next", [{"steps": _next_steps(series, ten, shlex.quote(str(folder)))}]),
-            ("Score", [{"text": "\n".join(score_lines(ten))}]),
-            (
-                "Loss of all runs",
-                [
-                    _losses(
-                        [
-                            (label if run.state == GOOD else f"{label}, {run.outcome}", run)
-                            for label, run in runs
-                        ]
-                    )
-                ],
-            ),
-            (
-                "Attempts",
-                [
-                    table(heads, rows, (0, 1, 2)),
-                    {"notes": ["* among the ten of the score"] if counts else []},
-                ],
-            ),
-            *known,
-            run_page.files(folder),
-        ],
-        series.name,
-        refresh_s,
-    )
+    title = f"{run_page.heading(series.runs[0])} · {plural(len(series.runs), 'attempt')}"
+    return page.render(title, sections, series.name, refresh_s)
+
+
+def _attempts(series: Series, ten: TenRuns, folder: Path) -> list[Block]:
+    """Return a table of the attempts, with a * after those that are in the score."""
+    scored = () if ten.invalid else ten.runs
+    figures = [figures_of(run) for run in series.runs]
+    names = []
+    for name in ATTEMPT_FIGURES:
+        if any(of_run[name] is not None for of_run in figures):
+            names.append(name)
+    labeled = []
+    for run in series.runs:
+        labeled.append((f"{run.number} *" if run in scored else f"{run.number}", run))
+    heads, rows = _rows(labeled, figures, names, folder)
+    notes = ["* one of the runs in the score"] if scored else []
+    return [table(heads, rows, (0, 1, 2)), {"notes": notes}]
 
 
 def comparison_page(runs: list[Run], folder: Path) -> str:
-    """Return the page as HTML text, for a file in `folder`.
+    """Return the page that compares `runs` as HTML text, for a file in `folder`.
 
     The runs are named A, B, ..., and changes are relative to A. Raises PreflightError if
     mlperf-logging or jinja2 is missing.
     """
-    named = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
-    losses = _curves(named, "loss", "samples")
-    times = _curves(named, "step_time_ms", "step")
-    first, *others = figures = [figures_of(run) for run in runs]
-    heads, rows = _rows(named, figures, FORMS, folder)
-    for (label, _), other in zip(named[1:], others, strict=True):
-        changes = [
-            f"{value / base - 1:+.1%}"
-            if (base := first[name]) and (value := other[name]) is not None
-            else "-"
-            for name in FORMS
-        ]
+    labeled = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
+    losses = _curves(labeled, "loss", "samples")
+    times = _curves(labeled, "step_time_ms", "step")
+    figures = [figures_of(run) for run in runs]
+    heads, rows = _rows(labeled, figures, FORMS, folder)
+    for (label, _), of_run in zip(labeled[1:], figures[1:], strict=True):
+        changes = [_change(figures[0][name], of_run[name]) for name in FORMS]
         rows.append([f"{label} against A", "", "", "", "", *changes])
-    top, *cells = zip(heads, *rows, strict=True)
-    return page.render(
-        f"{plural(len(runs), 'run')} compared · {run_page.heading(runs[0])}",
-        [
-            ("Differences", [table(top, [row for row in cells if {*row[1:]} - {"-", ""}])]),
-            ("Loss", [_losses(named), run_page.loss_chart("training loss", runs[0], losses)]),
-            ("Step time", [run_page.step_chart(times)]),
-            *run_page.provenance(named),
-        ],
-        " · ".join(f"{label}: {run.folder.resolve().name}" for label, run in named),
-    )
+    # Each run is a column on the page, and a figure that no run has is left out.
+    top, *columns = zip(heads, *rows, strict=True)
+    known = [cells for cells in columns if {*cells[1:]} - {"-", ""}]
+    sections: list[Section] = [
+        ("Differences", [table(top, known)]),
+        ("Loss", [_losses(labeled), run_page.loss_chart("training loss", runs[0], losses)]),
+        ("Step time", [run_page.step_chart(times)]),
+        *run_page.provenance(labeled),
+    ]
+    title = f"{plural(len(runs), 'run')} compared · {run_page.heading(runs[0])}"
+    names = " · ".join(f"{label}: {run.folder.resolve().name}" for label, run in labeled)
+    return page.render(title, sections, names)
+
+
+def _change(base: float | None, value: float | None) -> str:
+    """Return the change from `base` to `value` in percent, or "-" if it is unknown."""
+    if not base or value is None:
+        return "-"
+    return f"{value / base - 1:+.1%}"
 
 
 def _rows(
@@ -130,50 +118,44 @@ def _rows(
     """Return the heads and rows of a table of `runs`.
 
     `figures`: the `figures_of` each run. `names`: the figures to show. `folder`: the directory of
-    the page, which the links to the reports are relative to.
+    the page, to which the links to the reports are relative.
     """
     rows: list[list[str | Link]] = []
-    for (label, run), of_this in zip(runs, figures, strict=True):
+    for (label, run), of_run in zip(runs, figures, strict=True):
         report = run.folder / "report.html"
-        link = (
-            Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
-            if report.is_file()
-            else "-"
-        )
-        seed, code = (
-            str(run.start.get("seed", run.log.value("seed"))),
-            str(run.end.get("exit_code", "-")),
-        )
-        reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
-        state = f"{run.outcome}: {reason}" if reason else run.outcome
-        rows.append([label, link, state, code, seed, *(shown(of_this, name) for name in names)])
+        link: str | Link = "-"
+        if report.is_file():
+            link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
+        state = run.outcome
+        if run.state != GOOD:
+            reason = run.reason or run.failure.get("what")
+            state = f"{run.outcome}: {reason}" if reason else run.outcome
+        code = str(run.end.get("exit_code", "-"))
+        seed = str(run.start.get("seed", run.log.value("seed")))
+        rows.append([label, link, state, code, seed, *(shown(of_run, name) for name in names)])
     unit = run_page.unit_of([run for _, run in runs])
-    return [
-        "run",
-        "page",
-        "state",
-        "exit",
-        "seed",
-        *(name.replace("GPU", unit) for name in names),
-    ], rows
+    heads = ["run", "page", "state", "exit code", "seed"]
+    heads += [name.replace("GPU", unit) for name in names]
+    return heads, rows
 
 
 def _curves(runs: list[Labeled], key: str, x: str) -> list[Curve]:
-    """Return a curve of `key` of the steps of each run, over their values of `x`."""
+    """Return a curve of the values of `key` over those of `x` in the step events of each run."""
     return [Curve(label, of_steps(run, key, x), color) for color, (label, run) in enumerate(runs)]
 
 
 def _losses(runs: list[Labeled]) -> Block:
-    curves = [
-        Curve(label, points(evaluations(run), "samples", "loss"), index, dots=True)
-        for index, (label, run) in enumerate(runs)
-    ]
-    return run_page.loss_chart(
-        "evaluation loss", next((run for _, run in runs if run.benchmark), runs[0][1]), curves
-    )
+    """Return a chart of the evaluation loss of each run."""
+    curves = []
+    for index, (label, run) in enumerate(runs):
+        losses = points(evaluations(run), "samples", "loss")
+        curves.append(Curve(label, losses, index, dots=True))
+    first = next((run for _, run in runs if run.benchmark), runs[0][1])
+    return run_page.loss_chart("evaluation loss", first, curves)
 
 
 def _banner(series: Series, ten: TenRuns) -> Block:
+    """Return the banner with the score of the series, or why it has none."""
     share = f"{len(series.good)} of {len(series.runs)} attempts are good"
     if any(run.running for run in series.runs):
         return banner("info", f"Running: {share}")
@@ -181,39 +163,32 @@ def _banner(series: Series, ten: TenRuns) -> Block:
         return banner("good" if series.good else "bad", share)
     if ten.invalid:
         return banner("warn" if series.good else "bad", share, f"no score: {ten.invalid}")
+    scored = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}"
     count = sum(not window.invalid for window in windows(series))
-    extent = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}" + (
-        f", the median of {count} windows" if count > 1 else ""
-    )
-    test = "passed" if ten.passed else f"FAILED: {ten.verdict.message if ten.verdict else ''}"
-    return banner(
-        "good" if ten.passed else "bad",
-        f"{ten.rank:.3f} minutes",
-        f"score of {extent}; {share}",
-        f"RCP test {test}",
-    )
+    if count > 1:
+        scored += f", the median of {count} windows"
+    kind = "good"
+    test = "passed"
+    if not ten.passed:
+        kind = "bad"
+        test = f"FAILED: {ten.verdict.message if ten.verdict else ''}"
+    minutes = f"{ten.rank:.3f} minutes"
+    return banner(kind, minutes, f"score of {scored}; {share}", f"RCP test {test}")
 
 
 def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, str]]:
-    """Return pairs of a sentence and a command."""
-    command, benchmark = "./run_and_time.sh", series.first.benchmark
+    """Return pairs of a sentence and a command. `folder`: path of the series, shell-quoted."""
+    command = "./run_and_time.sh"
+    benchmark = series.first.benchmark
     if series.first.is_miniature:
-        return [
-            (
-                "The package runs on this machine. What do the benchmark's own sizes need?",
-                f"{command} {benchmark} plan",
-            )
-        ]
+        return [(run_page.PLAN_TEXT, f"{command} {benchmark} plan")]
     if ten.invalid:
-        wanted = len(series.good) + good_runs_needed([run.converged for run in counted(series)])
-        return [
-            (
-                "Go on until the median window is valid:",
-                f"NEXP={max(wanted, SUBMISSION_RUNS)} {command} {benchmark} --resume",
-            )
-        ]
-    score = ("Beside the best published result of these GPUs:", f"{command} score {folder}")
-    return [
-        score,
-        *[("The tree of a submission, checked:", f"{command} package --help")] * ten.passed,
-    ]
+        needed = good_runs_needed([run.converged for run in counted(series)])
+        runs = max(len(series.good) + needed, SUBMISSION_RUNS)
+        text = "Continue until the median window is valid:"
+        return [(text, f"NEXP={runs} {command} {benchmark} --resume")]
+    text = "Compare with the best published result on these GPUs:"
+    steps = [(text, f"{command} score {folder}")]
+    if ten.passed:
+        steps.append(("Make a submission and check it:", f"{command} package --help"))
+    return steps

@@ -1,16 +1,16 @@
-"""`python -m submission.survey --results DIR`: score a whole results repository.
+"""`python -m submission.survey --results DIR`: score all results of a repository.
 
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and
 <submitter>/results/<system>/<benchmark>/result_*.txt. The command prints one row for each result
-set of our benchmarks: verdicts and scores of the official tools and of this project, and the number
-of logs with a finding for each of our rules. A set passes if at most one of its logs has an error,
-because that one counts as the run that did not converge.
+set of our benchmarks: the verdicts and scores of the official tools and of this project, and, for
+each of our rules, the number of logs with a finding. A set passes if at most one of its logs has an
+error, because this log counts as the run that did not converge.
 
-With --round 5.1, the sets with a result become rows of common/records/published.json instead. Rows
-of other rounds are kept.
+With --round 5.1, the command writes the results into common/records/published.json instead. Rows of
+other rounds are kept.
 
-Exit code: 0 every score equals the official one to a relative 1e-9, 20 one does not, 2 wrong usage,
-17 cannot be written, 18 no official tools.
+Exit code: 0 every score equals the official one (relative difference up to 1e-9), 20 one does not,
+2 wrong usage, 17 the table cannot be written, 18 no official tools.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number
 
-TOLERANCE = 1e-9  # of scores, relative
+TOLERANCE = 1e-9  # relative difference of scores that counts as equal
 
 
 @dataclass
@@ -49,10 +49,10 @@ class ResultSet:
 
     folder: Path  # <submitter>/results/<system>/<benchmark>
     examined: list[Examined] = field(default_factory=list)
-    unreadable: int = 0
-    official: str = "no verdict"  # passed, or why not
-    official_score: float | None = None
-    score: float | None = None
+    unreadable: int = 0  # number of logs that cannot be read
+    official: str = "no verdict"  # of the package checker: "passed", or its first complaint
+    official_score: float | None = None  # minutes, from the summarizer
+    score: float | None = None  # minutes, from submission.score
 
     @property
     def name(self) -> tuple[str, str]:
@@ -65,11 +65,16 @@ class ResultSet:
 
         One of the logs may have errors, because it counts as the run that did not converge.
         """
-        bad = [each for each in self.examined if each.errors()]
-        if len(bad) + self.unreadable > 1 or errors(self.of_the_set):
+        failed = self.unreadable
+        findings: list[Finding] = []
+        for examined in self.examined:
+            if examined.errors():
+                failed += 1
+            else:
+                findings += examined.findings
+        if failed > 1 or errors(self.of_the_set):
             return check.NOT_CLEAN
-        rest = [finding for each in self.examined if each not in bad for finding in each.findings]
-        return check.verdict_of(rest)
+        return check.verdict_of(findings)
 
     @property
     def of_the_set(self) -> list[Finding]:
@@ -78,9 +83,11 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        """Return whether our score equals the official one to TOLERANCE or has no counterpart."""
-        # If a set passed and has no official score, the summarizer crashed, as on sets with power
-        # logs.
+        """Whether our score equals the official one, or cannot be compared with it.
+
+        If a set passed and has no official score, the summarizer crashed, for example on a set with
+        power logs.
+        """
         if self.official_score is None:
             return self.score is None or self.official == "passed"
         if self.score is None:
@@ -88,32 +95,35 @@ class ResultSet:
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
     def logs_by_rule(self) -> Counter[str]:
-        """Return the number of logs with a finding, for each of our rules.
+        """Return, for each of our rules, the number of logs with a finding.
 
-        Complaints of the official checker are not counted. Findings about the set are.
+        Findings about the set count as well. Complaints of the official checker do not.
         """
         counts: Counter[str] = Counter()
-        for each in self.examined:
-            ours = [finding for finding in each.findings if finding not in each.verdict.complaints]
-            counts.update({_labeled(finding) for finding in ours})
-        counts.update(f"set: {_labeled(finding)}" for finding in self.of_the_set)
+        for examined in self.examined:
+            official = examined.verdict.complaints
+            ours = [finding for finding in examined.findings if finding not in official]
+            counts.update({_label(finding) for finding in ours})
+        counts.update(f"set: {_label(finding)}" for finding in self.of_the_set)
         return counts
 
 
-def _labeled(finding: Finding) -> str:
+def _label(finding: Finding) -> str:
+    """Return the name of the finding's rule, with its severity unless it is an error."""
     return finding.rule if finding.severity == ERROR else f"{finding.rule} ({finding.severity})"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m submission.survey", description="Score all results of a repository."
+        prog="python -m submission.survey",
+        description="Score all results of a repository, and compare with the official tools.",
     )
     parser.add_argument(
         "--results",
         type=Path,
         required=True,
         metavar="DIR",
-        help="a checkout of mlcommons/training_results_v*",
+        help="checkout of mlcommons/training_results_v*",
     )
     parser.add_argument(
         "--ruleset", choices=RULESETS, help="MLPerf ruleset (default: detected from the logs)"
@@ -121,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--round",
         metavar="R",
-        help="write the rows of this round, such as 5.1, without running the official tools",
+        help="write the rows of this round (such as 5.1) to the table; do not run the tools",
     )
     parser.add_argument(
         "--out",
@@ -143,12 +153,9 @@ def result_sets(results: Path) -> list[Path]:
 
     Raises ConfigError if there is none.
     """
-    folders = sorted(
-        path
-        for name in benchmarks.names()
-        for path in results.glob(f"*/results/*/{name}")
-        if path.is_dir()
-    )
+    folders = []
+    for name in benchmarks.names():
+        folders += [path for path in results.glob(f"*/results/*/{name}") if path.is_dir()]
     if not folders:
         raise ConfigError(
             f"{results}: no results",
@@ -156,7 +163,7 @@ def result_sets(results: Path) -> list[Path]:
             f" ({', '.join(benchmarks.names())})",
             "name a checkout of mlcommons/training_results_v*",
         )
-    return folders
+    return sorted(folders)
 
 
 # Comparison with the official tools.
@@ -173,26 +180,27 @@ def survey(results: Path, ruleset: str | None) -> int:
     with Progress("reading results", len(sets), "sets") as progress:
         for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
             members = list(group)
-            _ask_all(submitter, members, ruleset)
+            _judge_all(submitter, members, ruleset)
             progress.advance(len(members))
     print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 
 
-def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
+def _judge_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
+    """Fill in the verdicts and scores of `sets`, which are all sets of one submitter."""
+    rulesets: Counter[str] = Counter()
     for each in sets:
         for path in sorted(each.folder.glob("result_*.txt")):
             try:
                 each.examined.append(examine(path, ruleset, project_root=None))
             except ConfigError:
                 each.unreadable += 1
+        rulesets.update(examined.verdict.rules for examined in each.examined)
         each.score = our_score(each.folder, ruleset)
-    rounds = Counter(
-        examined.verdict.rules for each in sets for examined in each.examined
-    ).most_common(1)
-    ruleset = ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1])
-    # Run the package checker, which writes the RCP factors, and then the summarizer. Both run on a
-    # copy that contains only these sets.
+    if not ruleset:
+        ruleset = rulesets.most_common(1)[0][0] if rulesets else CLOSED_RULESETS[-1]
+    # The summarizer reads the RCP factors that the package checker writes. Both run on a copy that
+    # contains only these sets.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
@@ -203,7 +211,7 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
                 ignore=shutil.ignore_patterns("scaling.json"),
             )
             description = submitter / "systems" / f"{each.name[0]}.json"
-            if description.is_file():  # without it, the package checker stops with a message
+            if description.is_file():  # without it, the package checker reports an error
                 shutil.copy(description, copy / "systems")
         verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
         scores = official_tools.summary(copy, ruleset, len(sets)).scores
@@ -213,7 +221,7 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
-    """Return the score of submission.score, in minutes with the RCP factor, or None."""
+    """Return the score of the set in `folder` in minutes, with the RCP factor, or None."""
     try:
         return ten_runs(read_series([folder], ruleset=ruleset or "")).score
     except RunError:
@@ -233,20 +241,18 @@ def table(sets: list[ResultSet]) -> list[str]:
         )
     ]
     for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
-        findings = ", ".join(
-            f"{name} {count}" for name, count in sorted(each.logs_by_rule().items())
-        )
-        verdicts = (each.official, each.verdict)
-        scores = (
-            number(each.official_score, ".6f"),
-            number(each.score, ".6f") + ("" if each.scores_agree else " !"),
-        )
+        system, benchmark = each.name
+        counts = sorted(each.logs_by_rule().items())
+        findings = ", ".join(f"{name} {count}" for name, count in counts)
+        mark = "" if each.scores_agree else " !"
         rows.append(
             (
-                f"{each.folder.parents[2].name}/{each.name[0]}",
-                each.name[1],
-                *verdicts,
-                *scores,
+                f"{each.folder.parents[2].name}/{system}",
+                benchmark,
+                each.official,
+                each.verdict,
+                number(each.official_score, ".6f"),
+                number(each.score, ".6f") + mark,
                 findings or "-",
             )
         )
@@ -254,7 +260,10 @@ def table(sets: list[ResultSet]) -> list[str]:
 
 
 def summary(sets: list[ResultSet]) -> list[str]:
-    examined = [examined for each in sets for examined in each.examined]
+    """Return lines with the numbers of sets and logs by verdict, and of equal scores."""
+    examined: list[Examined] = []
+    for each in sets:
+        examined += each.examined
     verdicts = Counter(each.verdict for each in sets)
     refused = sum(each.verdict == check.NOT_CLEAN and each.official == "passed" for each in sets)
     let_pass = sum(each.verdict != check.NOT_CLEAN and each.official != "passed" for each in sets)
@@ -276,7 +285,7 @@ def summary(sets: list[ResultSet]) -> list[str]:
 def rows(results: Path, round_: str) -> Iterator[Published]:
     """Yield one row for each result set in `results` that has a result.
 
-    A result set has ten logs or fewer. Sets without a result are named on stderr. Raises
+    `round_`: round of the results, such as 5.1. Sets without a result are named on stderr. Raises
     ConfigError if there are no sets.
     """
     for folder in result_sets(results):
@@ -301,25 +310,26 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
 def write(path: Path, round_: str, results: list[Published]) -> int:
     """Replace the rows of `round_` in the table at `path` by `results`; return the exit code.
 
-    Raises StorageError if the table cannot be written.
+    Numbers are rounded to seven digits. Raises StorageError if the table cannot be written.
     """
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
     table["sources"][round_] = (
         f"mlcommons/training_results_v{round_}, result logs and system descriptions"
     )
-    kept = [row for row in table["rows"] if row[0] != round_]
-    kept += [
-        [float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)]
-        for result in results
-    ]
-    lines = ",\n  ".join(
-        json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]])
-    )
+    rows = [row for row in table["rows"] if row[0] != round_]
+    for published in results:
+        rows.append([_rounded(value) for value in astuple(published)])
+    rows.sort(key=lambda row: [str(value) for value in row[:6]])
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
     sources = json.dumps(table["sources"], indent=2)
     head = f'{{"columns": {json.dumps(columns)},\n "sources": {sources},\n "rows": [\n  '
     terminal.write(path, f"{head}{lines}]}}\n")
     return 0
+
+
+def _rounded(value: object) -> object:
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

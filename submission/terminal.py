@@ -1,6 +1,4 @@
-"""Shared parts of the commands: --series, NAME=VALUE, writing files, printing tables and
-numbers.
-"""
+"""Parts that the commands share: --series, NAME=VALUE, writing files, tables and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from common.errors import ConfigError, StorageError, write_whole
 
 
 def add_series_option(parser: Parser) -> None:
-    """Add --series ID, which names a series of the ledger."""
+    """Add --series ID, which selects a series from the ledger."""
     parser.add_argument(
         "--series",
         default="",
@@ -36,16 +34,18 @@ def write(path: Path, text: str) -> None:
 
 
 def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:
-    """Return the values by name of `texts`, which have the form NAME=VALUE.
+    """Return name -> value for `texts` of the form NAME=VALUE.
 
-    `flag`: the option that they belong to. Raises ConfigError for another form, and for a name that
-    is not in `known` or occurs twice.
+    `flag`: the option that has these values. Raises ConfigError for another form, for a name that
+    is not in `known`, and for a repeated name.
     """
     values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{flag} {text}: expected NAME=VALUE", "there is no =", "add a value")
+            raise ConfigError(
+                f"{flag} {text}: expected NAME=VALUE", "it has no =", "add = and a value"
+            )
         if name not in known:
             raise ConfigError(
                 f"{flag} {text}: unknown name {name!r}",
@@ -54,8 +54,8 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
             )
         if name in values:
             raise ConfigError(
-                f"{flag} {text}: {name} was already given",
-                f"its value is {values[name]!r}",
+                f"{flag} {text}: {name} is given twice",
+                f"its first value is {values[name]!r}",
                 "give each name once",
             )
         values[name] = value.strip()
@@ -63,14 +63,14 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
 
 
 def _some(names: Collection[str], most: int = 8) -> str:
-    """Return at most `most` of `names`, separated by commas, and the number of the others."""
+    """Return the first `most` of `names`, separated by commas, and the number of the others."""
     shown = list(names)[:most]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(shown) + more
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return indented lines. The first and the last column are left-aligned, the others right."""
+    """Return the lines of a table, indented. The first and the last column are left-aligned."""
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
     return ["  " + line for line in terminal.table(rows, alignment, indent=2)]
 
@@ -81,6 +81,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def signed(minutes: float) -> str:
+    """Return `minutes` with a sign and three decimals."""
     return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
 
 

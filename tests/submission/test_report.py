@@ -68,7 +68,7 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
     assert (
         "MFU" not in text
         and "miniature" not in text
-        and "What was odd" not in text
+        and "Anomalies" not in text
         and 'class="banner good"' in text
     )
     train, evaluation = charts(text)["loss"]["series"]

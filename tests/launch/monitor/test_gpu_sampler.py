@@ -368,7 +368,7 @@ def test_both_sides_mean_the_same_file():
 
 
 def test_the_report_says_nothing_without_a_file(run_dir):
-    assert "GPUs during the run" not in page(run_dir) and "Ranks compared" not in page(run_dir)
+    assert "GPUs during the run" not in page(run_dir) and "Comparison of ranks" not in page(run_dir)
 
 
 def test_the_report_shows_why_there_are_no_samples(run_dir):
