@@ -2,13 +2,13 @@
 
     {whats}
 
-`<what> --help` lists the options of a measurement. Each measurement writes a directory (--out;
-default: a new one in LOGDIR/throughput) with result.json, table.md and page.html. result.json grows
-row by row. A row that fails, for example out of memory, records its error, and the measurement
-continues. ./run_and_time.sh throughput <what> [options] runs the same command.
+`<what> --help` lists the options of a measurement. Each measurement writes result.json, table.md
+and page.html into a directory (--out; default: a new one in LOGDIR/throughput). result.json is
+saved after every row. If a row fails, for example out of memory, the row records the error and the
+measurement continues. ./run_and_time.sh throughput <what> [options] runs the same command.
 
-Needs torch, and Triton on a GPU; no data, weights or network. docs/throughput.md explains each
-number.
+The measurements need torch, and Triton on a GPU. They need no data, weights or network.
+docs/throughput.md explains each number.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
 from throughput import options
 
-# Measurement -> one line of help. throughput/<what>.py defines add_arguments(parser),
-# measure(options, result), which adds rows to the Result, and TABLES (throughput/tables.py), which
-# describe the rows. The modules of WITHOUT_RESULT define add_arguments and main(options) instead.
+# Measurement -> one line of help. Its module throughput/<what>.py defines add_arguments(parser),
+# measure(options, result), which adds rows to the Result, and TABLES, which describe the rows
+# (throughput/tables.py). The modules of WITHOUT_RESULT define add_arguments and main(options).
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA",
@@ -37,17 +37,17 @@ MEASUREMENTS = {
     "flux": "training steps of FLUX.1-dev's transformer on synthetic latents",
 }
 WITHOUT_RESULT = {
-    "suite": "all of the above on one page, and a comparison with a baseline; can be resumed",
+    "suite": "all measurements above on one page, with a comparison to a baseline",
     "compare": "results of the same measurement, or two profiles, side by side",
-    "settings": "other launch settings of each Triton kernel on this GPU, for kernel authors",
+    "settings": "alternative launch settings of each Triton kernel, for kernel authors",
 }
 WHATS = MEASUREMENTS | WITHOUT_RESULT
 
 
 def parser(benchmark: str = "") -> Parser:
-    """Return the parser of the first word.
+    """Return the parser of the first argument.
 
-    The options of a measurement are defined in its module, which needs torch.
+    `parser_of` has the options of a measurement, whose module may need torch.
     """
     about = (__doc__ or "").format(
         whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())
@@ -84,7 +84,7 @@ def parser_of(what: str) -> Parser:
         parser.add_argument(
             "--device",
             choices=("cpu", "cuda"),
-            help="device to measure (default: the GPUs if there are any; ROCm is cuda, too)",
+            help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
         )
     return parser
 
@@ -109,10 +109,10 @@ def start(what: str, rest: list[str]) -> int:
     facts = machine.facts(detected, chosen.device)
     versions = machine.versions(detected)
     folder = chosen.out or result.default_directory(what)
-    made = result.Result(what, module.TABLES, folder, chosen.device, facts, versions)
+    recorded = result.Result(what, module.TABLES, folder, chosen.device, facts, versions)
     try:
-        module.measure(chosen, made)
-        made.finish()
+        module.measure(chosen, recorded)
+        recorded.finish()
     except Exception as error:
         result.write_failure(folder, failure_of(error) or internal_error(error))
         raise

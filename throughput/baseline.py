@@ -1,8 +1,8 @@
 """Comparison of a suite's rows with a baseline: an earlier suite, or published numbers.
 
-A baseline file is JSON: "gpu" (kind of GPU, or "CPU"), "source" (date, commit and command), and
-"rows". A row holds the name of a table, the values of the table's keys, a column and its value.
-baselines/<GPU>.json are measurements of this package. Standard library only.
+A baseline file is JSON: "gpu" (GPU kind, or "CPU"), "source" (date and commit), and "rows". A row
+has the name of a table, the values of the table's keys, a column, and the value in that column.
+baselines/<GPU>.json are measurements with this package. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ PASS = "PASS"
 FAIL = "FAIL"
 NOT_MEASURED = "not measured"
 
-Results = Iterable[dict[str, Any]]  # results that `result.read` returned
+Results = Iterable[dict[str, Any]]  # results as `result.read` returns them
 
 
 @dataclass(frozen=True)
 class BaselineRow:
-    """A value to compare with. `keys`: the values by which a measured row is found."""
+    """A value to compare with.
+
+    `table`: name of the table. `keys`: values that identify the row. `column`: key of the column.
+    """
 
     table: str
     keys: dict[str, Any]
@@ -41,21 +44,23 @@ class BaselineRow:
 
 @dataclass(frozen=True)
 class Baseline:
-    gpu: str
+    """Values to compare a suite with, and where they come from."""
+
+    gpu: str  # GPU kind, or "CPU"
     source: str
     rows: tuple[BaselineRow, ...]
 
 
 @dataclass(frozen=True)
 class BaselineVerdict:
-    """A row of the comparison. `value`: None if no row was measured or if it failed."""
+    """A row of the comparison, as text."""
 
-    name: str
-    column: str
+    name: str  # table and keys
+    column: str  # head of the column
     baseline: str
-    value: str
-    change: float | None  # of the baseline; -0.05: 5 % below it
-    verdict: str
+    value: str  # "-" if no row was measured, the error if it failed
+    change: float | None  # relative to the baseline; -0.05 means 5 % below it
+    verdict: str  # PASS, FAIL or NOT_MEASURED
 
 
 def percentage(text: str) -> float:
@@ -65,11 +70,11 @@ def percentage(text: str) -> float:
     return float(text[:-1]) / 100
 
 
-# --- where a baseline comes from ------------------------------------------------------------------
+# --- sources of a baseline ------------------------------------------------------------------------
 
 
 def of_results(results: Results) -> Baseline:
-    """Return a baseline of every measured row. `results` are of one machine."""
+    """Return a baseline with every measured row of `results`, which are of one machine."""
     rows = []
     gpu = ""
     source = ""
@@ -84,17 +89,17 @@ def of_results(results: Results) -> Baseline:
 def _rows_of(table: Table, data: dict[str, Any]) -> list[BaselineRow]:
     if not table.larger_is_better:
         return []
-    return [
-        BaselineRow(
-            table.name, {key: row.get(key) for key in table.keys}, table.value, row[table.value]
-        )
-        for row in report.rows_of(table, data)
-        if row.get(table.value) is not None and "error" not in row
-    ]
+    rows = []
+    for row in report.rows_of(table, data):
+        value = row.get(table.value)
+        if value is not None and "error" not in row:
+            keys = {key: row.get(key) for key in table.keys}
+            rows.append(BaselineRow(table.name, keys, table.value, value))
+    return rows
 
 
 def of_published(gpu: str, tables: Iterable[Table]) -> Baseline:
-    """Return the published values of `gpu` that stand beside columns of `tables`."""
+    """Return a baseline with the published values of `gpu` for columns of `tables`."""
     rows = []
     for table in tables:
         for wanted in table.published:
@@ -108,10 +113,11 @@ def of_published(gpu: str, tables: Iterable[Table]) -> Baseline:
 
 
 def find(name: str, tables: Iterable[Table]) -> Baseline:
-    """Return the baseline `name`: a file, or a kind of GPU.
+    """Return the baseline `name`: a file, or a GPU kind.
 
-    For a kind of GPU it is baselines/<GPU>.json if there is one, otherwise its published numbers.
-    Raises ConfigError for an unknown name, DataError for a file that is not a baseline.
+    For a GPU kind it is baselines/<GPU>.json if that exists, otherwise the published numbers.
+    `tables`: the tables of all measurements. Raises ConfigError for an unknown name, DataError for
+    a file that is not a baseline.
     """
     path = Path(name)
     if path.is_file():
@@ -120,15 +126,19 @@ def find(name: str, tables: Iterable[Table]) -> Baseline:
     if name.lower() in measured:
         return read(measured[name.lower()])
     tables = list(tables)
-    of_gpus = [of_published(gpu, tables) for gpu in sorted(published.gpus())]
-    known = {one.gpu.lower(): one for one in of_gpus if one.rows}
+    known = {}
+    for gpu in sorted(published.gpus()):
+        baseline = of_published(gpu, tables)
+        if baseline.rows:
+            known[gpu.lower()] = baseline
     if name.lower() in known:
         return known[name.lower()]
-    names = sorted([file.stem for file in measured.values()] + [one.gpu for one in known.values()])
+    names = [file.stem for file in measured.values()]
+    names += [baseline.gpu for baseline in known.values()]
     raise ConfigError(
         f"unknown baseline --against {name}",
-        "there is neither such a file nor a GPU with that name and known numbers",
-        meant(name, names),
+        "it is neither a file nor a GPU kind with known numbers",
+        meant(name, sorted(names)),
     )
 
 
@@ -156,10 +166,11 @@ def write(path: Path, baseline: Baseline) -> None:
 
 
 def compare(baseline: Baseline, results: Results, tolerance: float) -> list[BaselineVerdict]:
-    """Return one verdict per row of the baseline, failures first.
+    """Return one verdict for each row of the baseline, failures first.
 
     A row fails if it is more than `tolerance` (a fraction) below the baseline, or if its
-    measurement failed. A row that this suite does not measure is "not measured" and fails nothing.
+    measurement failed. A row that this suite does not measure is NOT_MEASURED, which is not a
+    failure.
     """
     tables = [(table, data) for data in results for table in data["tables"]]
     verdicts = [_verdict(row, tables, tolerance) for row in baseline.rows]
@@ -170,26 +181,34 @@ def compare(baseline: Baseline, results: Results, tolerance: float) -> list[Base
 def _verdict(
     row: BaselineRow, tables: list[tuple[Table, dict[str, Any]]], tolerance: float
 ) -> BaselineVerdict:
-    name = f"{row.table}: {', '.join(str(value) for value in row.keys.values() if value)}"
-    matching = []
+    """Compare one row of a baseline. `tables`: each measured table with its result."""
+    keys = ", ".join(str(value) for value in row.keys.values() if value)
+    name = f"{row.table}: {keys}"
+    errors = []
+    values = []
     head = row.column
     form = ",.4g"
     for table, data in tables:
-        if table.name == row.table:
-            rows = report.rows_of(table, data)
-            matching += [one for one in rows if _agrees(one, row.keys)]
-            columns = {column.key: column for column in table.columns}
-            if row.column in columns:
-                head = columns[row.column].head
-                form = columns[row.column].format
+        if table.name != row.table:
+            continue
+        for column in table.columns:
+            if column.key == row.column:
+                head = column.head
+                form = column.format
+        for measured in report.rows_of(table, data):
+            if not _agrees(measured, row.keys):
+                continue
+            if "error" in measured:
+                errors.append(measured["error"])
+            elif measured.get(row.column) is not None:
+                values.append(measured[row.column])
     reference = format(row.value, form)
-    errors = [one["error"] for one in matching if "error" in one]
-    measured = [one for one in matching if "error" not in one]
-    values = [one[row.column] for one in measured if one.get(row.column) is not None]
+    if not values and errors:
+        return BaselineVerdict(name, head, reference, errors[0], None, FAIL)
     if not values:
-        verdict = FAIL if errors else NOT_MEASURED
-        return BaselineVerdict(name, head, reference, errors[0] if errors else "-", None, verdict)
-    # A published number may not name the library, for example: the best of several rows counts.
+        return BaselineVerdict(name, head, reference, "-", None, NOT_MEASURED)
+    # Several rows may match, for example if a published number does not name the library. The best
+    # one counts.
     value = max(values)
     change = value / row.value - 1
     verdict = PASS if change >= -tolerance else FAIL
@@ -197,12 +216,12 @@ def _verdict(
 
 
 def _agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
-    # A row without a value, such as a product without a choice of library, has "" or no key.
+    """Return whether `row` has the values `keys`. A missing key, None and "" are equal."""
     return all((row.get(key) or None) == (value or None) for key, value in keys.items())
 
 
 def summary(verdicts: list[BaselineVerdict]) -> str:
-    """Return the result of a comparison in one line."""
+    """Return the result of a comparison as one line, which begins with PASS or FAIL."""
     counts = {
         name: sum(verdict.verdict == name for verdict in verdicts)
         for name in (PASS, FAIL, NOT_MEASURED)
@@ -230,9 +249,10 @@ def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: floa
         for verdict in verdicts
     )
     notes = (
-        f"Baseline: {baseline.gpu}, {baseline.source}. Tolerance: {tolerance:.1%} below it.",
-        "A row that was measured there and failed here is a FAIL. "
-        "A row that these options do not measure is not counted.",
+        f"Baseline: {baseline.gpu}, {baseline.source}. "
+        f"Tolerance: {tolerance:.1%} below the baseline.",
+        "A row of the baseline that fails in this suite is a FAIL. "
+        "A row that this suite does not measure is not counted.",
     )
     numbers = (False, False, True, True, True, False)
     return Section("Comparison with the baseline", "", heads, numbers, rows, notes)

@@ -1,12 +1,12 @@
 """Throughput of a config's training step on synthetic tokens, optimizer included.
 
-The code is that of training, without data, clock and log.
+The steps run the code of the trainers, without data files, the clock of a run, and its log.
 
     python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu
         [--steps N] [--layers N] [--profile DIR] ...
 
-One process per GPU, started by torchrun. Rank 0 prints a BENCH line on stdout, whose rate is that
-of the median step.
+torchrun starts one process per GPU. Rank 0 prints a BENCH line to stdout, with the rate of the
+median step.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
 
 LEARNING_RATE = 1e-6
-OF = (
-    "time: torch's profiler; memory: torch's history of allocations; "
-    "outside: ranges for a profiler around the process (default: time)"
+OF_HELP = (
+    "what to profile: time (by torch's profiler), memory (torch's history of allocations), or "
+    "outside (only mark the steps, for a profiler that runs this process) (default: time)"
 )
 
 
@@ -81,7 +81,7 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        if processes.device.type == "cuda":  # a run excludes an engine that computes wrongly
+        if processes.device.type == "cuda":  # as in a run, reject engines that compute wrongly
             sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
             require_sound(check_engines(sizes, processes.device), processes.device)
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
@@ -98,9 +98,9 @@ def measure(
     processes: Processes,
     meter: Meter,
 ) -> None:
-    """Run `args.warmup` steps, then `args.steps` timed steps.
+    """Run `args.warmup` steps and then `args.steps` timed steps, and print or write the result.
 
-    With `args.profile`, another `args.steps` steps run under a profiler.
+    With `args.profile`, run another `args.steps` steps under a profiler.
     """
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
@@ -126,37 +126,40 @@ def measure(
         print_saved_bytes(args.benchmark, model, processes, next(source))
     if args.eval_sequences:
         measure_evaluation(config, args, model, processes)
-    table = profiled(config, args, assembly, processes, meter, step) if args.profile else None
+    summarize = None
+    if args.profile:
+        summarize = profiled(config, args, assembly, processes, meter, step)
     torch.distributed.destroy_process_group()
-    if table and processes.rank == 0:
-        print(table(), flush=True)
+    if summarize and processes.rank == 0:
+        print(summarize(), flush=True)
 
 
 def write_result(path: Path, processes: Processes, meter: Meter) -> None:
-    """Write step times and peak memory as JSON for throughput/llama.py.
+    """Write step times and peak memory to `path` as JSON, for throughput/llama.py and `tune`.
 
-    The times are milliseconds of each timed step. Peak memory is the largest of all ranks, in
-    bytes, and 0 on a CPU.
+    `times_ms`: milliseconds of each timed step. `allocated`, `reserved`: peak memory of the fullest
+    rank in bytes, 0 on a CPU.
     """
     device = processes.device
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     peaks = max_over_ranks([peak_bytes(device), reserved], processes)
     if processes.rank == 0:
-        path.write_text(
-            json.dumps(
-                {"times_ms": meter.step_times_ms, "allocated": peaks[0], "reserved": peaks[1]}
-            )
-        )
+        measured = {
+            "times_ms": meter.step_times_ms,
+            "allocated": peaks[0],
+            "reserved": peaks[1],
+        }
+        path.write_text(json.dumps(measured))
     torch.distributed.destroy_process_group()
 
 
 def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch: Tensor) -> None:
     """Print the bytes per token and layer that a forward keeps for its backward.
 
-    The logits are not counted. `plan` computes the same number.
+    The logits are not counted. `plan` calculates the same quantity.
     """
     with torch.no_grad():
-        model(*batch.unbind(1))  # the gathered and cast weights stay in memory
+        model(*batch.unbind(1))  # so that gathered and cast weights are already in memory
     before = torch.cuda.memory_allocated()
     losses = model(*batch.unbind(1))
     logits = batch.shape[0] * batch.shape[2] * model.shape.vocab_size * 2
@@ -166,7 +169,7 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
     if processes.rank == 0:
         print(
             f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, "
-            f"{saved / 2**30:.1f} GiB in all",
+            f"{saved / 2**30:.1f} GiB in total",
             flush=True,
         )
 
@@ -176,7 +179,7 @@ def measure_evaluation(
 ) -> None:
     """Print the time of an evaluation of `args.eval_sequences` synthetic sequences.
 
-    The sequences are padded so that every rank has equally many. An untimed evaluation runs first.
+    Padding gives every rank the same number of sequences. An untimed evaluation runs first.
     """
     count = args.eval_sequences
     length = model.max_sequence_length
@@ -184,19 +187,17 @@ def measure_evaluation(
         0, model.shape.vocab_size, (count, 2, length), np.int32
     )
     batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
-    for _ in range(2):
+    for _ in range(2):  # the first time does not count
         processes.barrier()
         began = time.monotonic()
         evaluate(model, batches, processes)  # ends with a sum over the ranks, which the host reads
         seconds = time.monotonic() - began
     rate = count * length / seconds / processes.world_size
     if processes.rank == 0:
-        name = args.benchmark
-        size = config.eval_micro_batch_size
-        one = "GPU" if processes.device.type == "cuda" else "process"
+        unit = "GPU" if processes.device.type == "cuda" else "process"
         print(
-            f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, "
-            f"{rate:,.0f} tok/s/{one}, micro-batch {size}",
+            f"EVALUATION {args.benchmark}: {count} sequences in {seconds:.2f} s, "
+            f"{rate:,.0f} tok/s/{unit}, micro-batch {config.eval_micro_batch_size}",
             flush=True,
         )
 
@@ -211,8 +212,8 @@ def profiled(
 ) -> Callable[[], str] | None:
     """Run `args.steps` more steps under the profiler that `args.of` selects.
 
-    Return a function, for rank 0 only, that writes the files and returns the table. Return None if
-    `args.of` is "outside".
+    Return a function that writes the files and returns the table. Only rank 0 calls it, after the
+    process group has ended. Return None if `args.of` is "outside".
     """
     model = assembly.model
     if args.of == "outside":
@@ -220,7 +221,10 @@ def profiled(
         return None
     facts = facts_of(config, args, model, processes, meter)
     if args.of == "memory":
-        kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)
+        recorded = memory_profile.record(step, args.steps, args.profile, assembly, processes)
+        if recorded is None:  # not rank 0
+            return None
+        history, counted = recorded
         work = replace(
             workload(args.benchmark, config),
             shape=model.shape,
@@ -229,10 +233,8 @@ def profiled(
         # The profiled steps include no evaluation.
         planned = memory_peak(replace(config, eval_micro_batch_size=1), work)
         facts |= {"plan": planned.allocated, "moment": planned.moment}
-        return lambda: (
-            memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts))
-            if kept
-            else ""
+        return lambda: memory_profile.write(
+            args.profile, history, memory_profile.document(history, counted, facts)
         )
     clock_ms = profiling.record(step, args.steps, args.profile, processes)
     bench_ms = statistics.mean(meter.step_times_ms)
@@ -247,21 +249,21 @@ def profiled(
 
 
 def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
-    """Run steps for a profiler around this process.
+    """Run `steps` steps for a profiler that runs this process.
 
-    nsys and ncu wait for cudaProfilerStart. Each step is an NVTX range (ROCTx on ROCm).
+    nsys and ncu wait for cudaProfilerStart. Each step is an NVTX range, on ROCm a ROCTx range.
     """
     gpu = processes.device.type == "cuda"
     # HIP does not support hipProfilerStart; rocprofv3 records from the beginning.
-    starts = gpu and not torch.version.hip
+    has_start = gpu and not torch.version.hip
     processes.barrier()
-    if starts:
+    if has_start:
         torch.cuda.profiler.start()
     for number in range(steps):
         with torch.cuda.nvtx.range(f"step {number}") if gpu else nullcontext():
             step()
     processes.barrier()
-    if starts:
+    if has_start:
         torch.cuda.profiler.stop()
 
 
@@ -291,6 +293,7 @@ def facts_of(
 def bench_line(
     config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
 ) -> str:
+    """Return the BENCH line: what was measured, rate, step time, and peak memory of this rank."""
     median_ms = statistics.median(meter.step_times_ms)
     rate = StepRate.of(
         median_ms,
@@ -320,7 +323,7 @@ def bench_line(
 
 
 def engines_line(benchmark: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the engines in use, and why faster ones are not used."""
+    """Return the ENGINES line: the engines in use, and why faster ones are not used."""
     attention = attention_engine(device, dtype)
     products = product_engine(device, dtype)
     reasons = "".join(f"; {reason}" for reason in (*attention.missing, *products.missing))
@@ -328,18 +331,16 @@ def engines_line(benchmark: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 def precision_of(config: RunConfig) -> str:
-    """Return the precision in words, for a line of output."""
-    return (
-        config.precision
-        if config.linear == "bf16"
-        else f"{config.precision}, linear layers in {config.linear}"
-    )
+    """Return the precision of the config in words."""
+    if config.linear == "bf16":
+        return config.precision
+    return f"{config.precision}, linear layers in {config.linear}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m throughput.bench",
-        description="Throughput of a training step on synthetic tokens.",
+        description="Measure the throughput of a training step on synthetic tokens.",
     )
     parser.add_argument("--benchmark", required=True)
     parser.add_argument("--config", type=Path, required=True)
@@ -373,12 +374,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--profile",
         type=Path,
         metavar="DIR",
-        help="profile as many steps again and write the profile to DIR",
+        help="then profile the same number of steps, and write the profile to DIR",
     )
     parser.add_argument(
-        "--command", default="-", metavar="TEXT", help="command of the user, for the profile's page"
+        "--command", default="-", metavar="TEXT", help="the user's command, for the profile's page"
     )
-    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=OF)
+    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=OF_HELP)
     return parser.parse_args(argv)
 
 

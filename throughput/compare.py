@@ -1,7 +1,7 @@
 """Compare results of the same measurement, or two profiles, in table.md and page.html.
 
-A single result gets its own two files written again. Two directories of `profile` are compared
-kernel by kernel: milliseconds, share, what is new or gone, sorted by what explains the difference.
+For a single result, these two files are written again. Two directories of `profile` are compared
+kernel by kernel, in milliseconds and shares of the step, with the largest change first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="DIR",
-        help="directories of results, or two of profiles; the first is the reference",
+        help="directories of results, or of two profiles; the first is the reference",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Write the comparison of `options.folders` and return 0.
 
-    Raises DataError if a directory holds no result, and ConfigError if the measurements differ.
+    Raises DataError if a directory has no result, and ConfigError if the measurements differ.
     """
     if all((folder / profile_comparison.NAME).is_file() for folder in options.folders):
         return compare_profiles(options)
@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> int:
     if len(kinds) > 1:
         raise ConfigError(
             f"results of {' and '.join(kinds)}",
-            "they have no row in common",
+            "different measurements cannot be compared",
             "compare results of the same measurement",
         )
     if len(results) == 1 and not options.out:
@@ -57,11 +57,13 @@ def main(options: argparse.Namespace) -> int:
 def compare_profiles(options: argparse.Namespace) -> int:
     """Write the comparison of two directories of `profile` and return 0.
 
-    Raises ConfigError unless there are two, DataError if one cannot be read.
+    Raises ConfigError unless there are exactly two, DataError if one cannot be read.
     """
     if len(options.folders) != 2:
         raise ConfigError(
-            f"{len(options.folders)} profiles", "a comparison needs two", "name two directories"
+            f"{len(options.folders)} profiles",
+            "exactly two can be compared",
+            "name two directories",
         )
     before, after = (profile_comparison.read(folder) for folder in options.folders)
     folder = options.out or result.default_directory("compare")
@@ -75,10 +77,10 @@ def compare_profiles(options: argparse.Namespace) -> int:
 
 
 def named(folders: list[Path], kinds: list[str]) -> list[str]:
-    """Return one distinct label per result.
+    """Return a different label for each result.
 
-    The label is the kind of GPU if that tells the results apart. Otherwise the directory's name is
-    added, and a number if names repeat.
+    The label is the GPU kind if all kinds differ. Otherwise it is the kind and the directory's
+    name, followed by a number if these are not different either.
     """
     names = [f"{kind} {folder.resolve().name}" for kind, folder in zip(kinds, folders, strict=True)]
     for labels in (kinds, names):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,16 @@ from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
-PIXELS_PER_TOKEN = 16  # per side: 8 from the autoencoder, times 2 x 2 latents per token
+PIXELS_PER_TOKEN = 16  # per side: 8 per latent of the autoencoder, and 2 latents per token
 TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length and attends to the padding
-# The model for a CPU. Its times say nothing about the machine.
+# The model that is measured on a CPU. Its times say nothing about the machine.
 TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
-PART = (12, 24)  # double and single blocks, measured where the full model does not fit
-LIMIT_S = 1800.0  # for one number of GPUs; collectives have their own timeout
-STATE_OF_SHARD = 12  # bytes per parameter: fp32 master weight and gradient, two bf16 moments
+PART = (12, 24)  # number of double and single blocks if the full model does not fit
+LIMIT_S = 1800.0  # time limit for one number of GPUs; collectives have a shorter timeout
+SHARDED_BYTES = 12  # per parameter: fp32 master weight and gradient, two bf16 moments
 
 TABLES = (
     Table(
@@ -55,7 +56,7 @@ TABLES = (
             *times(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
-            Column("state_gib", "Weights and state", "GiB", ".1f"),
+            Column("state_gib", "Weights and optimizer state", "GiB", ".1f"),
             Column("memory_gib", "Peak memory", "GiB", ".1f"),
         ),
         keys=("model", "precision", "gpus", "resolution", "batch", "recomputed"),
@@ -72,7 +73,7 @@ TABLES = (
             "Weights, activations, reduced gradients and both moments are bf16. Master weights and "
             "summed gradients are fp32. All are sharded over the GPUs (ZeRO-2): 2 + 12 / GPUs "
             "bytes per parameter. A recomputed block keeps only its inputs for the backward.",
-            "Peak memory: tensors on the fullest GPU.",
+            "Peak memory: of the tensors, on the GPU that needs the most.",
             f"A model with fewer blocks, or tiny, is not {MODEL}. Its images/s cannot be compared "
             "with published numbers.",
         ),
@@ -92,10 +93,10 @@ TABLES = (
         keys=("model", "gpus", "resolution", "batch"),
         value="memory_gib",
         formulas=(
-            "With --batch max, the batch doubles until memory runs out and is then bisected. Each "
-            "attempt is two whole steps in newly allocated memory. A batch counts as out of memory "
-            "if one GPU runs out. If the timed steps of the largest batch run out after all, the "
-            "next smaller batch is timed.",
+            "With --batch max, the batch doubles until memory runs out, and the largest batch is "
+            "then found by bisection. Each attempt runs two steps in newly allocated memory. A "
+            "batch does not fit if any GPU runs out of memory. If the timed steps of the largest "
+            "batch run out of memory, the next smaller batch is timed.",
         ),
         larger_is_better=False,
     ),
@@ -134,27 +135,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Measure each number of GPUs, with fewer blocks where the full model does not fit.
+    """Measure each number of GPUs, with fewer blocks if the full model does not fit.
 
-    Raises ConfigError, and the error of a rank that failed for any reason other than memory.
+    Raises ConfigError for wrong options, and the error of a rank that failed for any reason other
+    than memory.
     """
     request = request_from(options)
     for gpus in options.gpus:
         if not add_rows(request, gpus, result) and not options.layers:
             part = replace(request.shape, double_blocks=PART[0], single_blocks=PART[1])
-            add_rows(
-                replace(
-                    request, shape=part, recompute_blocks=min(request.recompute_blocks, part.blocks)
-                ),
-                gpus,
-                result,
-            )
+            recompute = min(request.recompute_blocks, part.blocks)
+            smaller = replace(request, shape=part, recompute_blocks=recompute)
+            add_rows(smaller, gpus, result)
 
 
 def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
-    """Add the rows of one number of GPUs, including a row for each batch that ran out of memory.
+    """Add the rows of one number of GPUs, including rows of batches that ran out of memory.
 
-    Return False, without starting anything, if weights and state alone do not fit.
+    Return False, without a measurement, if weights and optimizer state alone do not fit.
     """
     row = row_of(request, gpus)
     if request.device == "cpu":
@@ -162,30 +160,18 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
     if row["state_gib"] > memory_gib:
         used = f"{row['state_gib']:.1f} of {memory_gib:.1f} GiB"
-        result.add(row | {"error": f"out of memory: weights and state alone take {used}"})
+        error = f"out of memory: weights and optimizer state alone need {used}"
+        result.add(row | {"error": error})
         return False
     measured = run_ranks(request, gpus)
     if not request.batch:
-        for batch, peak in measured.get("tried", ()):
-            tried = {
-                "table": "flux_batches",
-                "model": row["model"],
-                "gpus": gpus,
-                "resolution": row["resolution"],
-                "batch": batch,
-            }
-            result.add(
-                tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB})
-            )
+        add_batches(row, measured.get("tried", ()), result)
     batch = measured.get("batch") or request.batch or 1
     while "times_ms" not in measured:
-        result.add(
-            row
-            | {
-                "batch": batch,
-                "error": "out of memory" + (" in the timed steps" if measured.get("batch") else ""),
-            }
-        )
+        error = "out of memory"
+        if measured.get("batch"):
+            error = "out of memory in the timed steps"
+        result.add(row | {"batch": batch, "error": error})
         if request.batch or batch == 1:
             return True
         batch -= 1
@@ -194,8 +180,29 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     return True
 
 
+def add_batches(
+    row: dict[str, Any], tried: Iterable[tuple[int, int | None]], result: Result
+) -> None:
+    """Add a row of table "flux_batches" for each batch of `tried`.
+
+    `row`: the row of table "flux". `tried`: see throughput/flux_rank.py.
+    """
+    for batch, peak in tried:
+        attempt = {
+            "table": "flux_batches",
+            "model": row["model"],
+            "gpus": row["gpus"],
+            "resolution": row["resolution"],
+            "batch": batch,
+        }
+        if peak is None:
+            result.add(attempt | {"error": "out of memory"})
+        else:
+            result.add(attempt | {"memory_gib": peak / GIB})
+
+
 def request_from(options: argparse.Namespace) -> FluxRequest:
-    """Return the request that the ranks read. Raises ConfigError."""
+    """Return the request that the ranks read. Raises ConfigError for wrong options."""
     device = options.device
     if device == "cpu" and options.batch == common.MAX:
         why = "trying batches could fill the memory of the whole host"
@@ -213,8 +220,8 @@ def request_from(options: argparse.Namespace) -> FluxRequest:
         if len(options.layers) != 2:
             raise ConfigError(
                 f"--layers {','.join(map(str, options.layers))}",
-                "double and single blocks are two numbers",
-                "write for example --layers 12,24",
+                "the numbers of double and of single blocks are required",
+                "give two numbers, such as --layers 12,24",
             )
         shape = replace(shape, double_blocks=options.layers[0], single_blocks=options.layers[1])
     recompute = shape.blocks if options.recompute is None else options.recompute
@@ -237,14 +244,12 @@ def row_of(request: FluxRequest, gpus: int) -> dict[str, Any]:
     shape = request.shape
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Flux(shape).parameters())
-    parts = (
-        ""
-        if shape in (FluxShape(), TINY)
-        else f", {shape.double_blocks} + {shape.single_blocks} blocks"
-    )
+    model = MODEL if request.device == "cuda" else "tiny"
+    if shape not in (FluxShape(), TINY):
+        model += f", {shape.double_blocks} + {shape.single_blocks} blocks"
     return {
         "table": "flux",
-        "model": (MODEL if request.device == "cuda" else "tiny") + parts,
+        "model": model,
         "parameters": parameters,
         "precision": "bf16",
         "gpus": gpus,
@@ -252,19 +257,17 @@ def row_of(request: FluxRequest, gpus: int) -> dict[str, Any]:
         "tokens": request.rows * request.columns + request.text_tokens,
         "batch": request.batch or None,
         "recomputed": f"{request.recompute_blocks} of {shape.blocks} blocks",
-        "state_gib": parameters * (2 + STATE_OF_SHARD / gpus) / GIB,
+        "state_gib": parameters * (2 + SHARDED_BYTES / gpus) / GIB,
     }
 
 
 def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dict[str, Any]:
+    """Return the columns that follow from the measured times."""
     times = spread(measured["times_ms"])
-    images = 1e3 * measured["batch"]
-    tflops = (
-        request.shape.flops_per_image(request.rows * request.columns, request.text_tokens)
-        * images
-        / times["ms"]
-        / 1e12
-    )
+    images = 1e3 * measured["batch"]  # images x milliseconds per second
+    image_tokens = request.rows * request.columns
+    flops = request.shape.flops_per_image(image_tokens, request.text_tokens)
+    tflops = flops * images / times["ms"] / 1e12
     return {
         "images_per_s_per_gpu": images / times["ms"],
         "images_per_s_p10": images / times["ms_p90"],
@@ -276,10 +279,10 @@ def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dic
 
 
 def run_ranks(request: FluxRequest, gpus: int) -> dict[str, Any]:
-    """Run throughput/flux_rank.py on `gpus` GPUs, or CPU processes, and return its measurements.
+    """Run throughput/flux_rank.py on `gpus` GPUs (or CPU processes) and return its measurements.
 
-    The result lacks `times_ms` if memory ran out, and is empty if it ran out before the first try
-    ended. Raises the RunError of the rank that failed first, for any reason other than memory.
+    They lack `times_ms` if memory ran out, and are {} if it ran out in the first attempt. Raises
+    the RunError of the rank that failed first, for any reason other than memory.
     """
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         request.write(Path(name) / ranks.REQUEST)

@@ -1,8 +1,8 @@
 """FLUX.1-dev's transformer: image and text streams with joint attention, then a single stream.
 
-Sizes follow config.json of black-forest-labs/FLUX.1-dev (transformer). The blocks follow Esser et
-al. (arXiv:2403.03206, MM-DiT) and Dehghani et al. (arXiv:2302.05442, attention and MLP in
-parallel). Legend: B batch, S image tokens, T text tokens, N = T + S, D hidden.
+The sizes are those of config.json in black-forest-labs/FLUX.1-dev (transformer). The blocks follow
+Esser et al. (arXiv:2403.03206, MM-DiT) and Dehghani et al. (arXiv:2302.05442, attention and MLP in
+parallel). B: batch, S: image tokens, T: text tokens, N = T + S, D: hidden size.
 
 Every block normalizes without weights, then scales and shifts. Scale, shift and gate are computed
 from the conditioning vector c = time + guidance + text:
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-SINUSOIDS = 256  # sines and cosines of the time and of the guidance
+SINUSOIDS = 256  # number of sines and cosines that represent the time, and the guidance
 EPS = 1e-6
 
 
@@ -37,7 +37,7 @@ class FluxShape:
     in_channels: int = 64  # per token: 2 x 2 latents of 16 channels
     context_size: int = 4096  # per text token, from T5
     pooled_size: int = 768  # for the whole text, from CLIP
-    # Parts of the head dimension: text (always 0), row, column.
+    # Parts of the head dimension that are rotated by each position: text (always 0), row, column.
     rope_axes: tuple[int, ...] = (16, 56, 56)
     rope_base: float = 10000.0
     mlp_ratio: int = 4
@@ -51,10 +51,10 @@ class FluxShape:
         return self.hidden_size // self.num_heads
 
     def flops_per_image(self, image_tokens: int, text_tokens: int) -> int:
-        """Return the FLOPs of forward and backward of one image, 3 x forward.
+        """Return the FLOPs of forward and backward for one image, which are 3 x forward.
 
-        The forward counts 2 for each weight of a matrix and each token that it multiplies, and for
-        attention in each block 4 N^2 D. Recomputation, norms and the optimizer are not counted.
+        In the forward, a matrix has 2 FLOPs for each weight and each token, and the attention of a
+        block has 4 N^2 D. Recomputation, norms and the optimizer are not counted.
         """
         hidden = self.hidden_size
         tokens = image_tokens + text_tokens
@@ -74,7 +74,7 @@ class FluxShape:
 
 
 def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
-    """Return int64 [N, 3]: zeros for text tokens, (0, row, column) for image tokens."""
+    """Return positions, int64 [N, 3]: zeros for text tokens, (0, row, column) for image tokens."""
     zero = torch.zeros(1, dtype=torch.int64)
     image = torch.cartesian_prod(zero, torch.arange(rows), torch.arange(columns))
     text = torch.zeros(text_tokens, 3, dtype=torch.int64)
@@ -82,9 +82,9 @@ def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
 
 
 def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Tensor:
-    """Return exp(i angle), complex64 [N, 1, head_dim / 2]. Each axis rotates its part of the head.
+    """Return exp(i angle), complex64 [N, 1, head_dim / 2]. The angles are computed in fp64.
 
-    The angles are computed in fp64.
+    `positions`: int64 [N, 3]. Each of the three rotates its part of the head (`rope_axes`).
     """
     angles = []
     for axis, size in enumerate(shape.rope_axes):
@@ -95,17 +95,20 @@ def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Ten
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate neighbors 2i and 2i + 1 of x [B, N, heads, head_dim] by angle i.
+    """Rotate the elements 2i and 2i + 1 of x [B, N, heads, head_dim] by angle i.
 
-    Complex numbers need 20 bytes of memory traffic per element in plain torch. Products and sums of
-    real numbers need 48.
+    Multiplying complex numbers moves 20 bytes per element in plain torch. Products and sums of real
+    numbers would move 48.
     """
     turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rope
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def sinusoids(value: Tensor) -> Tensor:
-    """Return fp32 [B, 256]: cosines, then sines, of 1000 times `value`, fp32 [B]."""
+    """Return the cosines, then the sines, of 1000 x `value` x 128 frequencies.
+
+    `value`: fp32 [B]. Returns fp32 [B, 256].
+    """
     half = SINUSOIDS // 2
     steps = torch.arange(half, device=value.device)
     frequencies = torch.exp(-math.log(10000.0) / half * steps)
@@ -119,7 +122,7 @@ def normalize(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """The shifts, scales and gates of a block, from c [B, D]: `count` tensors [B, 1, D]."""
+    """A layer that computes shifts, scales and gates from c [B, D]: `count` tensors [B, 1, D]."""
 
     def __init__(self, hidden_size: int, count: int):
         super().__init__()
@@ -131,7 +134,7 @@ class Modulation(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of queries and of keys, per head, with one weight for all heads."""
+    """RMSNorm of each head of the queries and of the keys, with one weight for all heads."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -171,10 +174,18 @@ class Stream(nn.Module):
         self.up = nn.Linear(hidden, shape.mlp_ratio * hidden)
         self.down = nn.Linear(shape.mlp_ratio * hidden, hidden)
 
-    def queries(self, x: Tensor, modulation: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, modulation: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of x [B, tokens, D], each [B, tokens, heads, head_dim].
+
+        `modulation`: the six tensors that `self.modulation` computes.
+        """
         return self.norm(self.qkv(normalize(x, *modulation[:2])))
 
     def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
+        """Add the output of attention and the MLP to x [B, tokens, D].
+
+        `attended`: result of `attention` for these tokens, [B, tokens, D].
+        """
         _, _, attention_gate, shift, scale, gate = modulation
         x = torch.addcmul(x, attention_gate, self.out(attended))
         inner = F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh")
@@ -199,25 +210,29 @@ class FluxBlock(nn.Module):
 
 
 class DoubleBlock(FluxBlock):
+    """A block with separate weights for image and text, and attention over both."""
+
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
         self.image = Stream(shape)
         self.text = Stream(shape)
 
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        of_image = self.image.modulation(c)
-        of_text = self.text.modulation(c)
-        text_qkv = self.text.queries(text, of_text)
-        image_qkv = self.image.queries(image, of_image)
+        image_modulation = self.image.modulation(c)
+        text_modulation = self.text.modulation(c)
+        text_qkv = self.text.project(text, text_modulation)
+        image_qkv = self.image.project(image, image_modulation)
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(text_qkv, image_qkv, strict=True))
         attended = attention(q, k, v, rope)
         text_tokens = text.shape[1]
-        image = self.image.finish(image, attended[:, text_tokens:], of_image)
-        text = self.text.finish(text, attended[:, :text_tokens], of_text)
+        image = self.image.finish(image, attended[:, text_tokens:], image_modulation)
+        text = self.text.finish(text, attended[:, :text_tokens], text_modulation)
         return image, text
 
 
 class SingleBlock(FluxBlock):
+    """A block with one set of weights for all tokens, and with attention and MLP in parallel."""
+
     def __init__(self, shape: FluxShape, recompute: bool):
         super().__init__(recompute)
         hidden = shape.hidden_size
@@ -271,6 +286,8 @@ class Inputs(nn.Module):
 
 
 class Outputs(nn.Module):
+    """The last norm and the projection of image tokens [B, S, D] to [B, S, in_channels]."""
+
     def __init__(self, shape: FluxShape):
         super().__init__()
         self.modulation = Modulation(shape.hidden_size, 2)
@@ -299,7 +316,7 @@ class Flux(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The modules in the order of the forward, which together hold every parameter once."""
+        """The modules in the order of the forward. Together they have every parameter once."""
         return [self.inputs, *self.double_blocks, *self.single_blocks, self.outputs]
 
     def forward(

@@ -1,7 +1,7 @@
 """Measurements of `throughput flux` on one rank: `python -m throughput.flux_rank FOLDER`.
 
-torchrun starts it on n GPUs. FOLDER/request.json holds the FluxRequest. Rank 0 writes
-FOLDER/measured.json: the batches tried and, if one fits, the times of its steps.
+torchrun starts one process per GPU. FOLDER/request.json contains the FluxRequest. Rank 0 writes
+FOLDER/measured.json: the batches that were tried and, if one fits, the times of its steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from throughput.timing import step_ms
 TIMEOUT_S = 300.0  # timeout of a collective
 SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
 LEARNING_RATE = 1e-5
-# Weights are random: training would begin with zeros, which make a GPU faster than it is.
+# Standard deviation of all matrices. Training would initialize some with zeros, but on zeros a GPU
+# is faster than on other data.
 WEIGHT_STD = 0.02
 # Dtype of weights, activations, reduced gradients and moments. Master weights and summed gradients
 # are fp32.
@@ -44,23 +45,24 @@ GUIDANCE = 1.0
 
 @dataclass(frozen=True)
 class FluxRequest:
+    """The request for one measurement, the same for all numbers of GPUs."""
+
     device: str  # "cuda" or "cpu"
     shape: FluxShape
-    rows: int  # rows of the image, in tokens
-    columns: int
+    rows: int  # height of the image in tokens
+    columns: int  # width of the image in tokens
     text_tokens: int
-    batch: int  # per rank; 0: the largest that fits
-    recompute_blocks: int
-    warmup: int
-    steps: int
+    batch: int  # images per rank; 0: the largest number that fits
+    recompute_blocks: int  # number of leading blocks that are recomputed in the backward
+    warmup: int  # number of untimed steps
+    steps: int  # number of timed steps
 
     @staticmethod
     def read(path: Path) -> FluxRequest:
-        table = json.loads(path.read_text())
-        shape = table.pop("shape")
-        return FluxRequest(
-            shape=FluxShape(**shape | {"rope_axes": tuple(shape["rope_axes"])}), **table
-        )
+        fields = json.loads(path.read_text())
+        shape = fields.pop("shape")
+        shape["rope_axes"] = tuple(shape["rope_axes"])
+        return FluxRequest(shape=FluxShape(**shape), **fields)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -76,11 +78,12 @@ def measure(folder: Path) -> None:
 
 
 def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> dict[str, Any]:
-    """Try batches and time the steps of the one that fits. Rank 0 writes the result to `path`.
+    """Try batches, time the steps of the one that fits, and return the measurements.
 
-    `tried`: pairs of batch and peak bytes of the fullest rank, None if a rank ran out of memory.
-    `batch`: the batch that fits, or 0. If one fits, `times_ms`: the step times on the slowest rank,
-    and `memory_bytes`. `tried` and `batch` are written before the steps run.
+    `tried`: pairs of a batch and the peak memory of the fullest rank in bytes, None if a rank ran
+    out of memory. `batch`: the batch that fits, or 0. If one fits: `times_ms`, the step times on
+    the slowest rank, and `memory_bytes`. Rank 0 writes `tried` and `batch` to `path` before the
+    steps run, and everything after them.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -116,7 +119,7 @@ def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> d
 
 @dataclass(frozen=True)
 class Batch:
-    """Random stand-ins for the encoders' output, bf16 on the device. Shapes: `Flux.forward`."""
+    """Random inputs in bf16, in place of the encoders' outputs. Shapes: see `Flux.forward`."""
 
     latents: Tensor
     text: Tensor
@@ -143,8 +146,9 @@ def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> Ba
 def flow_loss(model: Flux, batch: Batch) -> Tensor:
     """Return the rectified flow loss (Liu et al., arXiv:2209.03003), fp32 [].
 
-    It is the mean squared error of the velocity noise - latents at (1 - t) latents + t noise. t is
-    the logistic function of N(0, 1) (arXiv:2403.03206, logit-normal), drawn per image.
+    It is the mean squared error of the predicted velocity, whose true value is noise - latents, at
+    (1 - t) latents + t noise. For each image, t is the logistic function of a sample of N(0, 1)
+    (arXiv:2403.03206, logit-normal).
     """
     latents = batch.latents
     noise = torch.randn_like(latents)
@@ -172,8 +176,9 @@ def train_step(
 def build(request: FluxRequest, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
     """Build model and optimizer with equal weights on all ranks.
 
-    Matrices are N(0, WEIGHT_STD), biases 0, norms 1. Nothing is communicated, so a rank that runs
-    out of memory leaves no other rank waiting. `optimizer.gather` completes the model's weights.
+    Elements of matrices are normally distributed with WEIGHT_STD, biases are 0, norms are 1. The
+    ranks do not communicate, so no rank waits for one that runs out of memory. Call
+    `optimizer.gather` to complete the model's weights.
     """
     device = processes.device
     with torch.device("meta"), default_dtype(DTYPE):
@@ -184,18 +189,12 @@ def build(request: FluxRequest, processes: Processes) -> tuple[Flux, ZeroOptimiz
     update = partial(AdamW, SETTINGS, kernels, DTYPE)
     optimizer = ZeroOptimizer(model.parts, processes, update, kernels, reduce_scatter)
     for name, parameter in model.named_parameters():
-        full = torch.full(
-            parameter.shape,
-            float(name.endswith((".norm.q.weight", ".norm.k.weight"))),
-            device=device,
-        )
+        is_norm = name.endswith((".norm.q.weight", ".norm.k.weight"))
+        weight = torch.full(parameter.shape, 1.0 if is_norm else 0.0, device=device)
         if parameter.ndim > 1:
-            full.normal_(
-                0.0,
-                WEIGHT_STD,
-                generator=torch.Generator(device).manual_seed(parameter_seed(1, name)),
-            )
-        optimizer.set_weight(parameter, full)
+            generator = torch.Generator(device).manual_seed(parameter_seed(1, name))
+            weight.normal_(0.0, WEIGHT_STD, generator=generator)
+        optimizer.set_weight(parameter, weight)
     return model, optimizer
 
 
@@ -207,12 +206,12 @@ def kernels_of(device: torch.device) -> str:
 
 
 def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | None:
-    """Return the peak memory of two steps in bytes, on the fullest rank.
+    """Return the peak memory of two steps on the fullest rank, in bytes.
 
-    Return None if a rank runs out of memory. Everything is allocated from scratch.
+    Return None if a rank runs out of memory. Model, optimizer and batch are newly allocated.
     """
     free_memory(processes.device)
-    built: list[Any] = []
+    built: list[tuple[Flux, ZeroOptimizer, Batch]] = []
 
     def build_all() -> None:
         model, optimizer = build(request, processes)
@@ -220,22 +219,26 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
             optimizer.reduce_scatter = Unsent(
                 processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)]
             )
-        built.extend((model, optimizer, synthetic_batch(request, processes, size)))
+        built.append((model, optimizer, synthetic_batch(request, processes, size)))
 
     if not succeeds_everywhere(build_all, processes):
         return None
-    built[1].gather()
-    # The second step starts with the torch cache that the first left, as every later step does.
+    model, optimizer, batch = built.pop()
+    optimizer.gather()
+    # As every later step, the second step starts with memory that torch has cached before.
     for _ in range(2):
-        if not succeeds_everywhere(lambda: flow_loss(built[0], built[2]).backward(), processes):
+        if not succeeds_everywhere(lambda: flow_loss(model, batch).backward(), processes):
             return None
-        built[1].step(LEARNING_RATE)
+        optimizer.step(LEARNING_RATE)
     return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])
 
 
 def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
-    """Run `work` and return False if memory runs out on any rank. `work` must not communicate."""
-    good = torch.ones(1, device=processes.device)
+    """Run `work` and return whether it fits in the memory of every rank.
+
+    `work` must not communicate.
+    """
+    succeeded = torch.ones(1, device=processes.device)
     try:
         work()
         if processes.device.type == "cuda":
@@ -243,8 +246,8 @@ def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        good.zero_()
-    return int(processes.sum(good)) == processes.world_size
+        succeeded.zero_()
+    return int(processes.sum(succeeded)) == processes.world_size
 
 
 if __name__ == "__main__":

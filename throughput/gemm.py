@@ -1,6 +1,6 @@
-"""Matrix products of one GPU in FP16, BF16 and FP8, and memory copies.
+"""Matrix products on one GPU in FP16, BF16 and FP8, and copies of memory.
 
-The products run through torch's calls and the BLAS libraries that torch uses.
+The products are calls of torch, and run in the BLAS libraries that torch uses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
-# (M, K, N) -> description: 16,384 tokens of Llama 70B (hidden 8192, FFN 28672, 64 and 8 heads of
-# 128) with tensor parallelism 8, and squares. The choice is SemiAnalysis', from a published article
-# (published.json, gemm_llama_70b).
+# (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size
+# 8192, FFN 28672, 64 heads and 8 key-value heads of 128) with tensor parallelism 8. The shapes are
+# those of an article by SemiAnalysis (published.json, gemm_llama_70b).
 SHAPES = {
     (4096, 4096, 4096): "square 4K",
     (8192, 8192, 8192): "square 8K",
@@ -34,15 +34,15 @@ SHAPES = {
     (16384, 8192, 7168): "FFN GEMM 1",
     (16384, 3584, 8192): "FFN GEMM 2",
 }
-CPU_DIVISOR = 32  # divides each size on a CPU
+CPU_DIVISOR = 32  # on a CPU, each size is divided by this
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# FP8 scaling -> dimension over which one scale is found; None: the whole tensor
+# FP8 scaling -> dimension that shares one scale; None: the whole tensor.
 SCALINGS = {"tensorwise": None, "rowwise": 1}
-COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
-HOST_BYTES = 2**28
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # size of copies within a memory
+HOST_BYTES = 2**28  # size of copies between host and device
 TIMES = times("Samples", "Median", ".3f")
 METHOD = (
-    f"Each call is timed by itself: {WARMUP_MS:.0f} ms of untimed calls, then {REPEAT_MS:.0f} ms "
+    f"Each call is timed separately: {WARMUP_MS:.0f} ms of untimed calls, then {REPEAT_MS:.0f} ms "
     "of timed ones. On a GPU, events time the calls and the L2 cache is overwritten before each "
     "(Triton's do_bench). Inputs are normal(0, 1). p10 and p90 are percentiles."
 )
@@ -63,7 +63,7 @@ TABLES = (
         ),
         keys=("precision", "call", "library"),
         value="average",
-        formulas=("Average: of the shapes' TFLOP/s, each shape once.",),
+        formulas=("Average: mean of the TFLOP/s of all shapes, without weights.",),
         published=(Beside("gemm_gpus", (), "tflops"),),
         sort="average",
     ),
@@ -86,14 +86,14 @@ TABLES = (
         formulas=(
             METHOD,
             "TFLOP/s = 2 M K N / median / 1e12. % of peak: of the dense peak of this GPU kind in "
-            "this precision. Intensity = 2 M K N / bytes, where A, B and the result move once.",
+            "this precision. Intensity = 2 M K N / bytes, if A, B and the result move once.",
             "matmul: torch.matmul(A [M, K], B [K, N]). linear: F.linear(A [M, K], W [N, K]). "
             "_scaled_mm: A [M, K] and W [N, K] in FP8 (e4m3), with one scale per tensor "
             "(tensorwise) or per row of A and of W (rowwise), result in bf16, use_fast_accum. "
             "Quantization is not timed.",
-            "Library: the one that torch was asked to prefer "
+            "Library: the one that torch is set to prefer "
             "(torch.backends.cuda.preferred_blas_library). torch may use another one for products "
-            "that it lacks. _scaled_mm has no choice.",
+            "that this library does not support. For _scaled_mm there is no choice.",
         ),
         plots=(
             Plot(
@@ -142,53 +142,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
+    """Measure copies and products. Raises ConfigError for a wrong shape, before any measurement."""
     torch.manual_seed(0)
-    # `shapes` raises ConfigError before anything is measured.
     device = options.device
     chosen = shapes(options.shape, options.device)
     copies(device, result)
     for shape, description in chosen.items():
-        for precision, call, library in ways(device, options.precision):
+        for precision, call, library in variants(device, options.precision):
             row = {
                 "table": "gemm",
                 "shape": "x".join(map(str, shape)),
                 "description": description,
                 "precision": precision,
+                "call": call,
+                "library": library,
             }
-            row |= {"call": call, "library": library}
             result.attempt(row, partial(product, shape, precision, call, library, result))
     summarize(result)
     note_roofs(result)
 
 
 def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
-    """Return shape -> description: `wanted` only, or all, with smaller sizes on a CPU.
+    """Return (M, K, N) -> description: of `wanted` only, or of all shapes.
 
-    Raises ConfigError if `wanted` is not a shape.
+    On a CPU the sizes are smaller. Raises ConfigError if `wanted` is not a shape.
     """
     if wanted:
         sizes = wanted.lower().split("x")
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
             raise ConfigError(
                 f"--shape {wanted}",
-                "a shape is three numbers of at least 1",
-                "write MxKxN, such as 8192x8192x8192",
+                "a shape consists of three numbers of at least 1",
+                "use the form MxKxN, such as 8192x8192x8192",
             )
         m, k, n = map(int, sizes)
         return {(m, k, n): SHAPES.get((m, k, n), "--shape")}
     if device == "cuda":
         return dict(SHAPES)
-    small = {
-        tuple(size // CPU_DIVISOR for size in shape): f"{text} / {CPU_DIVISOR}"
-        for shape, text in SHAPES.items()
-    }
-    return cast(dict[tuple[int, int, int], str], small)
+    small = {}
+    for (m, k, n), text in SHAPES.items():
+        shape = (m // CPU_DIVISOR, k // CPU_DIVISOR, n // CPU_DIVISOR)
+        small[shape] = f"{text} / {CPU_DIVISOR}"
+    return small
 
 
-def ways(device: str, precision: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield precision, call and library of each way to compute a product.
+def variants(device: str, precision: str | None) -> Iterator[tuple[str, str, str]]:
+    """Yield precision, call and library of each variant of a product.
 
-    The library is "" where torch offers no choice.
+    `precision`: yield only variants in this precision. The library is "" if torch offers no choice.
     """
     names = libraries() if device == "cuda" else [""]
     for dtype in DTYPES:
@@ -205,7 +206,7 @@ def libraries() -> list[str]:
 
 @contextlib.contextmanager
 def preferred(library: str) -> Iterator[None]:
-    """Make torch prefer `library` inside the block; "" changes nothing.
+    """Make torch prefer `library` inside the block. "" changes nothing.
 
     Raises RuntimeError if torch does not accept `library` on this GPU.
     """
@@ -216,9 +217,9 @@ def preferred(library: str) -> Iterator[None]:
     try:
         # torch's type stub does not declare `name`.
         backend: Any = torch.backends.cuda.preferred_blas_library(library)
-        taken = backend.name.lower()
-        if taken != library.replace("hip", "cu"):
-            raise RuntimeError(f"torch took {taken} instead of {library}")
+        selected = backend.name.lower()
+        if selected != library.replace("hip", "cu"):  # torch names ROCm's libraries like CUDA's
+            raise RuntimeError(f"torch selected {selected} instead of {library}")
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
@@ -227,6 +228,7 @@ def preferred(library: str) -> Iterator[None]:
 def product(
     shape: tuple[int, int, int], precision: str, call: str, library: str, result: Result
 ) -> Measured:
+    """Time one variant of a product. Return the values of its row, and the times in ms."""
     m, k, n = shape
     work, width = launch_of(shape, precision, call, result.device)
     with preferred(library):
@@ -234,20 +236,27 @@ def product(
     flops = 2 * m * k * n
     seconds = 1e-3 * spread(times)["ms"]
     tflops = flops / seconds / 1e12
-    values = {"tflops": tflops, "percent": result.percent(tflops, precision)}
-    return values | {"intensity": flops / (width * (m * k + k * n) + 2 * m * n)}, times
+    moved = width * (m * k + k * n) + 2 * m * n
+    values = {
+        "tflops": tflops,
+        "percent": result.percent(tflops, precision),
+        "intensity": flops / moved,
+    }
+    return values, times
 
 
 def launch_of(
     shape: tuple[int, int, int], precision: str, call: str, device: str
 ) -> tuple[Callable[[], Tensor], int]:
-    """Return the call with its operands bound, and the bytes per element of the operands."""
+    """Return a function that computes the product, and the bytes per element of its operands.
+
+    The operands are random tensors on `device`.
+    """
     m, k, n = shape
     if precision == "fp8":
         dimension = SCALINGS[call.rpartition(" ")[2]]
-        (a, scale_a), (w, scale_w) = (
-            quantized(torch.randn(rows, k, device=device), dimension) for rows in (m, n)
-        )
+        a, scale_a = quantized(torch.randn(m, k, device=device), dimension)
+        w, scale_w = quantized(torch.randn(n, k, device=device), dimension)
         options: Any = {
             "scale_a": scale_a,
             "scale_b": scale_w.t(),
@@ -262,7 +271,7 @@ def launch_of(
 
 
 def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
-    """Quantize x [rows, columns] to e4m3 and return it with the fp32 scale that multiplies it back.
+    """Quantize x [rows, columns] to e4m3. Return the result and its fp32 scale, x / result.
 
     The scale is a scalar, or [rows, 1] if `dimension` is 1.
     """
@@ -275,15 +284,16 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
 def copies(device: str, result: Result) -> None:
     """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
     size = COPY_BYTES[device]
-    host_size = HOST_BYTES
 
     def within() -> Measured:
-        return timed(torch.randint(256, (size,), device=device, dtype=torch.uint8), device, 2)
+        source = torch.randint(256, (size,), device=device, dtype=torch.uint8)
+        return timed(source, device, 2)
 
     def between(to_device: bool) -> Measured:
-        host = torch.randint(256, (host_size,), dtype=torch.uint8, pin_memory=True)
+        host = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True)
         return timed(host, device, 1) if to_device else timed(host.to(device), "cpu", 1)
 
+    # `counted`: how many times a byte counts.
     def timed(source: Tensor, target_device: str, counted: int) -> Measured:
         target = torch.empty(
             source.shape,
@@ -299,27 +309,28 @@ def copies(device: str, result: Result) -> None:
     if device == "cuda":
         for name, to_device in (("host to device", True), ("device to host", False)):
             result.attempt(
-                {"table": "copy", "copy": name, "mebibytes": host_size >> 20},
+                {"table": "copy", "copy": name, "mebibytes": HOST_BYTES >> 20},
                 partial(between, to_device),
             )
 
 
 def summarize(result: Result) -> None:
+    """Add a row of table "summary" for each precision, call and library that was measured."""
     groups: dict[tuple, list[dict]] = {}
     for row in result.rows:
         if row["table"] == "gemm" and "error" not in row:
             groups.setdefault((row["precision"], row["call"], row["library"]), []).append(row)
     for (precision, call, library), rows in groups.items():
         best = max(rows, key=lambda row: row["tflops"])
-        values = {"precision": precision, "call": call, "library": library, "shapes": len(rows)}
-        values |= {
-            "average": statistics.mean(row["tflops"] for row in rows),
-            "best": best["tflops"],
-        }
         result.add(
             {
                 "table": "summary",
-                **values,
+                "precision": precision,
+                "call": call,
+                "library": library,
+                "shapes": len(rows),
+                "average": statistics.mean(row["tflops"] for row in rows),
+                "best": best["tflops"],
                 "best_percent": best["percent"],
                 "best_shape": best["shape"],
             }
@@ -327,18 +338,16 @@ def summarize(result: Result) -> None:
 
 
 def note_roofs(result: Result) -> None:
-    """Add note "roofline": TB/s of a copy within the memory, and the peaks of this kind of GPU."""
-    copy = next(
-        (row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row), None
-    )
-    if copy is None:
+    """Add note "roofline": bandwidth of a copy within the memory in TB/s, and the GPU's peaks."""
+    copies = [row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row]
+    if not copies:
         return
+    gbps = copies[0]
+    bandwidth = [f"copy, measured: {gbps:,.0f} GB/s", gbps / 1e3]
     machine = result.data["machine"]
-    peaks = [
-        [f"{machine['kind']}, dense peak {name}: {machine[key]:,.0f}", machine[key]]
-        for name, key in (("16 bits", "peak_tflops_16_bits"), ("FP8", "peak_tflops_fp8"))
-        if key in machine
-    ]
-    result.note(
-        "roofline", {"bandwidth": [f"copy, measured: {copy:,.0f} GB/s", copy / 1e3], "peaks": peaks}
-    )
+    peaks = []
+    for name, key in (("16 bits", "peak_tflops_16_bits"), ("FP8", "peak_tflops_fp8")):
+        if key in machine:
+            label = f"{machine['kind']}, dense peak {name}: {machine[key]:,.0f}"
+            peaks.append([label, machine[key]])
+    result.note("roofline", {"bandwidth": bandwidth, "peaks": peaks})
