@@ -44,7 +44,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
     if series.first.is_miniature:
         top.insert(0, run_page.MINIATURE_NOTICE)
     if differing:
-        top.append(banner("warn", "Some facts differ among the runs that must be equal"))
+        top.append(banner("warn", "The runs differ in facts that must be equal"))
     labeled = []
     for label, run in runs:
         labeled.append((label if run.state == GOOD else f"{label}, {run.outcome}", run))

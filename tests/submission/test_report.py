@@ -238,10 +238,10 @@ def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
 
 
 def test_a_log_with_a_prefix_gives_the_same_page_but_for_the_verdict(run_dir):
-    before = page(run_dir).partition("<h2>The checker&#39;s verdict")
+    before = page(run_dir).partition("<h2>Verdict of the checker")
     path = run_dir / "result.txt"
     path.write_text("".join(f"0: {line}\n" for line in path.read_text().splitlines()))
-    after = page(run_dir).partition("<h2>The checker&#39;s verdict")
+    after = page(run_dir).partition("<h2>Verdict of the checker")
     assert before[1] and after[0] == before[0] and after[2] != before[2]
 
 
