@@ -15,7 +15,7 @@ from common.benchmarks import config_class, rules_of
 from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.hardware import Probe, config_name, identify
+from common.hardware import Probe, config_name, config_names, identify
 from launch.plan.derive_config import WITH_FP8, load_or_derive, moved
 
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
@@ -80,6 +80,7 @@ def select_config(
     visible for a real run, or if the GPUs or these versions cannot be used. Raises OutOfMemory if
     no config that fits into the GPU's memory can be derived.
     """
+    require_config(root, benchmark, options)
     require_gpus(options, environment, gpus)
     device = options.device or ("cuda" if gpus.devices else "cpu")
     kind = None
@@ -143,6 +144,16 @@ def _modification(root: Path, benchmark: str, path: Path, options: argparse.Name
 def wants_miniature(options: argparse.Namespace) -> bool:
     """Return whether the command line has --miniature, which not every command accepts."""
     return getattr(options, "miniature", False)
+
+
+def require_config(root: Path, benchmark: str, options: argparse.Namespace) -> None:
+    """Raise ConfigError without --config if configs/ has no file for the benchmark."""
+    if not options.config and not config_names(root, benchmark):
+        raise ConfigError(
+            f"{benchmark} needs a config",
+            "its configs set the rules of a run, and none is the default",
+            f"give a file with --config, such as one of {benchmark}/examples",
+        )
 
 
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gpus: Probe) -> None:

@@ -26,14 +26,19 @@ from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
 MICRO_BATCH_TOKENS = 8192
 
 
+def require_model(folder: Path) -> None:
+    """Raise ConfigError if there is no such folder."""
+    if not folder.is_dir():
+        why = "a model is a folder with config.json and safetensors files"
+        raise ConfigError(f"{folder}: no such folder", why, "name the folder model of a run")
+
+
 def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:
     """Return the model in the safetensors checkpoint `folder`, without gradients.
 
     Raises ConfigError if there is no such folder, WeightsError if the checkpoint is damaged.
     """
-    if not folder.is_dir():
-        why = "a model is a folder with config.json and safetensors files"
-        raise ConfigError(f"{folder}: no such folder", why, "name the folder model of a run")
+    require_model(folder)
     on_gpu = device.type == "cuda"
     dtype = DTYPES["bf16" if on_gpu else "fp32"]
     with device, default_dtype(dtype):

@@ -15,7 +15,13 @@ from common.errors import ConfigError
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print a continuation of each prompt. Raises ConfigError if transformers is not installed."""
+    """Print a continuation of each prompt.
+
+    Raises ConfigError if there is no model, or if transformers is not installed.
+    """
+    from open_llama.evaluation import require_model  # needs torch, which --help must not
+
+    require_model(options.model)
     try:
         import torch
         import transformers

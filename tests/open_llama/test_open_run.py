@@ -167,5 +167,19 @@ def test_a_series_in_the_open_division_has_no_score(run_dir, folder):
     assert launch(folder, "runs").returncode == 0
 
 
+def test_a_run_without_a_config_names_the_examples(tmp_path):
+    done = launch(tmp_path, "open_llama")
+    assert done.returncode == ConfigError.exit_code
+    assert "--config" in done.stderr and "open_llama/examples" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_a_model_that_does_not_exist_is_named(command, tmp_path):
+    needed = ["--data", "x"] if command == "eval" else ["--prompt", "x"]
+    done = launch(tmp_path, "open_llama", command, str(tmp_path / "nowhere"), *needed)
+    assert done.returncode == ConfigError.exit_code
+    assert "nowhere" in done.stderr and "model" in done.stderr
+
+
 def test_its_commands_exist_for_it_alone(folder):
     assert launch(folder, "llama31_8b", "generate", "x").returncode == ConfigError.exit_code
