@@ -1,9 +1,8 @@
-"""AdamW with global-norm clipping over a list of fp32 tensors: moments, step count and update,
-without communication.
+"""AdamW with global-norm clipping over a list of fp32 tensors, without communication.
 
-The kernel divides the gradients by max(1, norm / clip_norm), and writes nothing if the norm is not
-finite. Both decisions are made on the device. So clipping needs no pass over the gradients and no
-host synchronization, and a NaN never reaches a weight.
+The kernel (kernels/adamw.py) divides each gradient by max(1, norm / clip_norm), and writes nothing
+if the norm is not finite. Both decisions are made on the device. So clipping needs no pass of its
+own over the gradients and no host synchronization, and a NaN never reaches a weight.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ class AdamWSettings:
 
 
 class AdamW:
+    """The AdamW update rule: both moments and the step count of a list of weights."""
+
     def __init__(
         self,
         settings: AdamWSettings,
@@ -36,27 +37,27 @@ class AdamW:
         weights: Sequence[Tensor],
         rounded: Sequence[Tensor] | None,
     ):
-        """Allocate the moments, set to zero.
+        """Allocate the moments and set them to zero.
 
         `kernels`: "reference" or "triton".
         `moment_dtype`: dtype of both moments, fp32 or bf16.
         `weights`: fp32, updated in place.
-        `rounded`: for each weight a tensor of its shape, to which `update` writes the new weight in
-            that tensor's dtype; None if no copy is needed.
+        `rounded`: for each weight a tensor of its shape, to which `update` writes the new weight,
+            rounded to that tensor's dtype; None if there are no such tensors.
         """
         self.weights = list(weights)
         self.settings = settings
         self.adamw = adamw.ENGINES[kernels]
-        self.rounded: Sequence[Tensor | None] = (
-            rounded if rounded is not None else [None] * len(self.weights)
-        )
+        self.rounded: Sequence[Tensor | None] = [None] * len(self.weights)
+        if rounded is not None:
+            self.rounded = rounded
         assert len(self.rounded) == len(self.weights)
         self.first = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
         self.second = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
         self.steps = torch.zeros((), dtype=torch.float32, device=self.weights[0].device)
 
     def state(self) -> dict[str, Tensor | list[Tensor]]:
-        """Return the step count, and both moments of each weight."""
+        """Return name -> the step count, or a moment of each weight."""
         return {"steps": self.steps, "first_moment": self.first, "second_moment": self.second}
 
     def reset(self) -> None:
@@ -68,15 +69,15 @@ class AdamW:
     def update(
         self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
     ) -> None:
-        """Do one step. A weight without a gradient or without elements (fewer rows than ranks)
-        stays unchanged.
+        """Do one step.
 
+        `gradients`: one per weight, not clipped. None: the weight stays unchanged.
         `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
             is updated.
         """
-        skip = (~torch.isfinite(norm)).float()
+        skip = (~torch.isfinite(norm)).float()  # 1 if nothing is updated
         self.steps += 1 - skip
-        # clipping multiplies by min(1, clip_norm / norm)
+        # Clipping: gradient * min(1, clip_norm / norm).
         divisor = (norm / self.settings.clip_norm).clamp(min=1.0)
         step = adamw.AdamWStep(
             learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip

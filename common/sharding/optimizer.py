@@ -1,7 +1,7 @@
-"""The interface between an optimizer's update rule and its callers, and the table of update rules.
+"""The interface of update rules such as AdamW, and the table of them.
 
-`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call a rule. They
-construct none. The rule owns its state, and checkpoints use the rule's names for that state.
+`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call an update
+rule, which they are given. The rule owns its state and names it for checkpoints.
 """
 
 from __future__ import annotations
@@ -25,47 +25,53 @@ class Update(Protocol):
     ) -> None:
         """Do one step, and write each new weight, rounded, to its tensor of `rounded`.
 
+        `gradients`: one per weight, not clipped. None: the weight stays unchanged.
         `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
             changes.
         """
 
     def state(self) -> dict[str, Tensor | list[Tensor]]:
-        """Return name -> a tensor equal on all ranks, or one tensor of each weight's shape."""
+        """Return name -> state: one tensor, equal on all ranks, or a tensor for each weight."""
 
     def reset(self) -> None:
         """Reset the state to its values before the first step."""
 
 
-# Called with the fp32 weights, which the rule updates in place, and with `rounded`: None, or for
-# each weight a tensor of its shape.
+# Creates an update rule from (weights, rounded). The rule updates the fp32 weights in place.
+# `rounded`: for each weight a tensor of its shape, or None (see AdamW).
 MakeUpdate = Callable[[Sequence[Tensor], Sequence[Tensor] | None], Update]
 
 
 def state_tensors(update: Update) -> list[Tensor]:
-    """Return all tensors of the rule's state."""
+    """Return all tensors of the rule's state: first those of all weights, then weight by weight."""
     state = update.state().values()
-    whole = [tensor for tensor in state if isinstance(tensor, Tensor)]
-    per_weight = [tensors for tensors in state if not isinstance(tensors, Tensor)]
-    return [*whole, *(tensor for tensors in zip(*per_weight, strict=True) for tensor in tensors)]
+    tensors = [value for value in state if isinstance(value, Tensor)]
+    per_weight = [value for value in state if not isinstance(value, Tensor)]
+    for tensors_of_weight in zip(*per_weight, strict=True):
+        tensors += tensors_of_weight
+    return tensors
 
 
 def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
-    betas = (rules.adam_beta_1, rules.adam_beta_2)
+    """Return the function that creates AdamW with the settings of the rules."""
     settings = AdamWSettings(
-        betas, rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm
+        betas=(rules.adam_beta_1, rules.adam_beta_2),
+        eps=rules.adam_epsilon,
+        weight_decay=rules.weight_decay,
+        clip_norm=rules.gradient_clip_norm,
     )
     return partial(AdamW, settings, kernels, state_dtype)
 
 
-# `opt_name` of a benchmark's Rules -> a function of these Rules, the engine of the rule's kernel
-# and the dtype of its state.
+# `opt_name` of a benchmark's Rules -> function of (rules, engine of the kernels, dtype of the
+# state).
 UPDATES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
 
 
 def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
     """Record on each parameter which optimizer updates it.
 
-    Raises ValueError if another one already does. Otherwise one of them would train a copy that the
+    Raises ValueError if another one already does: one of the two would then train a copy that the
     model never reads.
     """
     for parameter in parameters:

@@ -1,6 +1,6 @@
 """Reduce-scatter of gradients and gather of weights, by NCCL or RCCL (gloo on a CPU).
 
-`ReduceScatter` is the interface that zero.py calls. copy_engine.py has another implementation.
+`ReduceScatter` is the interface that zero.py uses. copy_engine.py has another implementation.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
 
 @dataclass
 class Shard:
-    """A weight on this rank."""
+    """One weight and this rank's shard of it."""
 
     parameter: nn.Parameter  # [rows, ...], whole, in the compute precision
-    padded: Tensor  # its memory, with rows padded to a multiple of the ranks
+    padded: Tensor  # memory of the parameter, with rows padded to a multiple of the ranks
     local: Tensor  # this rank's rows of `padded`
     master: Tensor  # fp32, shaped like `local`
-    # fp32, shaped like `master`: the mean over the ranks, accumulated over the micro-batches
+    # fp32, shaped like `local`: the mean over the ranks, summed over the step's micro-batches
     gradient: Tensor | None = None
     filled: bool = False  # whether the master has its initial value
 
 
 class ReduceScatter(Protocol):
-    """Reduce-scatter and gather. Called on one stream, for the modules in the same order on all
-    ranks.
+    """Reduce-scatter and gather of the shards of a module.
 
-    `start` and `finish` return gradients that the stream still reads, until it has finished the
-    work enqueued so far.
+    All ranks call these methods for the modules in the same order, on one stream. `start` and
+    `finish` return gradients that must stay alive until the stream has finished the work enqueued
+    so far.
     """
 
     def gather(self, shards: Sequence[Shard]) -> None:
         """Send each rank's new rows, which are in its own `padded`, to the other ranks.
 
-        The rows change again only after a collective of all ranks.
+        A rank may change its rows again only after another collective of all ranks.
         """
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
@@ -52,7 +52,7 @@ class ReduceScatter(Protocol):
 
 
 class NcclReduceScatter:
-    """Reduce-scatter by NCCL or RCCL, or gloo on a CPU. `start` also finishes."""
+    """Reduce-scatter by NCCL or RCCL, or gloo on a CPU. `start` does the whole work."""
 
     def __init__(
         self,
@@ -61,11 +61,12 @@ class NcclReduceScatter:
         dtype: torch.dtype,
         accumulate: Accumulate,
     ):
-        """Create it for one node or several.
+        """Set the groups and functions.
 
-        `group`: the ranks that share the rows.
-        `nodes`: on several nodes, the ranks that hold the same rows.
+        `group`: the ranks over which weights are sharded.
+        `nodes`: on several nodes, the ranks that hold the same shard; else None.
         `dtype`: dtype of the sent values.
+        `accumulate`: adds a mean to an fp32 gradient.
         """
         self.group = group
         self.nodes = nodes
@@ -86,6 +87,7 @@ class NcclReduceScatter:
         return []
 
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        """Return the means of the gradients over all ranks, each only this rank's rows."""
         ranks = self.group.size()
         if ranks == 1 and self.nodes is None:
             return gradients
@@ -93,21 +95,22 @@ class NcclReduceScatter:
         means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
         with coalesced(self.group):
             for gradient, mean in zip(gradients, means, strict=True):
-                dist.reduce_scatter_tensor(
-                    mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group
-                )
+                padded = pad_rows(gradient, len(mean) * ranks)
+                dist.reduce_scatter_tensor(mean, padded.to(self.dtype), op, group=self.group)
         if self.nodes is not None:
             with coalesced(self.nodes):
                 for mean in means:
                     dist.all_reduce(mean, op, group=self.nodes)
         if op == dist.ReduceOp.SUM:
-            torch._foreach_div_(means, ranks * (self.nodes.size() if self.nodes is not None else 1))
+            nodes = self.nodes.size() if self.nodes is not None else 1
+            torch._foreach_div_(means, ranks * nodes)
         return means
 
 
 def pad_rows(gradient: Tensor, rows: int) -> Tensor:
     """Return `gradient` padded with rows of zeros to `rows` rows."""
-    if (added := rows - len(gradient)) == 0:
+    added = rows - len(gradient)
+    if added == 0:
         return gradient
     return torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
 
@@ -115,7 +118,8 @@ def pad_rows(gradient: Tensor, rows: int) -> Tensor:
 def coalesced(group: dist.ProcessGroup) -> AbstractContextManager:
     """Combine all collectives of one kind inside the block into one launch.
 
-    Six launches per module, each waiting for free multiprocessors and then for the other rank,
-    occupied multiprocessors for 452 ms of a step instead of 225 ms (8B on two H200s).
+    With six launches per module, each of which waits for free multiprocessors and then for the
+    other rank, collectives occupied multiprocessors for 452 ms of a step instead of 225 ms (8B on
+    two H200).
     """
     return dist._coalescing_manager(group)

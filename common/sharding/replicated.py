@@ -1,4 +1,4 @@
-"""Optimizer of replicated parameters such as LoRA's adapters. One all-reduce of all gradients."""
+"""Optimizer of parameters that every rank has whole, such as LoRA's adapters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from common.sharding.processes import Processes
 
 
 class ReplicatedOptimizer:
+    """The optimizer of replicated parameters. One all-reduce averages all gradients of a step."""
+
     sharded = False
 
     def __init__(
@@ -19,7 +21,8 @@ class ReplicatedOptimizer:
     ):
         """Claim the parameters and create their update rule.
 
-        `parameters`: fp32, equal on all ranks. They get equal updates.
+        `parameters`: fp32, equal on all ranks. They stay equal, because all ranks do the same
+            updates.
         `make_update`: creates their update rule.
 
         Raises ValueError if another optimizer owns one of them.
@@ -31,6 +34,7 @@ class ReplicatedOptimizer:
         self.update = make_update(self.weights, None)
 
     def state_tensors(self) -> list[Tensor]:
+        """Return all tensors of the update rule's state."""
         return state_tensors(self.update)
 
     def reset_state(self) -> None:
@@ -39,13 +43,14 @@ class ReplicatedOptimizer:
         self.update.reset()
 
     def gather(self) -> None:
-        """Do nothing: the model computes with the weights that are updated."""
+        """Do nothing: the update rule changes the parameters themselves."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
-        """Average the gradients over the ranks, clip and update.
+        """Update the weights. Call it after the last backward of a step.
 
-        Returns the global L2 norm of the gradients before clipping, fp32 [] on the device.
+        Returns the global L2 norm of the gradients before clipping, fp32 [] on the device. If it is
+        not finite, nothing is updated.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
@@ -56,14 +61,12 @@ class ReplicatedOptimizer:
         return norm
 
     def _average(self, gradients: list[Tensor]) -> None:
-        flat = self.processes.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(
-            self.processes.world_size
-        )
+        """Average the gradients over the ranks, in place, by one all-reduce."""
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self.processes.sum(flat).div_(self.processes.world_size)
         parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(
-            gradients,
-            [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)],
-        )
+        means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, means)
 
     def _zero_grad(self) -> None:
         for parameter in self.parameters:

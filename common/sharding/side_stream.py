@@ -1,8 +1,7 @@
-"""A side stream for copies and collectives that run while kernels compute. On a CPU everything runs
-in order.
+"""A side stream for copies and collectives that run while kernels compute.
 
-Callers pass work and events and never ask where the work runs, so tests can execute it in every
-order that the events allow.
+Callers enqueue functions and events, whatever the device. On a CPU, functions run at once. Tests
+replace the stream by one that runs the functions in every order that the events allow.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 
 
 class SideStream:
-    """Stand-in for a side stream on a CPU: work runs when it is enqueued, and events are None."""
+    """The side stream of a CPU: work runs when it is enqueued, and events are None."""
 
     def run(self, work: Callable[[], object], after: Any) -> Any:
-        """Enqueue `work` after `after` (None: without waiting). Return the event at its end."""
+        """Enqueue `work` after the event `after`, if any. Return the event at the end of `work`."""
         work()
 
     def record_event(self) -> Any:
         """Return an event after all work enqueued on the compute stream so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Let the work enqueued on the compute stream from now on wait for `event`."""
+        """Make work that is enqueued on the compute stream from now on wait for `event`."""
 
 
 class CudaSideStream(SideStream):
@@ -34,8 +33,8 @@ class CudaSideStream(SideStream):
     """
 
     def __init__(self, device: torch.device):
-        # High priority: the few thread blocks of a gather must not queue behind the thousands of a
-        # matrix product.
+        # High priority, so that the few thread blocks of a gather do not queue behind the thousands
+        # of a matrix product.
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
 

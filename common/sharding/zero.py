@@ -1,18 +1,23 @@
-"""ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): master weights, gradient reduction, optimizer step
-and weight gather in one object.
+"""ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): sharded master weights and optimizer state.
 
-Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the
-compute precision. For 1 / n of the rows it also holds the fp32 master, the fp32 gradient and the
-optimizer's state. One step has three parts. During backward, gradients are reduce-scattered and
-added to this rank's fp32 gradient. The update rule changes the master and rounds it into this
-rank's rows of W. An all-gather sends these rows to the other ranks.
+Every rank computes with whole weights: the parameter W [rows, ...] of a module, in the compute
+precision. For 1 / n of the rows, a rank also holds the fp32 master, the fp32 gradient and the
+optimizer's state. A step has three parts:
+
+    reduce    in each backward, a hook on the parameters reduce-scatters the gradients of a module
+              and adds this rank's rows to its fp32 gradients
+    update    `step` computes the global norm, and the update rule changes the masters and rounds
+              them into this rank's rows of W
+    gather    an all-gather sends these rows to the other ranks; the next forward of a module waits
+              for its weights
+
+Reductions and gathers run on a side stream: a module's gradients are reduced during the rest of the
+backward, and its weights are gathered while earlier modules compute.
 
 The shards of W are contiguous in W's own memory, in rank order, as collectives require. So a
 reduction reads the gradient where the matrix product wrote it, and a gather writes the weight where
-the product reads it. FSDP2 packs a module's parameters into one buffer and out again. That took 45
-ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md). Reductions and gathers run on a side
-stream. A module's gradients are reduced during the rest of the backward, and its weights are
-gathered while the modules before it compute.
+the product reads it. FSDP2, in contrast, copies a module's parameters into one buffer and out
+again, which took 45 ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md).
 """
 
 from __future__ import annotations
@@ -36,16 +41,17 @@ from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
-# Number of modules whose gradients are being reduced while one more computes. Their memory is not
-# free yet.
+# Number of modules whose gradients may be in reduction at a time. Until then, their memory is not
+# free.
 MAX_IN_FLIGHT = 2
 
-# Environment variable: 0, or -1 for a high priority. `throughput settings` times both.
+# Environment variable: priority of the side stream, 0, or -1 for high. `throughput settings` times
+# both.
 STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"
 
 
 def stream_priority() -> int:
-    """Return the priority of the reduction's stream. Raises ConfigError if it is not 0 or -1."""
+    """Return the priority of the side stream. Raises ConfigError if it is not 0 or -1."""
     text = os.environ.get(STREAM_PRIORITY, "0")
     if text not in ("0", "-1"):
         raise ConfigError(
@@ -58,20 +64,15 @@ def stream_priority() -> int:
 
 @dataclass
 class Bucket:
-    """A module whose weights are communicated together."""
+    """The weights of one module, which are communicated together."""
 
     shards: list[Shard]
-    missing: int  # gradients that have not arrived yet in this backward
-    # recorded when the weights are whole; None: they are whole
-    gathered: torch.cuda.Event | None = None
+    missing: int  # number of gradients that this backward has not computed yet
+    gathered: torch.cuda.Event | None = None  # end of a gather that no forward has waited for
 
 
 class ZeroOptimizer:
-    """Applies an update rule to the shards, and is the only one to update the parameters of
-    `modules`.
-
-    Their `.grad` is None whenever no backward is running.
-    """
+    """The optimizer of sharded weights. The `.grad` of parameters exists only during a backward."""
 
     sharded = True
 
@@ -85,25 +86,24 @@ class ZeroOptimizer:
     ):
         """Shard the parameters and create their update rule.
 
-        `modules`: in the order of the forward, already in memory; together they have every
-            parameter.
+        `modules`: in the order of the forward, on the device. Together they have all parameters.
         `make_update`: creates the update rule of the masters.
-        `reduce_scatter`: creates the reduction from the shards of each module. On several nodes the
-            shards are those of one node (processes.mesh).
+        `reduce_scatter`: creates the reduction from the shards of each module.
 
-        Raises ValueError if another optimizer owns a parameter. Weights are undefined until
-        `set_weight` and `gather`.
+        On several nodes, weights are sharded over the ranks of each node (`mesh_of`). Raises
+        ValueError if another optimizer owns a parameter. Weights are undefined until `set_weight`
+        and `gather`.
         """
         self.group = processes.shard_group
         self.world_size = processes.world_size
-        self.rank = self.group.rank()
+        self.rank = self.group.rank()  # in the group, as is the number of ranks
         self.ranks = self.group.size()
         self.device = processes.device
         self.shard_of: dict[nn.Parameter, Shard] = {}
         self.buckets = [self._bucket(module) for module in modules]
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
-        # It may move weights, so it is created before the update rule sees them.
+        # It may move the weights to other memory, so it must be created before the update rule.
         self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
@@ -122,10 +122,11 @@ class ZeroOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Unsharded parameters, [rows, ...] each, in the order of `weights`."""
+        """Whole parameters, [rows, ...] each, in the order of `weights`."""
         return [shard.parameter for shard in self.shards]
 
     def state_tensors(self) -> list[Tensor]:
+        """Return all tensors of the update rule's state."""
         return state_tensors(self.update)
 
     def reset_state(self) -> None:
@@ -136,7 +137,10 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Set the master to its rows of the full weight. Call `gather` after the last weight."""
+        """Set the master of a parameter from the whole weight `full`, of any dtype.
+
+        Call `gather` after the last weight.
+        """
         shard = self.shard_of[parameter]
         rows = full[self.rank * len(shard.master) : (self.rank + 1) * len(shard.master)]
         shard.master.zero_()  # also zeroes the padding rows
@@ -145,45 +149,47 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather the parameters from all ranks' masters. Raises RuntimeError if one is unset."""
-        if missing := [shard for shard in self.shards if not shard.filled]:
+        """Round all masters into the parameters of all ranks.
+
+        Raises RuntimeError if a master was never set.
+        """
+        unset = [shard for shard in self.shards if not shard.filled]
+        if unset:
             raise RuntimeError(
-                f"{len(missing)} of {len(self.shards)} weights were never set: "
+                f"{len(unset)} of {len(self.shards)} weights were never set: "
                 "use set_weight, not the module's parameter"
             )
-        torch._foreach_copy_(
-            [shard.local for shard in self.shards], [shard.master for shard in self.shards]
-        )
+        local = [shard.local for shard in self.shards]
+        torch._foreach_copy_(local, self.weights)
         self._start_gather()
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
-        """Finish the reduction, clip, update and start the gather, after the last backward.
+        """Update the weights. Call it after the last backward of a step.
 
         Returns the global L2 norm of the gradients before clipping, fp32 [] on the device. If it is
         not finite, nothing is updated.
         """
         self.finish_reduction()
-        present = [
-            shard.gradient
-            for shard in self.shards
-            if shard.gradient is not None and shard.gradient.numel()
-        ]
+        gradients = [shard.gradient for shard in self.shards]
+        # A rank has no elements of a weight that has fewer rows than there are ranks.
+        present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         squares = torch.nn.utils.get_total_norm(present).square()
-        # not over all ranks: the ranks of another node hold the same shards
+        # Over the group only, because the ranks of other nodes hold the same shards.
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
-        self.update.update([shard.gradient for shard in self.shards], norm, learning_rate)
+        self.update.update(gradients, norm, learning_rate)
         for shard in self.shards:
             shard.gradient = None
         self._start_gather()
         return norm
 
-    # Setting up.
+    # Set-up.
 
     def _bucket(self, module: nn.Module) -> Bucket:
-        # A tied embedding belongs to its first module. autograd sums the gradients of all its uses
-        # before it calls the hook below.
+        """Shard the parameters of a module, and register its hooks."""
+        # A tied embedding belongs to the first module that has it. autograd sums the gradients of
+        # all its uses before it calls the hook below.
         shards = [
             self._shard(parameter)
             for parameter in module.parameters()
@@ -191,20 +197,21 @@ class ZeroOptimizer:
         ]
         bucket = Bucket(shards, missing=len(shards))
         module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
-        # torch keeps a parameter's hooks where the garbage collector cannot see them, so objects
-        # they refer to would never be freed. The module's hook, which the collector sees, keeps
-        # this object alive as long as the model can run.
+        # Weak references, because torch keeps the hooks of parameters where the garbage collector
+        # does not see them: objects that they refer to would never be freed. The hook of the
+        # module, which the collector sees, keeps this object alive as long as the model.
         optimizer = weakref.proxy(self)
-        arrived = weakref.proxy(bucket)
+        own_bucket = weakref.proxy(bucket)
         for shard in shards:
             self.shard_of[shard.parameter] = shard
             shard.parameter.register_post_accumulate_grad_hook(
-                lambda parameter: optimizer._gradient_arrived(arrived)
+                lambda parameter: optimizer._gradient_arrived(own_bucket)
             )
         return bucket
 
     def _shard(self, parameter: nn.Parameter) -> Shard:
-        rows = -(-len(parameter) // self.ranks)
+        """Create this rank's shard. Pads the parameter if its rows cannot be divided evenly."""
+        rows = -(-len(parameter) // self.ranks)  # per rank, rounded up
         padded = parameter.data
         if rows * self.ranks != len(parameter):
             padded = parameter.data.new_zeros(rows * self.ranks, *parameter.shape[1:])
@@ -215,7 +222,7 @@ class ZeroOptimizer:
     # Weights.
 
     def _start_gather(self) -> None:
-        """Start the gather and return at once. A module's forward waits for its own weights."""
+        """Enqueue the gathers of all modules. Each module's forward waits for its own weights."""
         if self.ranks == 1:
             return
         for bucket in self.buckets:
@@ -225,11 +232,12 @@ class ZeroOptimizer:
                 bucket.gathered = self.stream.record_event()
 
     def _before_forward(self, bucket: Bucket) -> None:
+        """Wait for the weights of a module. On the way, finish the previous micro-batch."""
         if bucket is self.buckets[len(self.buckets) // 4]:
-            # The last bucket of the previous micro-batch started so long ago that nothing waits.
+            # Its last reduction started so long ago that this waits for nothing.
             self._finish_last_bucket()
         if bucket is self.buckets[len(self.buckets) // 2]:
-            # Frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks.
+            # Free its gradients, 1.4 GiB at the 8B, before the head, where memory peaks.
             self.finish_reduction()
         if bucket.gathered is not None:
             torch.cuda.current_stream(self.device).wait_event(bucket.gathered)
@@ -238,60 +246,67 @@ class ZeroOptimizer:
     # Gradients.
 
     def _gradient_arrived(self, bucket: Bucket) -> None:
+        """Count a gradient that the backward has computed. After the last one, reduce them all."""
         bucket.missing -= 1
         if bucket.missing == 0:
-            bucket.missing = len(bucket.shards)
+            bucket.missing = len(bucket.shards)  # for the next backward
             self._reduce(bucket)
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
+        """Start the reduction of a module's gradients, and detach them from the parameters."""
         gradients = []
         for shard in bucket.shards:
             assert shard.parameter.grad is not None
             gradients.append(shard.parameter.grad)
             shard.parameter.grad = None
         with self._side_stream("reduce"):
-            reduce = self._add_rows if gradients[0].is_sparse else self.reduce_scatter.start
-            self._hold(reduce(bucket.shards, gradients))
+            if gradients[0].is_sparse:
+                self._hold(self._add_rows(bucket.shards, gradients))
+            else:
+                self._hold(self.reduce_scatter.start(bucket.shards, gradients))
         if len(self.in_flight) > MAX_IN_FLIGHT:
             self._wait_for_oldest()
 
     def _add_rows(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Reduce an embedding's sparse gradient.
+        """Reduce the sparse gradient of the embedding.
 
-        Each rank receives the tokens and rows of all ranks, and adds those that belong to its
-        shard.
+        Each rank receives the token ids and gradient rows of all ranks, and adds the rows that
+        belong to its shard.
         """
         (shard,) = shards
         (gradient,) = gradients
-        ids = gradient._indices()[0]
-        rows = gradient._values()
+        ids = gradient._indices()[0]  # int64 [tokens]
+        rows = gradient._values()  # [tokens, hidden]
         if self.world_size > 1:
-            own = (ids, rows)
-            ids, rows = (
-                part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in (ids, rows)
-            )
-            dist.all_gather_into_tensor(ids, own[0])
-            dist.all_gather_into_tensor(rows, own[1])
-        total = torch.zeros_like(shard.master) if shard.gradient is None else shard.gradient
-        shard.gradient = self.add_rows(
-            total, ids, rows, self.rank * len(shard.master), self.world_size
-        )
+            ids = self._gathered(ids)
+            rows = self._gathered(rows)
+        if shard.gradient is None:
+            shard.gradient = torch.zeros_like(shard.master)
+        first_row = self.rank * len(shard.master)
+        shard.gradient = self.add_rows(shard.gradient, ids, rows, first_row, self.world_size)
         return gradients
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """Return `part` of all ranks, concatenated along dimension 0."""
+        whole = part.new_empty(self.world_size * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part)
+        return whole
 
     @torch.no_grad()
     def _finish_last_bucket(self) -> None:
+        """Add the gradients of the reduction that was started last (see `ReduceScatter.finish`)."""
         with self._side_stream("reduce"):
             self._hold(self.reduce_scatter.finish())
 
     def finish_reduction(self) -> None:
-        """Finish the reduction: the fp32 gradients are then complete for the current stream."""
+        """Finish all reductions. The current stream may then read the fp32 gradients."""
         self._finish_last_bucket()
         while self.in_flight:
             self._wait_for_oldest()
 
     def _hold(self, gradients: list[Tensor]) -> None:
-        """Keep tensors alive until the side stream has finished all work enqueued so far."""
+        """Keep `gradients` alive until the side stream has finished all work enqueued so far."""
         if self.stream and gradients:
             self.in_flight.append((self.stream.record_event(), gradients))
 
@@ -301,7 +316,10 @@ class ZeroOptimizer:
 
     @contextmanager
     def _side_stream(self, what: str) -> Iterator[None]:
-        """Run the block on the collectives' stream after all work so far. On a CPU: at once."""
+        """Run the block on the side stream, after all work enqueued on the current stream so far.
+
+        On a CPU, run it at once. `what`: name for profilers.
+        """
         with record_function(f"zero::{what}"):
             if self.stream is None:
                 yield
@@ -318,7 +336,7 @@ def make_reduce_scatter(
     kernels: str,
     modules: Sequence[Sequence[Shard]],
 ) -> ReduceScatter:
-    """Return the reduction of gradients.
+    """Return the reduction of gradients for `ZeroOptimizer`.
 
     `backend`: "nccl" or "copy_engine".
     `dtype`: dtype of the sent values.
@@ -327,7 +345,7 @@ def make_reduce_scatter(
     engine = accumulate.ENGINES[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
-    # Imported only if a config selects it: most runs neither read nor need this file.
+    # Imported only if a config selects it.
     from common.sharding.copy_engine import CopyEngineReduceScatter, SymmetricBuffers
 
     make_buffers = partial(SymmetricBuffers, processes.shard_group, processes.device)
