@@ -1,13 +1,12 @@
-"""Offload of activations to host memory until the backward, as an alternative to recomputing a
-layer's forward.
+"""Offload of activations to host memory until the backward, instead of recomputing the forward.
 
-For a sequence of 8192, a layer of Llama 2 70B saves 470 MB of SwiGLU input in 8 bits. A copy engine
-moves that over PCIe 5 in 9 ms. An H200 computes the forward of a layer in 14 ms and its backward in
-19 ms. So the copies are hidden, where recomputation costs a forward.
+For a sequence of 8192, a layer of Llama 2 70B keeps 470 MB of SwiGLU input in 8 bits. A copy engine
+moves them over PCIe 5 in 9 ms. An H200 computes the forward of a layer in 14 ms and its backward in
+19 ms. So the copies cost no time, while recomputation costs a forward.
 
 The tensors form a stack: the last one offloaded is the first one reloaded. Device memory is
-allocated and freed only on the compute stream, which waits for a copy before it frees the copy's
-source. So torch's caching allocator does not have to know about the side stream.
+allocated and freed only on the compute stream, which waits for a copy before the source is freed.
+So torch's caching allocator does not have to know about the side stream.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class ActivationOffloader:
         """
         self.device = device
         self.stream = make_side_stream(device)
-        # the tensor offloaded last, and the event at the end of its copy
+        # The tensor that is being offloaded, and the event at the end of its copy.
         self.outgoing: tuple[Tensor, Any] | None = None
-        # the tensor to reload next, and the event at the end of its copy
+        # The tensor that is being reloaded, and the event at the end of its copy.
         self.incoming: tuple[Tensor, Any] | None = None
-        self.height = 0  # tensors in host memory, excluding `incoming`
+        self.height = 0  # number of tensors on the stack, excluding `incoming`
         pinned = device.type == "cuda"
         try:
             self.memory = [
@@ -48,15 +47,14 @@ class ActivationOffloader:
             ]
         except RuntimeError as error:
             size = depth * torch.Size(shape).numel() * dtype.itemsize / 2**30
-            what = f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be allocated"
             raise ConfigError(
-                what,
+                f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be allocated",
                 str(error).splitlines()[0],
-                "give the host more memory, or set offload_layers lower",
+                "use a host with more memory, or set offload_layers lower",
             ) from error
 
     def start_pass(self) -> None:
-        """Drop the tensors of a forward that had no backward. Call it before each pass."""
+        """Discard the tensors of a forward that had no backward. Call it before each pass."""
         self._free_outgoing()
         if self.incoming is not None:
             self.stream.wait_event(self.incoming[1])
@@ -64,34 +62,32 @@ class ActivationOffloader:
         self.height = 0
 
     def offload(self, x: Tensor) -> None:
-        """Start to copy the contiguous `x` to the host. The caller must keep no reference to it."""
+        """Start to copy the contiguous `x` to the host, and push it on the stack.
+
+        The caller must not keep a reference to `x`, so that its device memory can be freed.
+        """
         self._free_outgoing()
         memory = self.memory[self.height]
         self.height += 1
-        self.outgoing = (
-            x,
-            self.stream.run(
-                lambda: memory.copy_(x, non_blocking=True), after=self.stream.record_event()
-            ),
-        )
+        computed = self.stream.record_event()
+        copied = self.stream.run(lambda: memory.copy_(x, non_blocking=True), after=computed)
+        self.outgoing = (x, copied)
 
     def prefetch(self) -> None:
-        """Start to copy the top of the stack back to the device, unless that has started."""
+        """Start to copy the top of the stack back to the device, unless a copy has started."""
         self._free_outgoing()
         if self.incoming is not None or self.height == 0:
             return
         self.height -= 1
         memory = self.memory[self.height]
         x = torch.empty_like(memory, device=self.device)
-        self.incoming = (
-            x,
-            self.stream.run(
-                lambda: x.copy_(memory, non_blocking=True), after=self.stream.record_event()
-            ),
-        )
+        # The memory of x may still be read by kernels of its last owner on the compute stream.
+        allocated = self.stream.record_event()
+        copied = self.stream.run(lambda: x.copy_(memory, non_blocking=True), after=allocated)
+        self.incoming = (x, copied)
 
     def reload(self) -> Tensor:
-        """Return the top of the stack, ready on the compute stream, and prefetch the next one."""
+        """Pop the top of the stack, for use on the compute stream, and prefetch the next one."""
         self.prefetch()
         if self.incoming is None:
             raise RuntimeError(
@@ -110,10 +106,10 @@ class ActivationOffloader:
 
 
 def layers_to_offload(count: int, num_layers: int) -> set[int]:
-    """Return `count` evenly spaced layers, at most all but the last. A copy can then take as long
-    as several layers.
+    """Return `count` evenly spaced layers, or all but the last if `count` is larger.
 
-    The last layer is never offloaded: its backward comes first, right after its forward.
+    With even spaces, a copy can take as long as several layers. The last layer is never offloaded,
+    because its backward follows its forward immediately.
     """
     count = min(count, num_layers - 1)
     return {number * (num_layers - 1) // count for number in range(count)}

@@ -1,14 +1,13 @@
-"""Reduce-scatter and gather by the GPUs' copy engines, as an alternative to NCCL
-(reduce_scatter.py).
+"""Reduce-scatter and gather by the copy engines of the GPUs, instead of NCCL (reduce_scatter.py).
 
 An NCCL kernel occupies multiprocessors for as long as it sends. On Hopper, cuBLAS's kernels use one
-block per multiprocessor and wait for the blocks that found none free: 45 ms of a step of 2,148 ms
+thread block per multiprocessor, so some of their blocks must then wait: 45 ms of a step of 2,148 ms
 (8B in FP8 on two H200, docs/log.md).
 
-Copy engines need no multiprocessor. Each rank copies its peers' rows into a buffer of theirs. A
-kernel there adds the received rows to the rank's own rows in fp32, while NCCL rounds to bf16 at
-every hop of its ring. Weights are in memory that the peers can read: each rank copies the rows of
-the others from there to its own memory.
+Copy engines need no multiprocessor. Each rank copies the gradient rows that belong to a peer into a
+buffer of that peer. A kernel there adds the received rows to the peer's own rows in fp32, while
+NCCL rounds to bf16 at every hop of its ring. Weights are in memory that all ranks of the node can
+read, so each rank copies the rows of the others from there.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 
 
 class CopyEngineReduceScatter:
-    """Copies gradients into buffers of the node's other ranks.
+    """A `ReduceScatter` that copies gradients into buffers of the node's other ranks.
 
-    The gradients received for a module are summed when the next module starts, or at `finish`. A
-    barrier comes first. After it, all ranks have sent this module and consumed the previous one, so
-    the second buffer is free. The barrier costs no waiting, because every rank sent its rows a
-    whole module's backward ago.
+    The gradients received for a module are added when the next module starts, or by `finish`, after
+    a barrier. At the barrier, all ranks have sent the gradients of this module and added those of
+    the module before, so the other of the two buffers is free. Nobody waits at the barrier, because
+    every rank sent its rows a whole module's backward ago.
     """
 
     def __init__(
@@ -40,61 +39,64 @@ class CopyEngineReduceScatter:
         dtype: torch.dtype,
         accumulate: Accumulate,
     ):
-        """Move the weights of `modules` to memory that all ranks can read. Their values become
-        undefined.
+        """Move the weights of `modules` to memory that all ranks can read.
 
-        `make`: creates buffers from the number of buffers and the bytes of each.
+        Their values become undefined.
+
+        `make`: called with the number of buffers and the bytes of each, creates buffers.
+        `dtype`: dtype of the sent gradients.
+        `accumulate`: adds gradients to an fp32 gradient.
         """
         shards = list(itertools.chain(*modules))
         self.dtype = dtype
         self.accumulate = accumulate
         self.weights = make(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
-        self.buffers = make(
-            2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules)
-        )
-        # each weight's rows on every rank, in the memory of that rank
+        ranks = self.weights.ranks
+        self.buffers = make(2, max(self.num_bytes(module, ranks, dtype) for module in modules))
+        # weight -> for each rank, its rows in its own memory
         self.rows: dict[nn.Parameter, list[Tensor]] = {}
         offset = 0
         for shard in shards:
             place = slice(offset, offset + shard.padded.nbytes)
-            wholes = [
-                self.weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded)
-                for peer in range(self.weights.ranks)
-            ]
-            self.rows[shard.parameter] = [
-                whole.chunk(self.weights.ranks)[peer] for peer, whole in enumerate(wholes)
-            ]
-            shard.padded = wholes[self.weights.rank]
+            self.rows[shard.parameter] = []
+            for peer in range(ranks):
+                whole = self.weights.buffers[peer][0, place]
+                whole = whole.view(shard.padded.dtype).view_as(shard.padded)
+                self.rows[shard.parameter].append(whole.chunk(ranks)[peer])
+                if peer == self.weights.rank:
+                    own = whole
+            shard.padded = own
             shard.local = self.rows[shard.parameter][self.weights.rank]
             shard.parameter.data = shard.padded[: len(shard.parameter)]
             offset += _aligned(shard.padded.nbytes)
-        self.phase = 0  # index of the buffer in use
-        # shards, gradients as sent, gradients as passed to `start`
+        self.phase = 0  # index of the receive buffer in use
+        # (shards, gradients as sent, gradients as passed to `start`) of the last module
         self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None
 
     @staticmethod
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
-        """Return the size of a buffer for these shards of one module."""
+        """Return the size in bytes of a receive buffer for the shards of one module."""
         return sum(_received_bytes(shard, ranks, dtype) for shard in shards)
 
     def gather(self, shards: Sequence[Shard]) -> None:
         self.weights.barrier()  # all ranks have written their rows
-        for peer in ring_order(self.weights.rank, self.weights.ranks):
+        ranks = self.weights.ranks
+        for peer in ring_order(self.weights.rank, ranks):
             for shard in shards:
-                shard.padded.chunk(self.weights.ranks)[peer].copy_(self.rows[shard.parameter][peer])
+                shard.padded.chunk(ranks)[peer].copy_(self.rows[shard.parameter][peer])
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
         ranks = self.buffers.ranks
         rank = self.buffers.rank
-        padded = [
-            pad_rows(g, len(s.master) * ranks).to(self.dtype)
-            for s, g in zip(shards, gradients, strict=True)
-        ]
+        padded = []
+        for shard, gradient in zip(shards, gradients, strict=True):
+            padded.append(pad_rows(gradient, len(shard.master) * ranks).to(self.dtype))
         for peer in ring_order(rank, ranks):
+            # A buffer has no slot for the rows of its own rank.
+            slot = rank - 1 if rank > peer else rank
             for gradient, received in zip(padded, self._received_by(peer, shards), strict=True):
-                # A rank's buffer has no slot for its own rows.
-                received[rank - (rank > peer)].copy_(gradient.chunk(ranks)[peer])
+                received[slot].copy_(gradient.chunk(ranks)[peer])
         self.sent = shards, padded, gradients
         return finished
 
@@ -105,26 +107,21 @@ class CopyEngineReduceScatter:
         self.sent = None
         self.buffers.barrier()
         rank = self.buffers.rank
-        for shard, gradient, received in zip(
-            shards, padded, self._received_by(rank, shards), strict=True
-        ):
-            shard.gradient = self.accumulate(
-                shard.gradient, gradient.chunk(self.buffers.ranks)[rank], received
-            )
+        all_received = self._received_by(rank, shards)
+        for shard, gradient, received in zip(shards, padded, all_received, strict=True):
+            own = gradient.chunk(self.buffers.ranks)[rank]
+            shard.gradient = self.accumulate(shard.gradient, own, received)
         self.phase = 1 - self.phase
         return gradients
 
     def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
-        """Yield the buffers from which `rank` receives: for each shard [ranks - 1, rows, ...]."""
+        """Yield what `rank` receives for each shard, [ranks - 1, rows, ...], as views."""
         buffer = self.buffers.buffers[rank][self.phase]
         offset = 0
         for shard in shards:
             shape = (self.buffers.ranks - 1, *shard.master.shape)
-            yield (
-                buffer[offset : offset + math.prod(shape) * self.dtype.itemsize]
-                .view(self.dtype)
-                .view(shape)
-            )
+            end = offset + math.prod(shape) * self.dtype.itemsize
+            yield buffer[offset:end].view(self.dtype).view(shape)
             offset += _received_bytes(shard, self.buffers.ranks, self.dtype)
 
 

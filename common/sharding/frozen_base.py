@@ -1,23 +1,22 @@
-"""Frozen weights of a LoRA run: the matrices of the blocks in FP8, bf16 or fp32, and how a block
-gets them.
+"""Frozen weights of a LoRA run: the matrices of the blocks in FP8, bf16 or fp32.
 
-In FP8 each matrix is quantized once, with one scale, while it is loaded. The forward reads W [N, K]
-and the backward W^T [K, N]. Both are the same bytes in a different order, because the whole matrix
-has one scale. `storage` defines what each rank keeps:
+In FP8, each matrix is quantized once, while it is loaded. The forward reads W [N, K] and the
+backward W^T [K, N]. Both are the same bytes in a different order, because the whole matrix has one
+scale. `storage` defines what each rank stores:
 
     sharded           1/n of W and 1/n of W^T of every layer; the node's n ranks all-gather one
                       layer at a time
-    replicated        W of every layer; the W^T of a layer is made shortly before its backward
+    replicated        W of every layer; the W^T of a layer is computed shortly before its backward
     replicated_both   W and W^T of every layer
 
-In bf16 and fp32 the products of both passes read W, and W^T does not exist. In FP8 W^T does not
-exist either on a GPU whose products accept every layout (kernels/fp8.py).
+In bf16 and fp32, the products of both passes read W, and W^T does not exist. Neither does it in FP8
+on a GPU whose products accept every layout (kernels/fp8.py).
 
 The matrices of a layer are contiguous in one buffer, which is cut into n equal parts regardless of
 matrix boundaries. So a gather is one collective. Gathers and transposes run on a side stream, up to
-NUM_BUFFERS - 1 layers ahead. They follow the order of layers in a pass. A layer requested out of
-this order is also correct, but not prefetched. All ranks request the layers in the same order, and
-prefetching does not depend on the GPU's progress. So the collectives of the ranks match.
+NUM_BUFFERS - 1 layers ahead, in the order of layers in a pass. A layer that is requested out of
+order is correct, but not prefetched. All ranks request layers in the same order, and prefetching
+does not depend on the progress of a GPU, so the collectives of the ranks match.
 """
 
 from __future__ import annotations
@@ -42,40 +41,42 @@ from common.sharding.side_stream import SideStream, make_side_stream
 NUM_BUFFERS = 3  # one for the layer that computes, two for prefetched layers: 0.86 GB each at 70B
 # A matrix starts at a multiple of this many bytes. FP8 products need 16, a cache line has 128.
 ALIGNMENT = 256
-ROWWISE, COLUMNWISE = 0, 1  # orientations: W [N, K] and W^T [K, N]
+# Orientations of a layer's matrices.
+ROWWISE = 0  # W [N, K]
+COLUMNWISE = 1  # W^T [K, N]
 
 
 class LayerKey(NamedTuple):
-    """A layer in one orientation: the unit that a block requests and a buffer contains."""
+    """A layer in one orientation, which is what blocks request and buffers contain."""
 
     orientation: int
     layer: int
 
 
 class MatrixSlice(NamedTuple):
-    """Position of a matrix W [rows, columns] in its layer's bytes, equal in both orientations."""
+    """Position of a matrix W [rows, columns] in its layer, equal in both orientations."""
 
-    offset: int
+    offset: int  # in bytes
     rows: int
     columns: int
 
     def view(self, layer: Tensor, orientation: int, dtype: torch.dtype) -> Tensor:
         """Return the matrix in `layer`, uint8 [layer bytes]; transposed if COLUMNWISE."""
-        shape = (self.rows, self.columns) if orientation == ROWWISE else (self.columns, self.rows)
-        return (
-            layer[self.offset : self.offset + self.rows * self.columns * dtype.itemsize]
-            .view(dtype)
-            .view(shape)
-        )
+        end = self.offset + self.rows * self.columns * dtype.itemsize
+        values = layer[self.offset : end].view(dtype)
+        if orientation == ROWWISE:
+            return values.view(self.rows, self.columns)
+        return values.view(self.columns, self.rows)
 
 
 def layer_layout(
     shape: ModelShape, shards: int, itemsize: int
 ) -> tuple[dict[str, MatrixSlice], int]:
-    """Return the slices of a layer's matrices, and the layer's bytes, a multiple of shards x
-    ALIGNMENT.
+    """Return (name -> slice of each matrix of a layer, the layer's size in bytes).
 
     `itemsize`: bytes per value.
+
+    The size is a multiple of `shards` x ALIGNMENT.
     """
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
@@ -98,9 +99,9 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def node_group(processes: Processes, timeout_s: float) -> dist.ProcessGroup:
-    """Return a process group of this node's ranks, used only for gathers.
+    """Return a new process group of this node's ranks, used only for gathers.
 
-    With their own communicator the gathers wait for no other collective.
+    With their own communicator, gathers do not wait for other collectives.
     """
     own = None
     for ranks in processes.mesh.mesh.reshape(-1, processes.mesh.size(-1)).tolist():
@@ -111,15 +112,17 @@ def node_group(processes: Processes, timeout_s: float) -> dist.ProcessGroup:
     return own
 
 
-# ---- prefetching
+# --- prefetching
 
 Fetch = Callable[[LayerKey, Tensor], None]  # fills uint8 [layer bytes] on the current stream
 
 
 @dataclass
 class Buffer:
+    """Device memory for one layer."""
+
     memory: Tensor  # uint8 [layer bytes]
-    key: LayerKey | None = None  # the layer it holds, or will hold after `filled`
+    key: LayerKey | None = None  # the layer that it holds, or will hold after `filled`
     in_use: bool = False  # whether a block reads it
     filled: Any = None  # event at the end of the fetch
     released: Any = None  # event at the end of the last kernel that reads it
@@ -139,22 +142,33 @@ class PrefetchBuffers:
         Also starts to fetch the `upcoming` layers into free buffers. Raises RuntimeError if no
         buffer is free.
         """
-        buffer = self.find(key) or self._start(key, self._free(upcoming) or self._free([]))
+        buffer = self.find(key)
         if buffer is None:
-            raise RuntimeError(
-                f"no buffer for layer {key.layer}: "
-                f"all {len(self.buffers)} are in use, none was released"
-            )
+            # Overwrite a prefetched layer only if there is no other buffer.
+            free = self._free(upcoming) or self._free([])
+            if free is None:
+                raise RuntimeError(
+                    f"no buffer for layer {key.layer}: "
+                    f"all {len(self.buffers)} are in use, none was released"
+                )
+            buffer = self._start(key, free)
         self.stream.wait_event(buffer.filled)
         buffer.in_use = True
         self.prefetch(upcoming)
         return buffer.memory
 
     def prefetch(self, upcoming: list[LayerKey]) -> None:
-        """Start to fetch these layers in order while a buffer is free. Skips those in one."""
+        """Start to fetch these layers in order, as long as a buffer is free.
+
+        Skips layers that are already in a buffer.
+        """
         for key in upcoming:
-            if self.find(key) is None and self._start(key, self._free(upcoming)) is None:
+            if self.find(key) is not None:
+                continue
+            free = self._free(upcoming)
+            if free is None:
                 return
+            self._start(key, free)
 
     def release(self, layer: int) -> None:
         """Release this layer's buffer. Call it once all kernels that read it are enqueued."""
@@ -164,35 +178,36 @@ class PrefetchBuffers:
                 buffer.released = self.stream.record_event()
 
     def find(self, key: LayerKey) -> Buffer | None:
-        """Return the buffer that holds this layer or is being filled with it."""
-        return next((buffer for buffer in self.buffers if buffer.key == key), None)
+        """Return the buffer that holds this layer or is being filled with it, or None."""
+        for buffer in self.buffers:
+            if buffer.key == key:
+                return buffer
+        return None
 
     def _free(self, upcoming: list[LayerKey]) -> Buffer | None:
-        """Return a buffer that no block uses and that holds no `upcoming` layer."""
-        return next(
-            (buffer for buffer in self.buffers if not buffer.in_use and buffer.key not in upcoming),
-            None,
-        )
+        """Return a buffer that no block uses and that holds no `upcoming` layer, or None."""
+        for buffer in self.buffers:
+            if not buffer.in_use and buffer.key not in upcoming:
+                return buffer
+        return None
 
-    def _start(self, key: LayerKey, buffer: Buffer | None) -> Buffer | None:
-        if buffer is not None:
-            buffer.key = key
-            memory = buffer.memory
-            buffer.filled = self.stream.run(lambda: self.fetch(key, memory), after=buffer.released)
+    def _start(self, key: LayerKey, buffer: Buffer) -> Buffer:
+        """Start to fetch a layer into `buffer`, once the kernels that read it have finished."""
+        buffer.key = key
+        memory = buffer.memory
+        buffer.filled = self.stream.run(lambda: self.fetch(key, memory), after=buffer.released)
         return buffer
 
 
 def pass_order(num_layers: int, training: bool, backward_orientation: int) -> list[LayerKey]:
     """Return the layers that one pass (an evaluation or a micro-batch) requests, in order."""
-    forward = [LayerKey(ROWWISE, layer) for layer in range(num_layers)]
-    return (
-        forward + [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))]
-        if training
-        else forward
-    )
+    order = [LayerKey(ROWWISE, layer) for layer in range(num_layers)]
+    if training:
+        order += [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))]
+    return order
 
 
-# ---- the base
+# --- the base
 
 
 class FrozenBase:
@@ -213,8 +228,9 @@ class FrozenBase:
     ):
         """Allocate storage and prefetch buffers.
 
-        `storage`: see the module; "sharded" on one GPU is "replicated".
-        `dtype`: torch.bfloat16 or torch.float32, or None for this device's FP8 e4m3.
+        `kernels`: "reference" or "triton".
+        `storage`: see the docstring of the module; on one GPU, "sharded" means "replicated".
+        `dtype`: torch.bfloat16 or torch.float32; None for the device's FP8 e4m3.
         `timeout_s`: timeout of a gather in seconds.
         """
         assert storage in FROZEN_BASE_STORAGE and dtype in (None, torch.bfloat16, torch.float32)
@@ -252,10 +268,9 @@ class FrozenBase:
     # Loading.
 
     def shard_rows(self, name: str) -> tuple[int, int, int]:
-        """Return (first row, rows, columns) of the part of a matrix that this rank passes to
-        `add_layer`.
+        """Return (first row, rows, columns) of this rank's argument of `add_layer` for a matrix.
 
-        The part may end beyond the matrix's last row.
+        The rows may extend beyond the last row of the matrix.
         """
         matrix = self.matrices[name]
         rows = math.ceil(matrix.rows / self.ranks)
@@ -263,9 +278,9 @@ class FrozenBase:
 
     @torch.no_grad()
     def add_layer(self, layer: int, shards: dict[str, Tensor]) -> None:
-        """Quantize a layer if the base is in FP8, and keep the part that `storage` defines.
+        """Quantize a layer if the base is in FP8, and store the part that `storage` defines.
 
-        `shards`: name -> float [rows, columns] of `shard_rows`.
+        `shards`: name -> this rank's rows of each matrix, float [rows, columns] of `shard_rows`.
 
         This is a collective of the node's ranks. Each rank assembles one whole matrix at a time:
         0.94 GB in bf16 at 70B.
@@ -291,7 +306,7 @@ class FrozenBase:
                 self._store(LayerKey(COLUMNWISE, layer), quantized.columnwise, matrix.offset)
 
     def _store(self, key: LayerKey, matrix: Tensor, offset: int) -> None:
-        """Copy this rank's part of a matrix that begins at byte `offset` of its layer."""
+        """Store this rank's part of a matrix that begins at byte `offset` of its layer."""
         stored = self.stored[key]
         data = matrix.view(torch.uint8).view(-1)
         begin = self.rank * len(stored) if self.shards > 1 else 0
@@ -301,27 +316,27 @@ class FrozenBase:
             stored[low - begin : high - begin] = data[low - offset : high - offset]
 
     def finalize(self) -> None:
-        """Wait for the stores. Call it after the last `add_layer`.
+        """Wait until all weights are stored. Call it after the last `add_layer`.
 
-        The side stream, which reads the weights later, does not wait for the stream that stored
-        them.
+        The side stream that reads the weights later does not wait for the stream that stores them.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return this rank's scales, and uint8 [layer bytes / shards] per layer and orientation."""
+        """Return the scales, and this rank's bytes of each layer and orientation."""
         return [self.scales, *self.stored.flatten(0, 1)]
 
-    # Serving.
+    # Reading.
 
     def start_pass(self, training: bool) -> None:
-        """Reset the position in the pass. Call it before layer 0 of each pass."""
+        """Set the expected order of layers. Call it before layer 0 of each pass."""
         self.order = pass_order(self.num_layers, training, self.backward_orientation)
         self.position = 0
 
     @property
     def backward_orientation(self) -> int:
+        """Orientation of the matrices that the backward reads."""
         return COLUMNWISE if self.transposes else ROWWISE
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
@@ -329,10 +344,10 @@ class FrozenBase:
         return self._weights(LayerKey(ROWWISE, layer))
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """Return name -> weights for the backward. Valid until `release`.
+        """Return name -> matrix for dgrad. Valid until `release`.
 
-        If FP8 products need it, the weight is W^T columnwise [K, N] with its scale, and `rowwise`
-        is empty. Otherwise it is W rowwise [N, K].
+        If FP8 products need W^T, it is `columnwise` [K, N], and `rowwise` is empty. Otherwise it is
+        W rowwise [N, K].
         """
         return self._weights(LayerKey(self.backward_orientation, layer))
 
@@ -343,19 +358,21 @@ class FrozenBase:
 
     def _weights(self, key: LayerKey) -> dict[str, QuantizedTensor]:
         layer = self._layer(key)
-        found = {}
-        for (name, matrix), scale in zip(
-            self.matrices.items(), self.scales[key.layer], strict=True
-        ):
+        scales = self.scales[key.layer]
+        weights = {}
+        for (name, matrix), scale in zip(self.matrices.items(), scales, strict=True):
             values = matrix.view(layer, key.orientation, self.dtype)
             if key.orientation == COLUMNWISE:
-                found[name] = QuantizedTensor(values.new_empty(0, 0), values, scale)
+                weights[name] = QuantizedTensor(values.new_empty(0, 0), values, scale)
             else:
-                found[name] = QuantizedTensor(values, None, scale if self.in_fp8 else None)
-        return found
+                weights[name] = QuantizedTensor(values, None, scale if self.in_fp8 else None)
+        return weights
 
     def _layer(self, key: LayerKey) -> Tensor:
-        """Return uint8 [layer bytes] for the compute stream, and prefetch the next layers."""
+        """Return a layer, uint8 [layer bytes], and prefetch the next ones.
+
+        The compute stream may read it.
+        """
         if self.buffers is None:
             return self.stored[key]
         upcoming = self._upcoming(key)
@@ -369,17 +386,19 @@ class FrozenBase:
         return self.shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
-        """Return the next layers to fetch, and move the position in the pass to behind `key`."""
-        order = self.order
+        """Move the position in the pass behind `key`, and return the next layers to fetch."""
         count = len(self.order)
-        from_here = (at % count for at in range(self.position, self.position + count))
-        at = next((at for at in from_here if order[at] == key), None)
-        if at is not None:
-            self.position = (at + 1) % count
-        following = (order[(self.position + step) % count] for step in range(NUM_BUFFERS - 1))
+        for step in range(count):
+            position = (self.position + step) % count
+            if self.order[position] == key:
+                self.position = (position + 1) % count
+                break
+        # The first layers of the next pass follow the last ones of this pass.
+        following = [self.order[(self.position + step) % count] for step in range(NUM_BUFFERS - 1)]
         return [ahead for ahead in following if not self.is_stored(ahead)]
 
     def _gather(self, key: LayerKey, out: Tensor) -> None:
+        """Gather a layer that is sharded over the node's ranks."""
         dist.all_gather_into_tensor(out, self.stored[key], group=self.node)
 
     def _transpose(self, key: LayerKey, out: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""GPU memory that all ranks of a node can read and write, so that copy engines can move data
-between GPUs.
+"""GPU memory that all ranks of a node can read and write, for copies by copy engines.
 
-An NCCL kernel occupies multiprocessors that concurrent matrix products need. A copy engine occupies
-none.
+The copies of an NCCL kernel occupy multiprocessors that concurrent matrix products need. Those of a
+copy engine do not.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class SymmetricBuffers:
     buffers: dict[int, Tensor]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int, num_bytes: int):
-        """Allocate `count` buffers of `num_bytes` each, the same on all ranks.
+        """Allocate `count` buffers of `num_bytes` each. All ranks pass the same numbers.
 
         Raises ConfigError if the GPUs cannot access each other's memory.
         """
-        # Private in torch 2.9: no other file uses it.
+        # A private module of torch, used only here.
         import torch.distributed._symmetric_memory as symmetric
 
-        # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails
-        # where the host does not provide it.
+        # Otherwise torch sets up NVLink multicast for every mapping, which fails on hosts that do
+        # not support it. Copies do not need it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.rank = group.rank()
         self.ranks = group.size()
@@ -50,15 +49,12 @@ class SymmetricBuffers:
             }
 
     def barrier(self) -> None:
-        """Enqueue a barrier on the current stream: wait until all ranks have reached it."""
+        """Make the current stream wait until the streams of all ranks have reached this barrier."""
         self.handle.barrier()
 
 
 def ring_order(rank: int, ranks: int) -> list[int]:
-    """Return the other ranks, starting with the next one.
-
-    If all ranks copy in this order, no two start with the same peer.
-    """
+    """Return the other ranks, starting with the next one, so that no two start with the same."""
     return [(rank + step) % ranks for step in range(1, ranks)]
 
 

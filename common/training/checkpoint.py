@@ -1,18 +1,19 @@
-"""Save and load the training state with torch.distributed.checkpoint (DCP), for `--checkpoint` and
+"""Save and load the training state by torch.distributed.checkpoint (DCP): `--checkpoint` and
 `--continue`.
 
-A checkpoint contains the fp32 masters, the optimizer's state under the names that its update rule
-gives, the FP8 scales and histories, and the random generators. The data need only the number of
-steps, because their order is a function of the seed. A frozen base is not saved but loaded again.
+A checkpoint contains the fp32 masters, the optimizer's state under the names of its update rule,
+the FP8 scales and histories, and the random generators. The data need only the number of steps,
+because their order is a function of the seed. A frozen base is not saved but loaded again.
 
 Each rank writes its own tensors in DCP's safetensors layout
-(torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which
-executes code from a file. DCP re-shards tensors for a different number of ranks. facts.json holds a
-digest of all values, which is the same on any number of ranks: it proves that the loaded state is
-the saved one.
+(torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which can
+execute code from a file. DCP re-shards tensors for a different number of ranks. facts.json has a
+digest of all values, which does not depend on the number of ranks. It proves that the loaded state
+is the saved one.
 
-A save copies the state to host memory while training pauses, then writes it in a thread. A folder
-is renamed once every file in it is on the disk. Only then is the previous checkpoint removed.
+A save copies the state to host memory while training pauses. A thread then writes it. The folder
+gets its final name when all its files are on the disk. Only then is the previous checkpoint
+removed.
 """
 
 from __future__ import annotations
@@ -67,24 +68,24 @@ from common.training.digest import fingerprint
 from common.training.reports import Reports
 from common.training.run import Run
 
-# Timeout for the slowest rank and disk: no rank gives up on another earlier.
+# Timeout of a rank that waits for the slowest rank and disk.
 WRITE_LIMIT = timedelta(hours=2)
-# Key in a file's header, as HuggingFaceStorageReader expects it: the offsets of each part in the
-# whole tensor.
+# Key in the header of a file, for HuggingFaceStorageReader: the offset of each part in its tensor.
 OFFSETS = "DCP_SHARDING_INFO"
 
 
 @dataclass
 class TensorPart:
-    """Slice of a tensor that this rank stores."""
+    """The part of a tensor that this rank saves."""
 
     live: Tensor  # the tensor that training changes
-    host: Tensor  # copy in host memory
-    state: Tensor  # `host` in the form DCP expects: a DTensor if the ranks share the rows
-    first: int  # index of its first element in the whole tensor
+    host: Tensor  # a copy in host memory
+    state: Tensor  # `host` in the form that DCP expects: a DTensor if the tensor is sharded
+    first: int  # index of the part's first element in the whole tensor
 
     @property
-    def shared(self) -> bool:
+    def sharded(self) -> bool:
+        """Whether the ranks hold different rows of the tensor."""
         return isinstance(self.state, DTensor)
 
 
@@ -101,20 +102,21 @@ class Checkpoints:
         self.rank = processes.rank
         self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
         self.folder = run.run_dir / FOLDER
-        # A separate group: a save runs during training steps, and DCP's messages between ranks need
-        # a CPU backend.
+        # A separate group, because a save runs during training steps, and DCP's messages between
+        # ranks need a CPU backend.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
-        self.parts = {
-            name: self._part(live, rows) for name, (live, rows) in self._tensors().items()
-        }
-        self.own: dict[str, Tensor] = {}  # state that only this rank has
-        self.saving: Future | None = None
-        self.step = 0
+        self.parts: dict[str, TensorPart] = {}
+        for name, (live, rows) in self._tensors().items():
+            self.parts[name] = self._part(live, rows)
+        self.own: dict[str, Tensor] = {}  # state that only this rank has, as of the last save
+        self.saving: Future | None = None  # the save in progress
+        self.step = 0  # of the last offer, or of the loaded checkpoint
         self.evaluations = 0
-        self.last = time.monotonic()
+        self.last = time.monotonic()  # time of the last save
 
     def identity(self) -> dict[str, Any]:
+        """Return the facts that identify the run."""
         return {
             "benchmark": self.run.benchmark,
             "seed": self.run.seed,
@@ -124,7 +126,10 @@ class Checkpoints:
     # State to save.
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
-        """Return name -> (this rank's rows, rows on all ranks). 0: the tensor is not sharded."""
+        """Return name -> (this rank's rows, number of rows of the whole tensor).
+
+        The number is 0 for a tensor that is not sharded.
+        """
         model = self.assembly.model
         optimizer = self.assembly.optimizer
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -141,12 +146,13 @@ class Checkpoints:
                 rows = 0
                 if optimizer.sharded:
                     rows = len(parameter)
-                    # The last ranks may hold rows of padding, or nothing else.
+                    # Without padding rows, which the last ranks may have.
                     part = part[: max(0, rows - self.rank * len(part))]
                 tensors[f"{names[parameter]}.{kind}"] = (part, rows)
         return tensors
 
     def _part(self, live: Tensor, rows: int) -> TensorPart:
+        """Allocate host memory for a tensor. Arguments as in the result of `_tensors`."""
         pinned = self.when is not None and live.is_cuda
         host = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
         if not rows:
@@ -166,27 +172,27 @@ class Checkpoints:
         own = {"cpu_generator": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
-        return own | {
-            name: tensor.to("cpu", copy=True)
-            for name, tensor in self.assembly.linear.state().items()
-        }
+        for name, tensor in self.assembly.linear.state().items():
+            own[name] = tensor.to("cpu", copy=True)
+        return own
 
     def _digest(self, own: dict[str, Tensor], facts: dict[str, Any]) -> str:
-        """Return a hash of `facts` and of all values on all ranks, however the ranks share them.
+        """Return a hash of `facts` and of all values on all ranks, for any number of ranks.
 
         `own`: this rank's own tensors by their names in the checkpoint.
         """
-        mine = {
-            name: (part.shared, fingerprint(part.live.float(), part.first))
-            for name, part in self.parts.items()
-        }
-        mine |= {name: (False, fingerprint(tensor)) for name, tensor in own.items()}
-        everyone: list[Any] = [None] * self.processes.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
+        hashes = {}  # name -> (whether the tensor is sharded, hash of this rank's part)
+        for name, part in self.parts.items():
+            hashes[name] = (part.sharded, fingerprint(part.live.float(), part.first))
+        for name, tensor in own.items():
+            hashes[name] = (False, fingerprint(tensor))
+        hashes_of_ranks: list[Any] = [None] * self.processes.world_size
+        dist.all_gather_object(hashes_of_ranks, hashes, group=self.group)
         total: dict[str, int] = {}
-        for of_rank in everyone:
-            for name, (shared, value) in of_rank.items():
-                before = total.get(name, 0) if shared else 0
+        for hashes_of_rank in hashes_of_ranks:
+            for name, (sharded, value) in hashes_of_rank.items():
+                # The hash of a whole tensor is the sum over its parts.
+                before = total.get(name, 0) if sharded else 0
                 total[name] = (before + value) % 2**64
         undigested = {key: value for key, value in facts.items() if key != "digest"}
         content = json.dumps([total, undigested], sort_keys=True)
@@ -215,12 +221,12 @@ class Checkpoints:
             "ranks": self.processes.world_size,
         }
         writer = CheckpointWriter(self.folder / f"step_{step:08d}", facts)
-        # Remove the rest of a killed save of this step, perhaps of more ranks. The exchange in
-        # `_digest` makes the other ranks wait.
+        # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges
+        # values, so the other ranks wait until this is done.
         if self.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
-        facts |= {"torch": torch.__version__}
-        facts |= {"digest": self._digest(self.own, facts)}
+        facts["torch"] = torch.__version__
+        facts["digest"] = self._digest(self.own, facts)
         self.saving = dcp.async_save(
             {}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group
         )  # type: ignore[assignment]
@@ -236,11 +242,12 @@ class Checkpoints:
         if when.evaluations:
             self.evaluations += evaluated
             return evaluated and self.evaluations % when.evaluations == 0
-        # the clock of rank 0 decides for all
-        mine = self.rank == 0 and time.monotonic() - self.last >= when.seconds
-        return bool(self.processes.sum(torch.tensor([float(mine)], device=self.processes.device)))
+        # The clock of rank 0 decides for all ranks.
+        is_due = self.rank == 0 and time.monotonic() - self.last >= when.seconds
+        return bool(self.processes.sum(torch.tensor([float(is_due)], device=self.processes.device)))
 
     def _stage(self) -> dict[str, Tensor]:
+        """Copy the state to host memory and return the copies by name."""
         for part in self.parts.values():
             part.host.copy_(part.live, non_blocking=True)
         if self.processes.device.type == "cuda":
@@ -248,7 +255,10 @@ class Checkpoints:
         return {name: part.state for name, part in self.parts.items()} | self.own
 
     def finish(self) -> None:
-        """Wait for the save in progress. Raises StorageError if it failed: the last is intact."""
+        """Wait for the save in progress.
+
+        Raises StorageError if it failed. The previous checkpoint is then intact.
+        """
         if self.saving is None:
             return
         self._write_heartbeat()
@@ -269,11 +279,10 @@ class Checkpoints:
     # Loading.
 
     def load(self) -> int:
-        """Load the state of the run named by --continue. Return its number of steps, or 0 without
-        --continue.
+        """Load the checkpoint of the run named by --continue, and return its number of steps.
 
-        Raises ConfigError if there is no checkpoint or it belongs to another run, WeightsError if
-        it is damaged.
+        Returns 0 without --continue. Raises ConfigError if there is no checkpoint or it belongs to
+        another run, WeightsError if it is damaged.
         """
         if self.run.continues is None:
             return 0
@@ -281,12 +290,17 @@ class Checkpoints:
         require_same(folder, facts, **self.identity() | {"config": self.run.config})
         ranks = facts["ranks"]
         step = facts["step"]
+        # Every rank loads the state that each saved rank had for itself.
         own = self._own()
-        every: dict[str, Tensor] = {}
+        own_of_ranks: list[dict[str, Tensor]] = []
+        own_by_name: dict[str, Tensor] = {}
         for rank in range(ranks):
+            own_of_ranks.append({})
             for name, tensor in own.items():
-                every[f"rank_{rank}.{name}"] = torch.empty_like(tensor)
-        state = {name: part.state for name, part in self.parts.items()} | every
+                loaded = torch.empty_like(tensor)
+                own_of_ranks[rank][name] = loaded
+                own_by_name[f"rank_{rank}.{name}"] = loaded
+        state = {name: part.state for name, part in self.parts.items()} | own_by_name
         try:
             dcp.load(
                 state,
@@ -298,29 +312,28 @@ class Checkpoints:
             raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
             part.live.copy_(part.host)
-        if self._digest(every, facts) != facts["digest"]:
+        if self._digest(own_by_name, facts) != facts["digest"]:
             raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
         counted = self.assembly.optimizer.update.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
             raise damaged(
                 folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"
             )
-        self._restore_own(
-            [{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step
-        )
+        self._restore_own(own_of_ranks, step)
         self.assembly.optimizer.gather()
         self.step = step
         self.reports.progress.show(
-            f"continues {folder} after step {step}, {facts['samples']:,} samples"
+            f"continuing {folder} after step {step}, {facts['samples']:,} samples"
         )
         return step
 
     def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
-        """Restore the state that differs between ranks. `ranks`: that state of each rank of the
-        saved run.
+        """Restore the state that differs between ranks.
 
-        On a different number of ranks, scales come from the largest values that any rank has seen,
-        and the generators are seeded again.
+        `ranks`: this state of each saved rank.
+
+        If the number of ranks has changed, scales follow from the largest values of all saved
+        ranks, and the generators are seeded again.
         """
         same = len(ranks) == self.processes.world_size
         gradient_ratio = self.processes.world_size / len(ranks)
@@ -341,7 +354,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the cause of `error` in one line. Re-raises a signal's exception from inside DCP."""
+    """Return the cause of `error` in one line. Raises it if it is a RunError, as after a signal."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, RunError):
@@ -350,20 +363,20 @@ def _cause(error: BaseException) -> str:
 
 
 def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
-    causes = _causes(error)
-    full = next((cause for cause in causes if isinstance(cause, OSError)), None)
-    if full is None:
-        raise error
-    raise StorageError(
-        f"no checkpoint was saved in {folder}: {full.strerror}",
-        "the disk is full or read-only; it must hold two checkpoints, "
-        "because the previous one is kept until the new one is complete",
-        "free space, then --continue this run",
-    ) from error
+    """Raise StorageError if a rank could not write its file, else `error` itself."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError):
+            raise StorageError(
+                f"no checkpoint was saved in {folder}: {cause.strerror}",
+                "the disk is full or read-only; it must hold two checkpoints, "
+                "because the previous one is kept until the new one is complete",
+                "free space, then --continue this run",
+            ) from error
+    raise error
 
 
 class Stager(BlockingAsyncStager):
-    """Hands DCP the host copies, which it may write while training continues."""
+    """Gives DCP the copies in host memory, which it may write while training continues."""
 
     def __init__(self, stage: Callable[[], dict[str, Tensor]]):
         super().__init__()
@@ -374,11 +387,10 @@ class Stager(BlockingAsyncStager):
 
 
 class CheckpointWriter(dcp.HuggingFaceStorageWriter):
-    """Writes a rank's tensors one after another into its own file, and renames the folder when all
-    ranks are done.
+    """Writes the tensors of a rank one after another to its own file.
 
-    DCP's own `write_data` first builds one bytes object of the whole file. That is a second copy in
-    host memory, and Python cannot launch kernels meanwhile.
+    The `write_data` of DCP first builds one bytes object of the whole file. That is a second copy
+    in host memory, and building it holds the GIL, so that no kernels can be launched.
     """
 
     def __init__(self, folder: Path, facts: dict):
@@ -396,35 +408,38 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
             tensors[item.index.fqn] = planner.resolve_data(item)  # type: ignore[assignment]
             offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         shard = plan.storage_data["shard_index"]
-        # keeps each tensor aligned to its dtype
+        # Large dtypes first, so that each tensor is aligned to its dtype.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         write_file(
             Path(self.path) / f"rank_{shard - 1}.safetensors",
             tensors,
             metadata={OFFSETS: json.dumps(offsets)},
         )
+        results = [
+            WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items
+        ]
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result(
-            [WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items]
-        )
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint. Called on rank 0 when the files of all ranks are on the disk."""
+        """Complete the checkpoint. Called on rank 0 when the files of all ranks are on the disk."""
         partial = Path(self.path)
         write_whole(partial / FACTS, json.dumps(self.facts, indent=1).encode() + b"\n")
         _sync(partial / FACTS)
         _sync(partial)
-        before = [path for path in self.folder.parent.glob("step_*") if path != partial]
+        previous = [path for path in self.folder.parent.glob("step_*") if path != partial]
         partial.rename(self.folder)
         _sync(self.folder.parent)
-        for path in before:
-            # An incomplete checkpoint never has the name of a complete one.
-            gone = path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)
-            shutil.rmtree(gone, ignore_errors=True)
+        for path in previous:
+            # Rename it first: a partly removed checkpoint must not have the name of a complete one.
+            if path.suffix != PARTIAL:
+                path = path.rename(str(path) + PARTIAL)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
+    """Write a file or folder through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -433,7 +448,7 @@ def _sync(path: Path) -> None:
 
 
 class CheckpointReader(dcp.HuggingFaceStorageReader):
-    """Report damaged files by an exception that, unlike that of safetensors, can be pickled."""
+    """A reader whose exceptions, unlike those of safetensors, can be pickled and sent to ranks."""
 
     def read_metadata(self) -> Metadata:
         with _sendable():
@@ -455,7 +470,7 @@ def _sendable() -> Iterator[None]:
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Calls `on_tensor` for each tensor."""
+    """A planner that calls `on_tensor` after each loaded tensor."""
 
     def __init__(self, on_tensor: Callable[[], None]):
         super().__init__()

@@ -1,10 +1,10 @@
 """Find the checkpoint that a run continues from, and check that the run may continue it.
 
-Standard library only: the launcher checks before it starts any process.
-
 A run with --checkpoint keeps its newest checkpoint in RUN/checkpoints/step_<number>/. The folder
-holds a safetensors file per rank, and facts.json, which identifies the run. The folder gets this
-name when it is complete. While it is being written or removed, its name ends in .partial.
+has a safetensors file per rank, and facts.json, which identifies the run. While the folder is being
+written or removed, its name ends in .partial.
+
+Standard library only: the launcher checks before it starts any process.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ EVERY_FACT = {
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
 MAY_DIFFER = {
-    *(
-        "nodes",
-        "gpus_per_node",
-        "micro_batch_size",
-        "eval_micro_batch_size",
-        "hang_timeout_s",
-        "env",
-    ),
-    *("recompute_layers", "reduce_scatter", "frozen_base", "offload_layers"),
+    "nodes",
+    "gpus_per_node",
+    "micro_batch_size",
+    "eval_micro_batch_size",
+    "hang_timeout_s",
+    "env",
+    "recompute_layers",
+    "reduce_scatter",
+    "frozen_base",
+    "offload_layers",
 }
 
 
 @dataclass(frozen=True)
 class When:
-    """The interval between checkpoints. Exactly one of the two fields is nonzero."""
+    """The interval between checkpoints. One of the two fields is 0."""
 
     evaluations: int  # save after this many evaluations
     seconds: float  # save at the first logged step after this many seconds
@@ -103,13 +104,14 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
         facts = json.loads((folder / FACTS).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{FACTS}: {error}") from None
-    if why := _defect(folder, facts):
-        raise damaged(folder, f"{FACTS}: {why}")
+    defect = _defect(folder, facts)
+    if defect:
+        raise damaged(folder, f"{FACTS}: {defect}")
     return folder, facts
 
 
 def _defect(folder: Path, facts: object) -> str:
-    """Return the defect that facts.json of checkpoint `folder` shows without its tensors, or ""."""
+    """Return why facts.json of the checkpoint `folder` cannot be right, or "" if it can."""
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]
@@ -119,14 +121,13 @@ def _defect(folder: Path, facts: object) -> str:
     if facts["step"] < 1 or type(batch) is not int or facts["samples"] != facts["step"] * batch:
         return f"{facts['samples']} samples are not those of {facts['step']} steps of {batch}"
     files = len(list(folder.glob("rank_*.safetensors")))
-    return (
-        ""
-        if files == facts["ranks"]
-        else f"it is of {facts['ranks']} ranks, and there are files of {files}"
-    )
+    if files != facts["ranks"]:
+        return f"the run had {facts['ranks']} ranks, and there are files of {files}"
+    return ""
 
 
 def damaged(folder: Path, why: str) -> WeightsError:
+    """Return the error for a damaged checkpoint."""
     return WeightsError(
         f"the checkpoint {folder} is damaged",
         why,
@@ -138,24 +139,18 @@ def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: R
     """Raise ConfigError unless the checkpoint is of a run with this benchmark, seed and config."""
     before = facts["config"]
     now = asdict(config)
-    different = (
-        []
-        if facts["benchmark"] == benchmark
-        else [f"benchmark was {facts['benchmark']}, now {benchmark}"]
-    )
-    different += [] if facts["seed"] == seed else [f"seed was {facts['seed']}, now {seed}"]
-    keys = sorted((before.keys() | now.keys()) - MAY_DIFFER) if not different else []
-    different += [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
-    if different:
-        why = (
-            "it would be another run: they decide what is learned, or in which order data are read"
-        )
+    differences = []
+    if facts["benchmark"] != benchmark:
+        differences.append(f"benchmark was {facts['benchmark']}, now {benchmark}")
+    if facts["seed"] != seed:
+        differences.append(f"seed was {facts['seed']}, now {seed}")
+    if not differences:
+        for key in sorted((before.keys() | now.keys()) - MAY_DIFFER):
+            if before.get(key) != now.get(key):
+                differences.append(f"{key} was {before.get(key)}, now {now.get(key)}")
+    if differences:
         raise ConfigError(
-            f"{folder} cannot be continued: {'; '.join(different)}",
-            why,
-            "undo that, or start a run without --continue",
+            f"{folder} cannot be continued: {'; '.join(differences)}",
+            "that would be another run, in what is learned or in the order of the data",
+            "undo the change, or start a run without --continue",
         )

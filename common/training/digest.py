@@ -18,27 +18,27 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 def fingerprint(tensor: Tensor, first: int = 0) -> int:
     """Return a 64-bit hash of a tensor's bits, computed on its device.
 
-    The hash is the sum over i of splitmix64(word_i + i * golden), modulo 2^64, with i counted from
-    `first`. It depends on positions, so swapped values change it. Words are mixed before the sum,
-    so changes do not cancel as in a linear sum. It is exact: integer arithmetic wraps and does not
-    round.
+    The hash is the sum over i of splitmix64(word_i + i * golden), modulo 2^64, over the 32-bit
+    words of the tensor, with i counted from `first`. The sum over the parts of a tensor is the hash
+    of the whole. Words are mixed with their positions before the sum, so swapped values and
+    opposite changes do not cancel.
     """
     words = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -words.numel() % 4)).view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(first + start, first + start + part.numel(), device=tensor.device)
-        mixed = (part + place * _GOLDEN) * _MIX_1
+        index = torch.arange(first + start, first + start + part.numel(), device=tensor.device)
+        mixed = (part + index * _GOLDEN) * _MIX_1
         mixed = (mixed ^ (mixed >> 30)) * _MIX_2
         total += (mixed ^ (mixed >> 31)).sum()
     return int(total)
 
 
 def state_digest(tensors: list[Tensor], device: torch.device) -> str:
-    """Return a hex digest of everything that a warm-up could change on this rank.
+    """Return a hex digest of this rank's training state.
 
-    `tensors`: weights, optimizer state and FP8 scales. The random generators are added to them.
+    `tensors`: weights, optimizer state and FP8 scales. The digest includes the random generators.
     """
     digest = hashlib.sha256()
     for tensor in tensors:

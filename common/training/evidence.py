@@ -1,8 +1,8 @@
-"""Evidence of an out-of-memory error or a hang, which a rank leaves next to its record.
+"""Evidence of an out-of-memory error or a hang, which a rank writes next to its record.
 
-Imported only after such a failure (common/training/guard.py). A run records no allocation history,
-because that would keep every stack. `profile --memory` records one outside a timed run. The
-evidence here, the list of allocated blocks, needs no history.
+Imported only after such a failure (common/training/guard.py). A timed run records no history of
+allocations, because that would keep the stack of each. The list of allocated blocks that is written
+here needs no history. `profile --memory` records a history outside of a timed run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from common.errors import OutOfMemory, write_record
 
-ENTRIES = 200  # the last of the flight recorder's 2,000 entries: three steps of the 8B, 100 KB
+ENTRIES = 200  # last entries of the flight recorder to keep: three steps of the 8B, 100 KB
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SMALLER = (
@@ -28,37 +28,30 @@ GAPS = "set PYTORCH_ALLOC_CONF to expandable_segments:True in [env] of the confi
 
 
 def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int) -> OutOfMemory:
-    """Return an error with the peak, the memory lost to fragmentation, and what to try.
+    """Return an error with the allocated memory, the memory lost to fragmentation, and what to try.
 
-    Writes ranks/rank_<rank>.memory.txt and .memory.pickle in `run_dir`. The numbers come from
-    torch's message, which describes the moment of the failed allocation: some of the memory is free
-    again later. The pickle is in torch's format, which pytorch.org/memory_viz opens. Nothing in
-    this project reads it.
+    Writes ranks/rank_<rank>.memory.txt and .memory.pickle in `run_dir`. The numbers come from the
+    message of torch, which describes the moment of the failed allocation. Some of the memory has
+    been freed since. The pickle is in torch's format, for pytorch.org/memory_viz. This project does
+    not read it.
     """
     text = str(error).splitlines()[0].partition(" If reserved but")[0]
-    asked, allocated, gaps = (
-        _gib(words, text)
-        for words in (
-            r"allocate {}",
-            r"{} is allocated by PyTorch",
-            r"{} is reserved by PyTorch but",
-        )
-    )
+    asked = _gib(r"allocate {}", text)
+    allocated = _gib(r"{} is allocated by PyTorch", text)
+    gaps = _gib(r"{} is reserved by PyTorch but", text)
     do = f"{SMALLER}; profile --memory shows the allocations"
     with contextlib.suppress(Exception):  # a failure here must not hide the first one
         if run_dir and torch.cuda.is_initialized():
-            place = run_dir / "ranks" / f"rank_{rank}.memory"
-            place.with_suffix(".memory.txt").write_text(torch.cuda.memory_summary())
-            torch.cuda.memory._dump_snapshot(str(place.with_suffix(".memory.pickle")))
-            do += f"; open {place.name}.pickle at pytorch.org/memory_viz"
+            summary = run_dir / "ranks" / f"rank_{rank}.memory.txt"
+            summary.write_text(torch.cuda.memory_summary())
+            snapshot = summary.with_suffix(".pickle")
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            do += f"; open {snapshot.name} at pytorch.org/memory_viz"
     if asked is None or allocated is None or gaps is None:
         return OutOfMemory("the GPU's memory is full", text, do)
-    # On ROCm expandable_segments is not recommended: a first copy hung with it (pytorch#192259).
-    if (
-        gaps >= asked
-        and not torch.version.hip
-        and not any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS)
-    ):
+    is_set = any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS)
+    # Not on ROCm, where the first copy hung with expandable segments (pytorch#192259).
+    if gaps >= asked and not torch.version.hip and not is_set:
         do = f"{GAPS}; or {do}"
     share = gaps / (allocated + gaps)
     why = (
@@ -69,6 +62,7 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
 
 
 def _gib(words: str, text: str) -> float | None:
+    """Return the size at {} of `words` in torch's message, in GiB, or None if it is not there."""
     match = re.search(words.format(r"([\d.]+) (bytes|[KMG]iB)"), text)
     return float(match[1]) * UNITS[match[2]] if match else None
 
@@ -76,10 +70,10 @@ def _gib(words: str, text: str) -> float | None:
 def write_collectives(stack: Path) -> None:
     """Write ranks/rank_<k>.collectives.json next to `stack`, for launch/flight_recorder.py.
 
-    The file holds the last entries of torch's flight recorder. Call it from a thread other than the
-    one that hangs. It never raises, because no caller could handle the error.
+    The file has the last entries of torch's flight recorder. Call it from a thread other than the
+    one that hangs. Never raises, because the caller could not handle an exception.
     """
-    # no process group yet, torch without the recorder, full disk
+    # There may be no process group yet, no recorder in this torch, or no space on the disk.
     with contextlib.suppress(Exception):
         name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
         record = json.loads(getattr(torch._C._distributed_c10d, name)())

@@ -1,9 +1,9 @@
 """Guard a rank's main function: turn signals into exceptions, record every failure, and always
 terminate the process.
 
-torchrun answers every failure with exit 1 and often names the victim. So each rank leaves its own
-record. A rank that only saw a peer vanish says so in its record (`secondary`). The launcher reads
-the records and names the rank that failed first.
+torchrun ends with exit code 1 after any failure, and it often names a rank that failed only because
+another one had. So each rank writes its own record. The record of a rank that only lost a peer is
+marked `secondary`. The launcher reads the records and names the rank that failed first.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from common.errors import (
     write_rank_record,
 )
 
-# Words of an error that comes from a collective.
+# An error with one of these words comes from a collective.
 _BACKENDS = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
-# Messages of gloo and NCCL when a peer is gone or silent, seen with torch 2.9 to 2.13. Any other
-# message counts as a failure of this rank.
+# Messages of gloo and NCCL if a peer has exited or does not answer, seen with torch 2.9 to 2.13.
+# All other errors count as failures of this rank.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
 _PEER_GONE = (
     "Connection closed by peer",
@@ -48,8 +48,8 @@ _PEER_GONE = (
     "remote process exited",
 )
 
-ALONE_S = 5.0  # seconds to finish writing after torchrun is gone
-_signals_raise = False  # whether SIGTERM and SIGINT end the work of this process
+ALONE_S = 5.0  # seconds to finish writing after torchrun has exited
+_signals_raise = False  # whether SIGTERM and SIGINT raise Interrupted in this process
 
 
 def run_guarded(
@@ -60,27 +60,27 @@ def run_guarded(
     step: Callable[[], int],
     returns: bool = False,
 ) -> None:
-    """Run `body`, write a record and terminate the process. On failure call `on_failure` first.
+    """Run `body`, write a record and terminate the process.
 
-    `on_failure`: may write run_stop aborted.
+    `on_failure`: called after a failure, before the record is written. It may end the log.
     `step`: returns the number of steps done.
     `returns`: return after success, for a profiler that writes its results at interpreter shutdown.
 
     The process ends by `os._exit`, for two reasons. Tearing down a broken process group can hang.
-    After success, a gloo thread that frees a collective's tensors during interpreter shutdown may
-    not have the GIL: that called std::terminate in 4 of 72 processes under load.
+    And after success, a thread of gloo that frees tensors during interpreter shutdown may not hold
+    the GIL, which called std::terminate in 4 of 72 processes under load.
     """
     global _signals_raise
     _listen_to_signals(run_dir, rank)
     try:
         body()
-        _signals_raise = False  # The work is done: a late SIGTERM must not turn it into a failure.
+        _signals_raise = False  # the work is done; a late SIGTERM is not a failure
         if run_dir is not None:
             write_rank_record(run_dir, rank, "done", step=step())
     except BaseException as error:
-        # Must precede any call, at which Python would raise the exception of a pending signal.
-        # torchrun ends all ranks when one has died, at about the time when the others notice. What
-        # they noticed must be recorded.
+        # This statement must come first: at any call, Python would raise the exception of a pending
+        # signal instead. torchrun sends SIGTERM to all ranks after one has died, at about the time
+        # when their collectives fail, and this error must be recorded.
         _signals_raise = False
         end_badly(run_dir, rank, error, on_failure, step)
     if not returns:
@@ -96,11 +96,12 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
         from common.training.evidence import out_of_memory  # imported only after a failure
 
         return out_of_memory(error, run_dir, rank)
-    if failure := failure_of(error):
+    failure = failure_of(error)
+    if failure is not None:
         return failure
     if isinstance(error, SystemExit):
         return RankLost(
-            f"the rank ended itself with exit code {error.code}",
+            f"the rank exited by itself with exit code {error.code}",
             "some code called exit",
             "see the traceback in ranks/",
         )
@@ -112,8 +113,8 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
         return RankLost("another rank ended", why, do)
     return RunError(
         f"{type(error).__name__}: {error}",
-        "a defect, or a failure this program does not know",
-        "see the traceback in ranks/",
+        "this is an internal error, or a failure that this program does not know",
+        "see the traceback in ranks/, and report it",
     )
 
 
@@ -129,6 +130,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
+    """Raise Interrupted at SIGTERM and SIGINT, write stacks at SIGUSR1, and watch torchrun."""
     global _signals_raise
     _signals_raise = True
 
@@ -141,8 +143,8 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
     stack = None
     if run_dir is not None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        # The launcher sends SIGUSR1 to ranks that hang, and their stacks go to this file. It stays
-        # open as long as the process runs.
+        # The launcher sends SIGUSR1 to ranks that hang. faulthandler then writes their stacks to
+        # this file, which must stay open.
         stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -150,11 +152,11 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
 
 
 def _watch(torchrun: int, stack: IO | None) -> None:
-    """End this process when torchrun was killed, and collect evidence of a hang.
+    """End this process if torchrun was killed, and collect evidence of a hang.
 
-    After ALONE_S seconds the process ends even if its main thread waits for ranks that are gone.
-    When the launcher has asked a hanging rank for its `stack`, write its collectives too: the main
-    thread cannot.
+    After ALONE_S seconds, the process ends even if its main thread waits for ranks that no longer
+    exist. When the launcher has made a hanging rank write its `stack`, this thread also writes its
+    collectives, because the main thread cannot.
     """
     while os.getppid() == torchrun:
         time.sleep(0.5)
@@ -177,11 +179,10 @@ def end_badly(
 ) -> None:
     """Record `error` in `run_dir`, or print it to stderr, and exit with its exit code."""
     failure = classify(error, run_dir, rank)
-    # A second failure while reporting must not hide the first one.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a second failure must not hide the first one
         on_failure()
     text = "".join(traceback.format_exception(error))
-    launcher_reports = False  # the launcher reads the record and reports it to the user
+    launcher_reports = False  # whether the launcher reads the record and reports it to the user
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
@@ -190,12 +191,12 @@ def end_badly(
             )
             launcher_reports = LAUNCHED in os.environ
             (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
-    with contextlib.suppress(Exception):  # stderr may be closed, or its reader gone
+    with contextlib.suppress(Exception):  # stderr may be closed, or its reader may have exited
         if not launcher_reports:
-            print(
-                failure.lines() if isinstance(error, RunError) else text + failure.lines(),
-                file=sys.stderr,
-            )
+            message = failure.lines()
+            if not isinstance(error, RunError):
+                message = text + message
+            print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(failure.exit_code)

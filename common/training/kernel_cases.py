@@ -1,7 +1,7 @@
-"""Test cases for each Triton kernel of a config, at the config's shapes, for the self-test and for
-tuning.
+"""Test cases for the Triton kernels of a config, at the config's shapes.
 
-A case is a function of the engine's name and its quantizers. It leaves its operands unchanged.
+The self-test and the tuning of kernels use them. A case is a function of an engine ("reference" or
+"triton") and its quantizers. It returns the outputs of a kernel and leaves the operands unchanged.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ Output = Tensor | QuantizedTensor | None
 
 @dataclass(frozen=True)
 class Sizes:
-    """The parameters that determine the shapes of all ops."""
+    """The parameters that determine the shapes and dtypes of all ops."""
 
     shape: ModelShape
     sequence_length: int
     micro_batch_size: int
     fp8: bool
     lora_rank: int  # 0: all weights train
-    kernels: str  # the engine of common/kernels
-    dtype: torch.dtype
+    kernels: str  # "reference" or "triton"
+    dtype: torch.dtype  # of activations
 
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, sequence_length: int, lora_rank: int) -> Sizes:
+        """Return the sizes of a run. Raises ConfigError for an unsupported head dimension."""
         if config.kernels == "triton":
             require_triton_shape(shape)
-        fp8 = config.linear_format.stores_fp8
         return Sizes(
-            shape,
-            sequence_length,
-            config.micro_batch_size,
-            fp8,
-            lora_rank,
-            config.kernels,
-            DTYPES[config.precision],
+            shape=shape,
+            sequence_length=sequence_length,
+            micro_batch_size=config.micro_batch_size,
+            fp8=config.linear_format.stores_fp8,
+            lora_rank=lora_rank,
+            kernels=config.kernels,
+            dtype=DTYPES[config.precision],
         )
 
     @property
     def tokens(self) -> int:
+        """Tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
 
 class Draw:
-    """Random tensors from a separate generator, which leaves the run's generators unchanged."""
+    """Draws normal random tensors by a separate generator, not by the global ones of the run."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -67,49 +68,46 @@ class Draw:
     def __call__(
         self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
     ) -> Tensor:
-        return torch.randn(*size, device=self.device, dtype=dtype, generator=self.generator).mul_(
-            scale
-        )
+        drawn = torch.randn(*size, device=self.device, dtype=dtype, generator=self.generator)
+        return drawn.mul_(scale)
 
 
 class Quantizers:
-    """Quantizers of one engine: for a result, for a gradient, and for the activations that LoRA
-    keeps in 8 bits.
-
-    Each is None without FP8.
-    """
+    """Quantizers for one engine. Each is None without FP8."""
 
     def __init__(self, sizes: Sizes, device: torch.device):
+        self.forward: Quantizer | None = None  # of a forward's result
+        self.gradient: Quantizer | None = None
+        self.kept: Quantizer | None = None  # of the activations that LoRA keeps in 8 bits
         self.scaling = DelayedScaling()
+        if not sizes.fp8:
+            return
         trains = not sizes.lora_rank
-        make: Callable[..., Quantizer | None] = (
-            self.scaling.quantizer if sizes.fp8 else lambda **_: None
-        )
-        self.forward = make(transposed=trains)
-        self.gradient = make(gradient=True, transposed=trains)
-        self.kept = None if trains else make(transposed=False)
-        if sizes.fp8:
-            self.scaling.allocate(device)
+        self.forward = self.scaling.quantizer(transposed=trains)
+        self.gradient = self.scaling.quantizer(gradient=True, transposed=trains)
+        if not trains:
+            self.kept = self.scaling.quantizer(transposed=False)
+        self.scaling.allocate(device)
 
 
 Case = Callable[[str, Quantizers], tuple[Output, ...]]
-Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape
+Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape, case
 
 
 def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
-    """Yield cases one at a time, so that only one op's operands are in memory."""
-    kinds = (
-        norm_cases,
-        rope_cases,
-        swiglu_cases,
-        adapter_cases if sizes.lora_rank else optimizer_cases,
-        loss_cases,
-    )
-    for cases in kinds:
-        yield from cases(sizes, draw)
+    """Yield cases one at a time, so that the operands of only one op are in memory."""
+    yield from norm_cases(sizes, draw)
+    yield from rope_cases(sizes, draw)
+    yield from swiglu_cases(sizes, draw)
+    if sizes.lora_rank:
+        yield from adapter_cases(sizes, draw)
+    else:
+        yield from optimizer_cases(sizes, draw)
+    yield from loss_cases(sizes, draw)
 
 
 def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of the RMS norm and of quantization."""
     shape = sizes.shape
     size = (sizes.tokens, sizes.shape.hidden_size)
     eps = sizes.shape.norm_eps
@@ -134,6 +132,7 @@ def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of RoPE."""
     shape = sizes.shape
     size = (sizes.tokens, sizes.shape.qkv_size)
     heads = shape.num_heads
@@ -151,30 +150,31 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
     ]
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        # The adapters read the gradient in bf16.
-        return (
-            ENGINES[engine].rope_backward(
-                *parts, cos, sin, None if sizes.lora_rank else q.gradient
-            ),
-        )
+        # Adapters read this gradient unquantized.
+        quantizer = None if sizes.lora_rank else q.gradient
+        return (ENGINES[engine].rope_backward(*parts, cos, sin, quantizer),)
 
     yield "RoPE backward", size, backward
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of SwiGLU."""
     size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size)
     gate_up = draw(*size, dtype=sizes.dtype)
     d_h = draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype)
     yield "SwiGLU", size, lambda engine, q: ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        kept = ENGINES[engine].swiglu(gate_up, q.forward, q.kept)[1] if q.kept else gate_up
+        kept: Tensor | QuantizedTensor = gate_up
+        if q.kept:
+            _, kept = ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
         return (ENGINES[engine].swiglu_backward(d_h, kept, q.gradient),)
 
     yield "SwiGLU backward", size, backward
 
 
 def loss_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the case of cross entropy."""
     size = (1, sizes.sequence_length, sizes.shape.vocab_size)
     logits = draw(*size, dtype=sizes.dtype, scale=3.0)
     labels = torch.randint(size[-1], size[:-1], device=draw.device, generator=draw.generator)
@@ -188,6 +188,7 @@ def loss_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of AdamW and of the accumulation of gradients."""
     size = (sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
     one = torch.ones((), device=draw.device)
@@ -198,10 +199,11 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
             weight.clone(),
             gradient.clone(),
             first.clone(),
-            first.square(),
+            first.square(),  # the second moment is not negative
             torch.empty_like(weight, dtype=sizes.dtype),
         )
-        adamw.ENGINES[engine](*state, 0.1, adamw.AdamWStep(0.1, (0.9, 0.95), 1e-5, one, one, zero))
+        step = adamw.AdamWStep(0.1, (0.9, 0.95), 1e-5, one, one, zero)
+        adamw.ENGINES[engine](*state, 0.1, step)
         return state
 
     yield "AdamW", size, update
@@ -221,6 +223,7 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
 
 
 def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of LoRA's adapters."""
     hidden = sizes.shape.hidden_size
     outputs = sizes.shape.qkv_size
     rank = sizes.lora_rank

@@ -1,13 +1,13 @@
-"""RunLog: every MLLOG line of the project, with one method per event.
+"""RunLog: the MLPerf log of a run, with one method per event.
 
-Only rank 0 writes. On other ranks a RunLog checks the same order of events but writes nothing, so
-that callers never test the rank. A line goes to the result file in one unbuffered, checked write,
-and then to stdout. The file is created, never opened: no run overwrites or continues the log of
+Only rank 0 writes. On other ranks, a RunLog checks the same order of events but writes nothing, so
+that callers need not test the rank. A line goes to the result file in one unbuffered, checked
+write, and then to stdout. The file must not exist: no run overwrites or continues the log of
 another. Times come from the monotonic clock, anchored once to wall time, so that a clock correction
 during a run cannot change its result.
 
-Line format: mlcommons/logging, mllog/mllog.py. Rules for the content: MLPerf Training rules;
-`submission.check` tests them. Standard library only.
+Line format: mlcommons/logging, mllog/mllog.py. Content: MLPerf Training rules, which
+`submission.check` verifies. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from common.paths import ROOT
 from common.records import json_lines
 from common.records.mlperf_log import TOKEN
 
-# The RCP checker finds its events by these substrings anywhere in a line, not by key. It would read
-# a file or system name that contains one as that event. TOKEN is in the list because the parser
+# The RCP checker finds its events by these substrings anywhere in a line, not by key. It would take
+# a line with such a file or system name for that event. TOKEN is in the list because the parser
 # strips a line up to its last token.
 RESERVED_SUBSTRINGS = (
     "global_batch_size",
@@ -40,8 +40,7 @@ RESERVED_SUBSTRINGS = (
 POINT = "POINT_IN_TIME"
 START = "INTERVAL_START"
 END = "INTERVAL_END"
-# A key of this project, only in the logs of emulated runs. No checker knows it, and no submission
-# may contain it.
+# A key of this project, only in logs of runs with an emulated format. `package` refuses such logs.
 EMULATED = "emulated_block_format"
 STDOUT_FD = 1
 
@@ -50,13 +49,12 @@ Value = Scalar | dict[str, Scalar] | None
 
 
 class RunLog:
-    """The MLLOG log of one run. Methods assert the order of events, because a wrong order is a
-    defect, not a user error.
+    """The MLPerf log of one run.
 
-    `samples` is always the number of training sequences consumed so far, counted after the
-    optimizer step (steps x global batch size). Raises StorageError if a line cannot be written,
-    NonFinite for a NaN or infinite value, ConfigError for a text that would mislead the official
-    checkers.
+    Methods assert the order of events, because a wrong order is a programming error. `samples` is
+    always the number of training sequences consumed so far, counted after the optimizer step (steps
+    x global batch size). Methods raise StorageError if a line cannot be written, NonFinite if a
+    value is NaN or infinite, and ConfigError if a text would mislead the official checkers.
     """
 
     def __init__(self, path: Path | None):
@@ -64,11 +62,10 @@ class RunLog:
         self._wall_at_anchor_ns = time.time_ns()
         self._monotonic_at_anchor_ns = time.monotonic_ns()
         self._file = None if path is None else LineFile(path)
-        # Copy lines to stdout unless it is closed: its number then went to the next file that was
-        # opened.
+        # Copy lines to stdout, unless stdout is closed and the file itself has got its descriptor.
         self._copies = self._file is not None and self._file.fd != STDOUT_FD
-        # States: created -> cache_clear -> init -> submission -> seed -> hyperparameters -> ready
-        # -> running <-> block | eval -> evaluated; -> stopped.
+        # The states: created, cache_clear, init, submission, seed, hyperparameters, ready, running;
+        # then running -> block -> running, running -> eval -> evaluated -> running, and stopped.
         self._state = "created"
         self._samples = 0
         self._run_start_ms = 0
@@ -80,13 +77,13 @@ class RunLog:
         self._write(POINT, "cache_clear", done, after="created", enter="cache_clear")
 
     def init_start(self) -> None:
-        """Log the start of initialization, before the first part of the system builds the model."""
+        """Log the start of initialization, before any model exists."""
         self._write(START, "init_start", after="cache_clear", enter="init")
 
     def submission(
         self, *, benchmark: str, org: str, platform: str, division: str, status: str
     ) -> None:
-        """Log the submission's keys. Raises ConfigError if one is empty.
+        """Log the keys of the submission. Raises ConfigError if one is empty.
 
         `division`: closed, or miniature for the toy model.
         `status`: onprem or cloud.
@@ -109,10 +106,11 @@ class RunLog:
         self._state = "submission"
 
     def seed(self, seed: int) -> None:
+        """Log the seed."""
         self._write(POINT, "seed", seed, after="submission", enter="seed")
 
     def hyperparameters(self, pairs: Iterable[tuple[str, Scalar]]) -> None:
-        """Log (key, value) pairs in order: the official checker expects warm-up before decay."""
+        """Log (key, value) pairs in the given order, because the official checker expects one."""
         for key, value in pairs:
             self._write(POINT, key, value, after="seed")
         self._state = "hyperparameters"
@@ -126,47 +124,48 @@ class RunLog:
         self._samples = samples
 
     def init_stop(self) -> None:
-        """Log the end of initialization: warmed up and restored, no token file opened yet."""
+        """Log the end of initialization, before any token file is opened."""
         self._write(END, "init_stop", after="hyperparameters", enter="ready")
 
     # On the clock.
 
     def run_start(self) -> None:
-        """Start the clock. From here on token files may be opened."""
+        """Start the clock. From now on, token files may be opened."""
         self._run_start_ms = self._write(START, "run_start", after="ready", enter="running")
 
     def block_start(self, samples: int) -> None:
-        """Log the start, at `samples`, of training up to the next evaluation."""
+        """Log the start of a block: the training up to the next evaluation."""
         self._count(START, "block_start", samples, after="running", enter="block")
 
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
-        """Log the end of a block. `throughput`: its training sequences/s on all GPUs together."""
+        """Log the end of a block. `throughput`: its training sequences/s, of all GPUs together."""
         assert type(samples) is int and samples >= self._samples, (
             f"samples went from {self._samples} to {samples}"
         )
         self._samples = samples
         self._count(END, "block_stop", samples, after="block", enter="running")
-        if throughput is not None:  # useful to reviewers; no checker reads it
+        if throughput is not None:  # for reviewers; no checker reads it
             self._count(
                 POINT, "tracked_stats", samples, {"throughput": throughput}, after="running"
             )
 
     def eval_start(self, samples: int) -> None:
+        """Log the start of an evaluation."""
         self._count(START, "eval_start", samples, after="running", enter="eval")
 
     def eval_accuracy(self, samples: int, loss: float) -> None:
         """Log the result of an evaluation. Raises NonFinite for NaN and infinity.
 
-        `loss`: mean natural-log cross entropy, as the benchmark defines it.
+        `loss`: mean cross entropy in nats, as the benchmark defines it.
         """
         self._count(POINT, "eval_accuracy", samples, loss, after="eval", enter="evaluated")
 
     def eval_stop(self, samples: int) -> None:
+        """Log the end of an evaluation."""
         self._count(END, "eval_stop", samples, after="evaluated", enter="running")
 
     def run_stop(self, samples: int, status: str) -> float:
-        """Stop the clock, and bring the complete log to the disk. Return the run's minutes, as the
-        score counts them.
+        """Stop the clock, sync the log to the disk and return the minutes since run_start.
 
         `status`: success if the target was reached, aborted if it was not, for any reason.
         """
@@ -178,12 +177,11 @@ class RunLog:
         return (stop_ms - self._run_start_ms) / 60_000
 
     def abort(self, samples: int) -> None:
-        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks:
-        repeated calls are harmless.
+        """End the log of a failed run: close open intervals and write run_stop aborted.
 
-        Never raises StorageError, so that the original failure stays the one that is reported. If
-        the disk did not accept the last lines, a message on stderr says so. Before run_start
-        nothing is written: the log ends where the run ended.
+        Before run_start, nothing is written. Further calls do nothing. If the lines cannot be
+        written, a message on stderr says so, and no StorageError is raised: the first failure is
+        the one to report.
         """
         try:
             if self._state == "block":
@@ -192,7 +190,7 @@ class RunLog:
                 self._count(END, "eval_stop", self._samples, after=self._state, enter="running")
             if self._state == "running":
                 self.run_stop(self._samples, "aborted")
-            if self._state != "stopped":  # the clock has not started
+            if self._state != "stopped":  # before run_start
                 self._state = "stopped"
                 self._finish()
         except StorageError as error:
@@ -246,25 +244,24 @@ class RunLog:
         line = _encode({**record, "metadata": {**(metadata or {}), **_caller()}})
         if self._file is not None:
             self._file.write(line)
-        # The state changes between the two writes: the file holds the line, whatever happens to
-        # stdout.
+        # Before the copy to stdout, which may fail: the file has the line.
         self._state = enter or self._state
         if self._copies:
-            try:
-                json_lines.write_all(STDOUT_FD, line)
-            except OSError as error:
-                # The reader of stdout ended, or the terminal is closed. The file is the log.
-                self._copies = False
-                with contextlib.suppress(Exception):
-                    print(
-                        f"note: cannot write the log to stdout: {error.strerror}; the file goes on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+            self._copy_to_stdout(line)
         return time_ms
 
+    def _copy_to_stdout(self, line: bytes) -> None:
+        """Copy a line to stdout. If that fails, stop copying: only the file matters."""
+        try:
+            json_lines.write_all(STDOUT_FD, line)
+        except OSError as error:  # the reader exited, or the terminal is closed
+            self._copies = False
+            note = f"note: cannot write the log to stdout: {error.strerror}; the file is complete"
+            with contextlib.suppress(Exception):  # stderr may be closed too
+                print(note, file=sys.stderr, flush=True)
+
     def _finish(self) -> None:
-        """Bring the file to the disk and close it, after the last line."""
+        """Sync the file to the disk and close it, after the last line."""
         file = self._file
         self._file = None
         if file is not None:
@@ -272,30 +269,31 @@ class RunLog:
 
 
 class LineFile:
-    """A file that this process creates, and that receives whole lines.
-
-    Raises StorageError. A line that fails leaves nothing behind.
-    """
+    """A new file to which whole lines are appended. A failed write leaves no partial line."""
 
     def __init__(self, path: Path):
-        """Create the file. Raises StorageError if `path` exists."""
+        """Create the file. Raises StorageError if `path` exists or cannot be created."""
         self.path = path
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            why = "a run never overwrites or continues the log of another"
-            do = "give the run a directory of its own"
-            raise StorageError(f"{path} exists already", why, do) from None
+            raise StorageError(
+                f"{path} exists already",
+                "a run never overwrites or continues the log of another",
+                "give the run a directory of its own",
+            ) from None
         except OSError as error:
             raise _storage_error(path, error) from error
 
     def write(self, line: bytes) -> None:
+        """Append a line. Raises StorageError."""
         try:
             json_lines.append(self.fd, line)
         except OSError as error:
             raise _storage_error(self.path, error) from error
 
     def close(self) -> None:
+        """Sync the file to the disk and close it. Raises StorageError."""
         try:
             os.fsync(self.fd)
         except OSError as error:
@@ -305,50 +303,46 @@ class LineFile:
 
 
 def _storage_error(path: Path, error: OSError) -> StorageError:
-    why = f"{error.strerror} (errno {error.errno})"
     return StorageError(
         f"cannot write the log to {path}",
-        why,
-        "free space, or set LOGDIR to a disk that takes the result",
+        f"{error.strerror} (errno {error.errno})",
+        "free space, or set LOGDIR to a folder on another disk",
     )
 
 
 def _encode(record: dict) -> bytes:
-    """Return `record` as one ASCII line: JSON escapes newlines, control characters and all
-    non-ASCII characters.
+    """Return `record` as a line of the log.
 
-    Raises NonFinite for a value that is not finite, ConfigError for a text that the RCP checker
-    would misread.
+    The line is ASCII: JSON escapes newlines and all other characters. Raises NonFinite if a value
+    is not finite, and ConfigError if the RCP checker would misread a text.
     """
     value = record["value"]
-    for part in value.values() if isinstance(value, dict) else [value]:
+    parts = value.values() if isinstance(value, dict) else [value]
+    for part in parts:
         assert part is None or type(part) in (bool, int, float, str), (
             f"{record['key']}: {type(part).__name__} is not a log value"
         )
         if isinstance(part, float) and not math.isfinite(part):
-            why = "a number that is not finite cannot be compared with the target"
             raise NonFinite(
                 f"{record['key']} is {part}",
-                why,
+                "a number that is not finite cannot be compared with the target",
                 "look for the first bad loss or gradient norm in events.jsonl",
             )
     text = json.dumps(record, allow_nan=False)
     for word in RESERVED_SUBSTRINGS:
         if word in text and record["key"] != word:
-            why = "the RCP checker finds its events by this text and would misread the line"
             raise ConfigError(
                 f"the log line of {record['key']} contains {word}",
-                why,
+                "the RCP checker finds its events by this text and would misread the line",
                 "rename the file, system or organization",
             )
     return f"{TOKEN} {text}\n".encode("ascii")
 
 
 def _caller() -> dict[str, str | int]:
-    """Return the file, relative to the project, and the line of the first caller outside this
-    module.
+    """Return file and line of the first caller outside this module, as mllog does.
 
-    The seed checker compares them.
+    The seed checker of MLCommons compares them.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:

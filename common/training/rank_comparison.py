@@ -1,11 +1,12 @@
-"""Detect a slow GPU among the ranks by the time each one needs for its own work.
+"""Detect a slow GPU among the ranks by the time that each one needs for its own work.
 
-Training is synchronous: the steps of all ranks take as long as those of the slowest one. A block's
-forward, however, waits for no other rank once its weights have arrived. CUDA events time some
-blocks of the model's second half, where the reductions of the previous step are over too. They are
-read when the host waits for the device anyway, and one number per rank is exchanged.
+Training is synchronous: the steps of all ranks take as long as those of the slowest one. The
+forward of a block, however, does not wait for other ranks once its weights have arrived. CUDA
+events time some blocks in the second half of the model, where the reductions of the previous step
+have ended too. The events are read when the host waits for the device anyway, and one number per
+rank is exchanged.
 
-The comparison detects a GPU whose clock is held down by heat, power or a fault, or that another
+The comparison detects a GPU whose clock is lowered by heat, power or a fault, or that another
 program uses. It does not detect a slow link or a slow host.
 """
 
@@ -21,26 +22,28 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import Events, ProgressLog
 
-# Ratio to the median rank. The comparisons of two H200s have a standard deviation of 0.25 %
-# (docs/log.md).
+# A rank is slow above this ratio to the median rank. Comparisons of two H200 have a standard
+# deviation of 0.25 % (docs/log.md).
 SLOW = 1.02
-LOOKS = 5  # comparisons, one at every tenth step
-EVERY = 4  # each fourth block is timed: four of 32 in each forward
+LOOKS = 5  # number of comparisons that decide, one every ten steps
+EVERY = 4  # every fourth block of the second half is timed: 4 of 32
 
 
 class BlockTimes:
-    """Timer of `blocks`. Returns the mean ms of a block's training forward since the last call."""
+    """A timer of blocks. A call returns the mean time of their training forwards since the last
+    call, in ms.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
-        # The optimizer's hook, which waits for the weights, was registered earlier and so runs
-        # before the timer.
+        # The optimizer registered its hook, which waits for the weights, before. So that hook runs
+        # before the timer starts.
         for block in blocks:
             block.register_forward_pre_hook(lambda *_: self._mark())
             block.register_forward_hook(lambda *_: self._mark())
 
     def _mark(self) -> None:
-        if torch.is_grad_enabled():  # otherwise an evaluation
+        if torch.is_grad_enabled():  # not in an evaluation
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
 
@@ -48,19 +51,21 @@ class BlockTimes:
         marks = self.marks
         self.marks = []
         marks[-1].synchronize()
-        return statistics.fmean(
+        times = [
             begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True)
-        )
+        ]
+        return statistics.fmean(times)
 
 
 class RankComparison:
-    """Compares the ranks by `probe`, the ms of work that includes no waiting for others, and names
-    the slow ones.
+    """Compares the ranks and names the slow ones.
 
-    At its power limit a GPU's clock varies: single times of 13 ms on an H200 under full load have a
-    standard deviation of 2 %. So the median of the last LOOKS comparisons counts, and each
-    comparison is itself a mean of many times. GPUs without a fault can differ by more than SLOW,
-    for example by temperature. The slower one is named then too, because all ranks wait for it.
+    `probe`: returns the time of work that does not wait for other ranks, in ms.
+
+    At its power limit, the clock of a GPU varies: single times of 13 ms on an H200 under full load
+    have a standard deviation of 2 %. Therefore each comparison uses the mean of many times, and the
+    median of the last LOOKS comparisons decides. GPUs without a fault can differ by more than SLOW
+    too, for example by temperature. The slow one is named, because all ranks wait for it.
     """
 
     def __init__(
@@ -74,15 +79,12 @@ class RankComparison:
         self.events = events
         self.progress = progress
         self.probe = probe
-        # for each comparison: each rank's time over the median rank's
+        # For each comparison, the ratio of each rank to the median rank.
         self.history: list[list[float]] = []
         self.slow: list[int] = []
 
     def compare(self, step: int, samples: int, time_s: float) -> list[int]:
-        """Probe, exchange and report. All ranks call it at the same step.
-
-        Returns the slow ranks, the same list on every rank.
-        """
+        """Compare, report and return the slow ranks. All ranks call it at the same step."""
         times = torch.zeros(
             self.processes.world_size, dtype=torch.float64, device=self.processes.device
         )
@@ -103,18 +105,17 @@ class RankComparison:
 def compare_ranks(
     processes: Processes, events: Events, progress: ProgressLog, model: Llama
 ) -> RankComparison | None:
-    """Return a run's comparison. None on a CPU, which all ranks share, and for a single rank."""
+    """Return the comparison of a run. None on a CPU, which all ranks share, and for one rank."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
-    return RankComparison(
-        processes, events, progress, BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY])
-    )
+    probe = BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY])
+    return RankComparison(processes, events, progress, probe)
 
 
 def over_median(times_ms: list[float]) -> list[float]:
-    """Return each rank's time over that of the median rank.
+    """Return the ratio of each rank's time to that of the median rank.
 
-    Of two ranks the faster one is the median. Otherwise neither could exceed the limit.
+    Of two ranks, the faster one is the median. With their mean, neither could exceed the limit.
     """
     median = statistics.median_low(times_ms)
     return [ms / median for ms in times_ms]
@@ -133,6 +134,7 @@ def slow_ranks(history: list[list[float]]) -> list[int]:
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:
+    """Return the progress line that names the slow ranks."""
     named = ", ".join(f"rank {rank} takes {ratios[rank] - 1:.1%} longer" for rank in slow)
     return (
         f"SLOW: {named} than the median rank for the same work: all wait for it; "

@@ -1,4 +1,4 @@
-"""The outputs of one rank: MLPerf log, events, terminal lines and heartbeat, and how they end."""
+"""The outputs of one rank: MLPerf log, events, progress lines and heartbeat."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from common.training.rank_comparison import RankComparison
 
 @dataclass
 class Reports:
-    """The outputs of one rank. Only rank 0 writes the log, the events and the terminal lines."""
+    """The outputs of one rank. Only rank 0 writes the log, the events and the progress lines."""
 
     log: RunLog
     events: Events
     progress: ProgressLog
     heartbeat: Heartbeat
     meter: Meter | None = None  # set at the end of the warm-up
-    ranks: RankComparison | None = None  # while training, on several GPUs
-    over: bool = False  # run_stop is written, or the run failed before it
+    ranks: RankComparison | None = None  # set before training on several GPUs
+    over: bool = False  # whether run_stop was written, or the run failed before it
     phase_began: float = field(default_factory=time.monotonic)
 
     @staticmethod
@@ -45,7 +45,10 @@ class Reports:
         return self.meter.samples // self.meter.samples_per_step if self.meter else 0
 
     def phase_done(self, name: str, **facts) -> None:
-        """Write the event of a phase before the clock: seconds since the last one, and `facts`."""
+        """Write an event for a phase before run_start: its seconds, and `facts`.
+
+        The phase began at the end of the phase before it.
+        """
         now = time.monotonic()
         self.events.write("phase", name=name, seconds=now - self.phase_began, time_s=0.0, **facts)
         self.phase_began = now
@@ -57,7 +60,7 @@ class Reports:
         self.over = True
 
     def abort(self) -> None:
-        """Log that the run failed, unless the run is over: the failure then came after its end."""
+        """Log that the run failed. Does nothing if the failure came after the end of the run."""
         if self.over:
             return
         self.over = True

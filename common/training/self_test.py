@@ -1,20 +1,21 @@
-"""Test that this machine computes correctly: run each op of a config once at the config's shapes,
-before any weight exists.
+"""Self-test: check that this machine computes every op of a config correctly.
 
-    attention      forward and backward; all finite, and one key head of the last sequence against
-                   SDPA's math backend in fp32
-    FP8 product    fprop, dgrad and wgrad of each linear; all finite, and rows and columns of it
-                   against fp64
-    bf16 product   the same for the head, or for all linears without FP8
-    SwiGLU         in FP8 products' epilogues, where an engine computes it there; against the
-                   products and kernels that it replaces, amax included
-    triton         each Triton kernel against its reference; in FP8 after a step, so that it is
-                   launched as in the middle of a run
+Each op runs at the config's shapes, before any weight exists:
+
+    attention      forward and backward: all values finite, and one key head of the last sequence
+                   compared with SDPA's math backend in fp32
+    FP8 product    fprop, dgrad and wgrad of each linear layer: all values finite, and some rows and
+                   columns compared with fp64
+    bf16 product   the same for the head, or without FP8 for all linear layers
+    SwiGLU         in the epilogues of FP8 products, if an engine computes it there: compared with
+                   the products and kernels that it replaces, including the amax
+    triton         each Triton kernel compared with its reference; in FP8 in a second step, when
+                   scales are delayed as in a run
 
 A wrong kernel rarely fails visibly. Wrong FP8 formats, splits of long sums and miscompiled loops
-give plausible numbers, or NaN hours later. dB are 10 log10(signal / noise): half of each value is 6
-dB. Random numbers come from a separate generator. `preflight` runs the test on all GPUs, and every
-rank of a run before it builds the model.
+give plausible numbers, or NaN hours later. Errors are measured in dB, 10 log10(signal / noise): if
+every value is half of the true one, 6 dB. Random numbers come from a separate generator.
+`preflight` runs the test on all GPUs, and so does every rank of a run before it builds the model.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 from common.training.reports import Reports
 
-# Minimum dB: correct results have more, wrong ones less. A bf16 result alone rounds at 56 dB.
-# Attention rounds its probabilities to bf16 as well. FP8 products sum in some 14 bits on Hopper.
-# Kernels round like their references except for ties.
+# Minimum dB of a correct result. Rounding the result to bf16 alone gives 56 dB. Attention also
+# rounds its probabilities to bf16. FP8 products sum in some 14 bits on Hopper. Kernels round as
+# their references do, except for ties.
 ATTENTION_DB = 30.0
 PRODUCT_DB = 40.0
 FP8_PRODUCT_DB = 25.0
 KERNEL_DB = 40.0
-# Kernels round gate and up to bf16 before SwiGLU, and epilogues do not. So some results round to
-# the next FP8 number.
+# Unlike epilogues, kernels round gate and up to bf16 before SwiGLU, so some results are rounded to
+# a neighboring FP8 number.
 SWIGLU_DB = 30.0
-SWIGLU_AMAX = 0.02  # relative difference
+SWIGLU_AMAX = 0.02  # largest relative difference of the amax
 SLICE = 256  # number of rows and columns of a product that are compared
 # Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
 SPLIT_K = (546, 9728, 2560)
@@ -77,12 +78,13 @@ class OpResult:
 
     op: str
     shape: str
-    db: float = math.nan  # the worst of its results; NaN if one is not finite
-    least: float = 0.0
-    error: str = ""
+    db: float = math.nan  # the smallest of its results; NaN if one is not finite
+    least: float = 0.0  # minimum dB
+    error: str = ""  # message of an exception
 
     @property
     def good(self) -> bool:
+        """Whether the op computed correctly."""
         return not self.error and self.db >= self.least
 
     def __str__(self) -> str:
@@ -92,23 +94,28 @@ class OpResult:
 
 @dataclass
 class SelfTestResult:
+    """The engines that a self-test chose, and its findings."""
+
     attention: str = ""  # attention backend
     products: str = ""  # engine of matrix products
-    swiglu: str = ""  # engine of SwiGLU, "" for a config without the choice
+    swiglu: str = ""  # engine of SwiGLU; "" for a config that has no choice
     missing: list[str] = field(default_factory=list)  # why faster engines are not used
     seconds: float = 0.0
     findings: list[OpResult] = field(default_factory=list)
 
     @property
     def bad(self) -> list[OpResult]:
+        """The findings of ops that computed wrongly."""
         return [finding for finding in self.findings if not finding.good]
 
     @property
     def worst(self) -> OpResult:
-        return min(
-            self.findings,
-            key=lambda finding: finding.db - finding.least if finding.good else -math.inf,
-        )
+        """The finding with the smallest margin above its minimum."""
+
+        def margin(finding: OpResult) -> float:
+            return finding.db - finding.least if finding.good else -math.inf
+
+        return min(self.findings, key=margin)
 
 
 # op, shape, minimum dB, function that measures the dB
@@ -119,9 +126,9 @@ Checks = Callable[[Sizes, Draw, SelfTestResult], Iterator[Check]]
 def self_test(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
 ) -> SelfTestResult:
-    """Run every check. An op that raises becomes a finding. Leaves no memory allocated.
+    """Run every check. An op that raises becomes a finding. Frees all memory at the end.
 
-    `on_op`: called before each op.
+    `on_op`: called with a description before each op.
     """
     began = time.monotonic()
     result = check_engines(sizes, device, on_op)
@@ -136,7 +143,7 @@ def check_engines(
     """Run the checks of attention, of products and of SwiGLU in their epilogues.
 
     An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
-    engine, or the last one of its operation, stays, and its findings are bad.
+    engine and the last engine of an operation are not excluded. Their bad findings remain.
     """
     result = SelfTestResult()
     draw = Draw(device)
@@ -147,11 +154,13 @@ def check_engines(
     if may_fuse_swiglu(sizes):
         engine_checks.append((engines.SWIGLU, swiglu_checks, partial(swiglu_engine, device)))
     for operation, checks, choice in engine_checks:
-        findings = run_checks(checks(sizes, draw, result), device, on_op)
-        while bad := [finding for finding in findings if not finding.good]:
+        while True:
+            findings = run_checks(checks(sizes, draw, result), device, on_op)
+            bad = [finding for finding in findings if not finding.good]
+            if not bad:
+                break
             if not engines.reject(operation, choice(), f"its self-test failed: {bad[0]}"):
                 break
-            findings = run_checks(checks(sizes, draw, result), device, on_op)
         result.findings += findings
         result.missing += choice().missing
     result.products = str(product_engine(device, sizes.dtype).engine)
@@ -163,6 +172,7 @@ def check_engines(
 def run_checks(
     checks: Iterator[Check], device: torch.device, on_op: Callable[[str], object]
 ) -> list[OpResult]:
+    """Run the checks and free their memory. Raises the errors of pinned engines."""
     findings: list[OpResult] = []
     try:
         for op, shape, least, measure in checks:
@@ -172,8 +182,8 @@ def run_checks(
             try:
                 finding.db = measure()
             except RunError:
-                raise  # a pinned engine that cannot be used
-            except Exception as error:  # the compilers of engines have classes of their own
+                raise  # a pinned engine cannot be used
+            except Exception as error:  # of any class, because compilers have their own
                 finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
     finally:
         if device.type == "cuda":
@@ -212,17 +222,16 @@ def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
     own = (result.attention, result.products, result.swiglu)
     names = [own] * processes.world_size
     torch.distributed.all_gather_object(names, own)
-    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-    if other is None:
-        return
-    reasons = "; ".join(result.missing) or "see the event self_test of each rank"
-    variables = ", ".join(engines.VARIABLES.values())
-    raise PreflightError(
-        f"ranks chose different engines: rank 0 {', '.join(filter(None, names[0]))}; "
-        f"rank {other} {', '.join(filter(None, names[other]))}",
-        f"the packages or GPUs of the nodes differ: {reasons}",
-        f"install the same packages on all nodes, or pin engines by {variables} in [env]",
-    )
+    for rank in range(processes.world_size):
+        if names[rank] != names[0]:
+            reasons = "; ".join(result.missing) or "see the event self_test of each rank"
+            variables = ", ".join(engines.VARIABLES.values())
+            raise PreflightError(
+                f"ranks chose different engines: rank 0 {', '.join(filter(None, names[0]))}; "
+                f"rank {rank} {', '.join(filter(None, names[rank]))}",
+                f"the packages or GPUs of the nodes differ: {reasons}",
+                f"install the same packages on all nodes, or pin engines by {variables} in [env]",
+            )
 
 
 def require_sound(result: SelfTestResult, device: torch.device) -> None:
@@ -231,23 +240,29 @@ def require_sound(result: SelfTestResult, device: torch.device) -> None:
         return
     arch = architecture(device)
     versions = known_issues.installed()
-    have = ", ".join(f"{name} {text}" for name, text in versions.items())
-    more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
     failures = [(finding.op, str(finding)) for finding in result.bad]
     issues = known_issues.suspects(failures, kind, versions) if kind else []
-    why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in issues)
-    do = (
-        "; or ".join(issue.cure for issue in issues)
-        or "try another version of torch or ROCm, and report it with these lines"
-    )
-    raise PreflightError(f"the self-test failed: {result.bad[0]}{more}", why, do)
+    what = f"the self-test failed: {result.bad[0]}"
+    if len(result.bad) > 1:
+        what += f" (and {len(result.bad) - 1} more)"
+    software = ", ".join(f"{name} {text}" for name, text in versions.items())
+    why = f"{arch} with {software}"
+    for issue in issues:
+        why += f"; perhaps {issue}"
+    do = "; or ".join(issue.cure for issue in issues)
+    if not issues:
+        do = "try another version of torch or ROCm, and report it with these lines"
+    raise PreflightError(what, why, do)
 
 
 def decibels(truth: Tensor, value: Tensor) -> float:
     """Return the signal-to-noise ratio in dB: inf if equal, NaN if a value is not finite."""
-    signal = noise = 0.0
-    for a, b in zip(*(x.detach().flatten().split(CHUNK) for x in (truth, value)), strict=True):
+    signal = 0.0
+    noise = 0.0
+    truth_parts = truth.detach().flatten().split(CHUNK)
+    value_parts = value.detach().flatten().split(CHUNK)
+    for a, b in zip(truth_parts, value_parts, strict=True):
         signal += float(a.double().square().sum())
         noise += float((a.double() - b.double()).square().sum())
     if not math.isfinite(noise) or not math.isfinite(signal):
@@ -263,50 +278,53 @@ def decibels(truth: Tensor, value: Tensor) -> float:
 
 
 def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterator[Check]:
+    """Yield the checks of attention. The first one also computes the results of the others."""
     shape = sizes.shape
     heads = f"{shape.num_heads}/{shape.num_kv_heads}"
     text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
-    kept: dict[str, tuple[Tensor, ...]] = {}
+    ratios: list[float] = []  # dB of the output, dQ, dK, dV
+
+    def random(num_heads: int) -> Tensor:
+        size = (sizes.micro_batch_size, sizes.sequence_length, num_heads, shape.head_dim)
+        return draw(*size, dtype=sizes.dtype)
 
     def forward() -> float:
-        counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        leaves = [
-            draw(
-                sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype
-            )
-            for n in counts
-        ]
-        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        q = random(shape.num_heads).requires_grad_()
+        k = random(shape.num_kv_heads).requires_grad_()
+        v = random(shape.num_kv_heads).requires_grad_()
         with attention_backends(draw.device.type, sizes.dtype):
             result.attention = backend_in_use(q, k, v)
             out = causal_attention(q, k, v)
             d_out = draw(*out.shape, dtype=sizes.dtype)
             gradients = torch.autograd.grad(out, (q, k, v), d_out)
+        # The last key head of the last sequence, and the query heads that share it.
         group = shape.num_heads // shape.num_kv_heads
-        kept["found"] = tuple(
-            x[-1, :, -n:] if _finite(x) else x.new_full((1,), math.nan)
-            for x, n in zip((out, *gradients), (group, group, 1, 1), strict=True)
-        )
-        kept["truth"] = _attention_truth(
+        truth = _attention_truth(
             q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], d_out[-1, :, -group:]
         )
-        return compared(0)
-
-    def compared(index: int) -> float:
-        found = kept["found"][index]
-        truth = kept["truth"][index]
-        return decibels(truth, found) if found.shape == truth.shape else math.nan
+        for true_values, values in zip(truth, (out, *gradients), strict=True):
+            if _finite(values):
+                num_heads = true_values.shape[1]
+                ratios.append(decibels(true_values, values[-1, :, -num_heads:]))
+            else:
+                ratios.append(math.nan)
+        return ratios[0]
 
     yield "attention", text, ATTENTION_DB, forward
     for index, name in enumerate(("dQ", "dK", "dV"), start=1):
-        if kept:
-            yield f"attention backward {name}", text, ATTENTION_DB, partial(compared, index)
+        if ratios:  # unless `forward` raised
+            yield (
+                f"attention backward {name}",
+                text,
+                ATTENTION_DB,
+                partial(ratios.__getitem__, index),
+            )
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Return the name of the attention backend that `causal_attention` would use for these tensors.
 
-    The name is "cudnn", "flash" or "math", on ROCm with the preferred library, or that of an
+    It is "cudnn", "flash" or "math", on ROCm followed by the preferred library, or the name of an
     engine. Raises RuntimeError if no allowed backend supports the tensors.
     """
     engine = attention_engine(q.device, q.dtype).engine
@@ -327,17 +345,17 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _finite(x: Tensor) -> bool:
-    # aminmax returns NaN for both if any value is NaN, and copies nothing
+    # aminmax returns NaN if any value is NaN, and unlike isfinite needs no memory.
     return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))
 
 
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
-    """Compute attention in fp32, one head at a time, because each head writes its scores.
+    """Return (out, dQ, dK, dV) of attention in fp32, each [S, heads, D].
 
     `q`, `d_out`: [S, group, D], the query heads that share `k` and `v`.
     `k`, `v`: [S, D].
 
-    Returns out, dQ, dK, dV.
+    Computes one head at a time, because the math backend stores the scores of a head, S x S.
     """
     k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
     heads: list[tuple[Tensor, ...]] = []
@@ -355,7 +373,7 @@ def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Te
 
 
 def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
-    """Yield a check per matrix product. Sizes (M, N, K): rows, columns, contracted dimension."""
+    """Yield a check for each matrix product, of size (M, N, K): rows, columns, summed dimension."""
     shape = sizes.shape
     tokens = sizes.tokens
     trains = not sizes.lora_rank
@@ -364,8 +382,8 @@ def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Chec
         "o": (shape.attention_size, shape.hidden_size),
         "gate_up": (shape.hidden_size, 2 * shape.ffn_hidden_size),
         "down": (shape.ffn_hidden_size, shape.hidden_size),
+        "head": (shape.hidden_size, shape.vocab_size),
     }
-    linears["head"] = (shape.hidden_size, shape.vocab_size)
     for name, (inputs, outputs) in linears.items():
         fp8 = sizes.fp8 and name != "head"
         op = "FP8 product" if fp8 else "bf16 product"
@@ -374,29 +392,21 @@ def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Chec
             "dgrad": (tokens, inputs, outputs),
             "wgrad": (outputs, inputs, tokens),
         }
+        least = FP8_PRODUCT_DB if fp8 else PRODUCT_DB
         for product, size in products.items():
             if trains or product != "wgrad":
-                least = FP8_PRODUCT_DB if fp8 else PRODUCT_DB
-                yield (
-                    f"{op} {name} {product}",
-                    str(size),
-                    least,
-                    partial(_product, product, size, fp8, sizes, draw),
-                )
+                measure = partial(_product, product, size, fp8, sizes, draw)
+                yield f"{op} {name} {product}", str(size), least, measure
     if draw.device.type == "cuda":
-        yield (
-            "bf16 product",
-            str(SPLIT_K),
-            PRODUCT_DB,
-            partial(_product, "fprop", SPLIT_K, False, sizes, draw),
-        )
+        measure = partial(_product, "fprop", SPLIT_K, False, sizes, draw)
+        yield "bf16 product", str(SPLIT_K), PRODUCT_DB, measure
 
 
 def products_in_use(result: SelfTestResult) -> list[str]:
-    """Return the times of the algorithms that cuBLASLt's engine has chosen so far, for the log."""
+    """Return the algorithms that the cublaslt engine has chosen so far, with their times."""
     if result.products != "cublaslt":
         return []
-    from common.kernels.cublaslt import CHOICES  # imported only if it is chosen
+    from common.kernels.cublaslt import CHOICES  # imported only if the engine is chosen
 
     return CHOICES
 
@@ -404,50 +414,55 @@ def products_in_use(result: SelfTestResult) -> list[str]:
 def _product(
     product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw
 ) -> float:
-    """Return the dB of a [M, K] b [N, K]^T, both quantized as in the step.
+    """Return the dB of the product a [M, K] b [N, K]^T, both quantized as in a step.
 
-    Gradients are in e5m2, and operands in the layouts that the step multiplies.
+    Gradients are e5m2, and operands have the layouts that the step multiplies.
     """
     m, n, k = size
-    quantizers: list[Quantizer | None] = [None, None]
+    a_quantizer: Quantizer | None = None
+    b_quantizer: Quantizer | None = None
     if fp8:
         scaling = DelayedScaling()
-        quantizers = [
-            scaling.quantizer(gradient=product != "fprop", transposed=False),
-            scaling.quantizer(transposed=False),
-        ]
+        a_quantizer = scaling.quantizer(gradient=product != "fprop", transposed=False)
+        b_quantizer = scaling.quantizer(transposed=False)
         scaling.allocate(draw.device)
     quantize = ENGINES[sizes.kernels].quantize
-    a, b = (
-        quantize(draw(rows, k, dtype=sizes.dtype), quantizer)
-        for rows, quantizer in zip((m, n), quantizers, strict=True)
-    )
-    # All three products are then this one, of rowwise operands.
-    transposed = fp8 and not takes_every_layout(draw.device)
-    is_torch = not product_engine(draw.device, a.rowwise.dtype).engine.module
-    if transposed or (product == "fprop" and (fp8 or not is_torch)):
-        found = matmul(a, b)
-    elif product == "fprop":
-        # prefilled with NaN, so that a missing store shows
-        found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))
-    elif product == "dgrad":
-        found = dgrad(a, b._replace(rowwise=b.rowwise.t().contiguous()))
-    else:
-        found = wgrad(*(x._replace(rowwise=x.rowwise.t().contiguous()) for x in (a, b)))
-    if not _finite(found):
+    a = quantize(draw(m, k, dtype=sizes.dtype), a_quantizer)
+    b = quantize(draw(n, k, dtype=sizes.dtype), b_quantizer)
+    value = _multiplied(product, a, b, fp8)
+    if not _finite(value):
         return math.nan
-    rows, columns = (
-        torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long()
-        for length in (m, n)
-    )
-    exact = _double(a, rows) @ _double(b, columns).t()
-    return decibels(exact, found[rows][:, columns])
+    rows = torch.linspace(0, m - 1, min(SLICE, m), device=draw.device).long()
+    columns = torch.linspace(0, n - 1, min(SLICE, n), device=draw.device).long()
+    truth = _double(a, rows) @ _double(b, columns).t()
+    return decibels(truth, value[rows][:, columns])
+
+
+def _multiplied(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -> Tensor:
+    """Return a [M, K] b [N, K]^T, computed by the function of the step for `product`."""
+    device = a.rowwise.device
+    if fp8 and not takes_every_layout(device):
+        # All three products of a step are then computed by `matmul`, from transposed copies.
+        return matmul(a, b)
+    is_torch = not product_engine(device, a.rowwise.dtype).engine.module
+    if product == "fprop" and (fp8 or not is_torch):
+        return matmul(a, b)
+    if product == "fprop":
+        # NaN in the result shows elements that were not stored.
+        out = a.rowwise.new_full((a.rowwise.shape[0], b.rowwise.shape[0]), math.nan)
+        return torch.mm(a.rowwise, b.rowwise.t(), out=out)
+    b_transposed = b._replace(rowwise=b.rowwise.t().contiguous())
+    if product == "dgrad":
+        return dgrad(a, b_transposed)
+    a_transposed = a._replace(rowwise=a.rowwise.t().contiguous())
+    return wgrad(a_transposed, b_transposed)
 
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
+    """Return rows of a quantized tensor in fp64."""
     if x.scale is None:
         return x.rowwise[rows].double()
-    # uint8, because torch cannot index FP8 tensors
+    # As uint8, because torch cannot index FP8 tensors.
     return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
 
 
@@ -460,8 +475,9 @@ def may_fuse_swiglu(sizes: Sizes) -> bool:
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
+    """Yield the checks of SwiGLU in epilogues, if an engine computes it there."""
     if not swiglu_engine(draw.device).engine.module:
-        return  # the kernels have checks of their own
+        return  # `kernel_checks` checks the kernels
     for backward in (False, True):
         op = "SwiGLU backward in a product" if backward else "SwiGLU in a product"
         size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
@@ -469,9 +485,9 @@ def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check
 
 
 def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
-    """Return the dB of a product with SwiGLU against a product and a kernel, in a second step.
+    """Return the dB of a product with SwiGLU compared with a product and a kernel.
 
-    NaN if their amaxes differ.
+    Both run in a second step, with delayed scales. Returns NaN if their amaxes differ.
     """
     ops = ENGINES[sizes.kernels]
     ffn = sizes.shape.ffn_hidden_size
@@ -497,31 +513,28 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
         result_of(LinearLayers, quantizer)
     outputs.step_done()
     truth = result_of(LinearLayers, quantizers[0])
-    found = result_of(DelayedScaling, quantizers[1])
+    values = result_of(DelayedScaling, quantizers[1])
     amaxes = [float(quantizer.state[AMAX]) for quantizer in quantizers]
     if not math.isclose(*amaxes, rel_tol=SWIGLU_AMAX):
         return math.nan
-    return min(_output_db(*pair) for pair in zip(truth, found, strict=True))
+    return min(_output_db(*pair) for pair in zip(truth, values, strict=True))
 
 
 # --- Triton kernels
 
 
 def kernel_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
+    """Yield a check for each Triton kernel."""
     if sizes.kernels == "triton":
         for op, shape, case in kernel_cases(sizes, draw):
-            yield (
-                f"triton {op}",
-                str(shape),
-                KERNEL_DB,
-                partial(against_reference, case, sizes, draw.device),
-            )
+            measure = partial(against_reference, case, sizes, draw.device)
+            yield f"triton {op}", str(shape), KERNEL_DB, measure
 
 
 def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
-    """Return the dB of the kernels against their references, in the second launch of each.
+    """Return the dB of a kernel compared with its reference, in a second step.
 
-    Scales are delayed, so the second launch stores and records in one pass.
+    Scales are then delayed, so one launch stores and records.
     """
     results = []
     for engine in ("reference", "triton"):
@@ -534,17 +547,18 @@ def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
     return math.nan if any(map(math.isnan, ratios)) else min(ratios)
 
 
-def _output_db(truth: Output, found: Output) -> float:
-    if isinstance(truth, QuantizedTensor) and isinstance(found, QuantizedTensor):
-        if found.columnwise is not None and not torch.equal(
-            found.columnwise.view(torch.uint8), found.rowwise.view(torch.uint8).t()
+def _output_db(truth: Output, value: Output) -> float:
+    """Return the dB of one output of a kernel, inf if it has none."""
+    if isinstance(truth, QuantizedTensor) and isinstance(value, QuantizedTensor):
+        if value.columnwise is not None and not torch.equal(
+            value.columnwise.view(torch.uint8), value.rowwise.view(torch.uint8).t()
         ):
-            return -math.inf
-        return decibels(
-            *(x.rowwise if x.scale is None else x.rowwise.float() * x.scale for x in (truth, found))
-        )
-    return (
-        decibels(truth, found)
-        if isinstance(truth, Tensor) and isinstance(found, Tensor)
-        else math.inf
-    )
+            return -math.inf  # the transpose is wrong
+        return decibels(_dequantized(truth), _dequantized(value))
+    if isinstance(truth, Tensor) and isinstance(value, Tensor):
+        return decibels(truth, value)
+    return math.inf
+
+
+def _dequantized(x: QuantizedTensor) -> Tensor:
+    return x.rowwise if x.scale is None else x.rowwise.float() * x.scale

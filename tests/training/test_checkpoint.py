@@ -613,7 +613,7 @@ DAMAGE = {
     "facts missing": (lambda folder: (folder / FACTS).unlink(), FACTS),
     "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
     "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
-    "one rank more": (change_facts(ranks=3), "it is of 3 ranks, and there are files of 2"),
+    "one rank more": (change_facts(ranks=3), "3 ranks"),
     "another seed": (change_facts(seed=2), "."),
     "other steps": (change_facts(step=3, samples=36), "."),
     "no step": (change_facts(step=0, samples=0), "are not those of 0 steps"),
