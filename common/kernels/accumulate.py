@@ -1,12 +1,12 @@
-"""Add a micro-batch's gradient, in the dtype in which it was reduced, to an fp32 total.
+"""Add the gradient of a micro-batch, in the dtype of its reduction, to an fp32 total.
 
 The result is total + part, or part alone for the first micro-batch. torch's add of two dtypes
-reaches half of the memory bandwidth (2.2 of 4.2 TB/s on an H200) while matrix products run
-concurrently. Where ranks exchange their parts unreduced, the same pass computes the mean over the
-ranks.
+reaches only half of the memory bandwidth (2.2 of 4.2 TB/s on an H200) while matrix products run at
+the same time. If ranks exchange their parts unreduced (sharding/copy_engine.py), the same pass
+computes their mean.
 
-An embedding's gradient is added row by row. For each micro-batch, the dense gradient of the 8B's
-embedding is 1 GB of zeros except for at most 8,192 of 128,256 rows.
+The gradient of the embedding is added row by row. The dense gradient of the 8B's embedding would be
+1 GB per micro-batch, in which at most 8,192 of 128,256 rows are not zero.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def accumulate_reference(
 ) -> Tensor:
     """Add `part` to `total` in place and return the sum. Without a total, return `part` in fp32.
 
-    `total`: fp32, changed in place.
-    `part`: same shape as `total`, contiguous.
+    `total`: fp32.
+    `part`: shaped like `total`, contiguous, of any float dtype.
     `others`: [n, *part.shape], contiguous, in part's dtype. If given, the mean of `part` and these
         n tensors is added, computed in fp32.
     """
@@ -81,16 +81,17 @@ ENGINES = {"reference": accumulate_reference, "triton": accumulate_triton}
 
 
 def add_rows_reference(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:
-    """Add the gradients of tokens to the rows of an embedding's gradient, and return `total`.
+    """Add the gradients of tokens to this rank's rows of the embedding's gradient.
 
-    `total`: fp32 [n, D], the gradient's rows `first` to `first` + n, changed in place.
-    `ids`: int64 [tokens], the token IDs.
+    `total`: fp32 [n, D], rows `first` to `first` + n - 1 of the gradient, changed in place.
+    `ids`: int64 [tokens], the token ids of all ranks.
     `rows`: [tokens, D], contiguous, the gradient of each token.
+    `ranks`: divisor, for the mean over the ranks.
 
-    Each row whose ID is among these n is added, divided by `ranks`. Not deterministic on a GPU.
+    Returns `total`. Not deterministic on a GPU.
     """
-    mine = (ids >= first) & (ids < first + len(total))
-    return total.index_add_(0, ids[mine] - first, rows[mine].float() / ranks)
+    own = (ids >= first) & (ids < first + len(total))
+    return total.index_add_(0, ids[own] - first, rows[own].float() / ranks)
 
 
 @triton.jit
@@ -110,13 +111,13 @@ def _add_rows_kernel(
     place = tl.program_id(0)
     token = tl.load(ids_ptr + place)
     before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
-    # The program of the first of several equal IDs adds up the rows of all of them.
+    # `ids` are sorted. The program of the first of several equal ids adds up the rows of all.
     if (token != before) & (token >= first) & (token < end):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < size
         places = place + tl.arange(0, ROWS)
         same = tl.load(ids_ptr + places, mask=places < tokens, other=-1) == token
-        # Equal IDs are summed in the order of the tokens, whichever program runs first.
+        # Rows of equal ids are summed in the order of the tokens, so the result is deterministic.
         value = tl.zeros([COLUMNS], dtype=tl.float32)
         while tl.max(same.to(tl.int32)) > 0:
             row = tl.load(order_ptr + places, mask=same, other=0)
@@ -132,7 +133,7 @@ def _add_rows_kernel(
 
 
 def add_rows_settings(arch: str) -> Tile:
-    # 16 rows, because " the" is 400 of 8,192 tokens and one program adds all of them. Not timed.
+    # 16 rows, because some 400 of 8,192 tokens are " the", which one program adds up. Not timed.
     return Tile(rows=16, columns=512, warps=4)
 
 
@@ -142,8 +143,20 @@ def add_rows_triton(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks:
     ids, order = torch.sort(ids, stable=True)
     tile = add_rows_settings(architecture(total.device))
     grid = (len(ids), triton.cdiv(total.shape[1], tile.columns))
-    sizes = len(ids), first, first + len(total), total.shape[1], ranks
-    _add_rows_kernel[grid](total, ids, order, rows, *sizes, tile.rows, tile.columns, **tile.options)
+    _add_rows_kernel[grid](
+        total,
+        ids,
+        order,
+        rows,
+        len(ids),
+        first,
+        first + len(total),
+        total.shape[1],
+        ranks,
+        tile.rows,
+        tile.columns,
+        **tile.options,
+    )
     return total
 
 

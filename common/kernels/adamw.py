@@ -1,15 +1,15 @@
 """AdamW (Loshchilov and Hutter, arXiv:1711.05101) on one tensor of any shape.
 
-Includes gradient clipping and a rounded copy of the weights:
+Includes gradient clipping, and writes a rounded copy of the weights:
 
     g' = g / divisor;  m = b1*m + (1-b1)*g';  v = b2*v + (1-b2)*g'^2
     w -= lr*wd*w + lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps)
 
-m is computed as m += (1-b1) * (g' - m), and v likewise. With fp32 betas in both places, b2 + (1-b2)
-is not 1, and v is wrong by 1e-5 for b2 = 0.999.
+m is computed as m += (1-b1) * (g' - m), and v likewise. In the form above, the fp32 numbers b2 and
+1-b2 do not add up to 1, which makes v wrong by 1e-5 for b2 = 0.999.
 
 torch's fused kernel moves its 28 bytes per weight at 2.85 of 4.2 TB/s on an H200, and a bf16 copy
-is a second pass of 6 bytes. This kernel moves 30 bytes in one pass.
+takes a second pass of 6 bytes. This kernel moves 30 bytes in one pass.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ class AdamWStep:
     learning_rate: float
     betas: tuple[float, float]
     eps: float
-    number: Tensor  # fp32 [] on the device: t, from 1
-    divisor: Tensor  # fp32 [] on the device
-    # fp32 [] on the device. 1: write nothing, so that a NaN in the gradient does not reach the
-    # weights.
-    skip: Tensor
+    # fp32 [] on the device each:
+    number: Tensor  # t, from 1
+    divisor: Tensor  # of the gradients, for clipping
+    skip: Tensor  # 1: write nothing, so that a NaN in the gradients does not reach the weights
 
     @cached_property
     def corrections(self) -> Tensor:
@@ -58,16 +57,17 @@ def adamw_reference(
     weight_decay: float,
     step: AdamWStep,
 ) -> None:
-    """Update one tensor. All tensors have one shape, and all but the gradient change in place.
+    """Update one tensor. All tensors have one shape. All but the gradient change in place.
 
     `weight`, `gradient`: fp32.
     `first`, `second`: the moments m and v, fp32 or bf16.
-    `rounded`: receives the new weight in its own dtype.
+    `rounded`: receives the new weight, rounded to its own dtype.
 
-    Uses the kernel of torch.optim.AdamW(fused=True): on a CPU, a step written in single operations
-    takes 8 to 20 times as long.
+    Uses the kernel of torch.optim.AdamW(fused=True), because separate operations take 8 to 20 times
+    as long on a CPU.
     """
-    m, v = first.float(), second.float()  # the same tensors if they are fp32
+    m = first.float()  # the tensor itself if it is fp32
+    v = second.float()
     torch._fused_adamw_(
         [weight],
         [gradient / step.divisor],
@@ -110,11 +110,11 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # 4 weights per thread are 16 bytes of fp32. By default the compiler chooses 8, for 16 bytes of
-    # bf16, which takes 3 exchanges through shared memory and 11 barriers.
+    # 4 weights per thread are 16 bytes of fp32. The compiler would choose 8, for 16 bytes of bf16,
+    # which needs 3 exchanges through shared memory and 11 barriers.
     place = tl.max_contiguous(tl.multiple_of(place, 4), 4)
     mask = place < size
-    # The gradient is read once, and of all tensors it alone is not written back.
+    # Evicted first, because the gradient is the only tensor that is not written back.
     g = tl.load(
         gradient_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first"
     ) / tl.load(divisor_ptr)
@@ -125,7 +125,7 @@ def _adamw_kernel(
     v += (1.0 - BETA2) * (g * g - v)
     step_size = learning_rate * tl.load(corrections_ptr)
     w -= decay * w + step_size * m / (tl.sqrt(v) * tl.load(corrections_ptr + 1) + EPS)
-    # Only the stores are in the branch: the loads must not wait for `skip`.
+    # Only the stores are in the branch, so that the loads do not wait for `skip`.
     if tl.load(skip_ptr) == 0.0:
         tl.store(first_ptr + place, m.to(first_ptr.dtype.element_ty), mask=mask)
         tl.store(second_ptr + place, v.to(second_ptr.dtype.element_ty), mask=mask)

@@ -1,13 +1,13 @@
-"""The GPU architecture that a kernel is launched on, and its tunable launch settings.
+"""The architecture of a GPU, and the tunable launch settings of kernels.
 
 Each kernel has a function `<kernel>_settings(architecture)` in the same file, which returns a Tile.
 To tune a kernel for another GPU, branch on the architecture's name there. Then run tests/kernels,
-which compile every kernel with these settings for every shipped architecture. They fail if a kernel
+which compile every kernel with these settings for every supported architecture and fail if a kernel
 spills registers or needs more shared memory than the GPU has. `throughput settings` times other
 settings.
 
-No setting was ever timed on an AMD GPU. gfx950 has one stage: Triton 3.7 and 3.8 compute wrong
-results with more (aiter#4163, aiter#5428).
+No setting was ever timed on an AMD GPU. Kernels for gfx950 have one stage, because those with more
+compute wrong results with Triton 3.7 and 3.8 (aiter#4163, aiter#5428).
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Used without a GPU: Triton's interpreter runs kernels with these settings.
+# Architecture whose settings are used without a GPU, in Triton's interpreter.
 DEFAULT = "sm_90"
 
 
 class Tile(NamedTuple):
-    """The division of a kernel's work into programs. Kernels on vectors have one row."""
+    """The division of a kernel's work into programs. Kernels on vectors have tiles of one row."""
 
     rows: int  # height of a tile
     columns: int
     warps: int  # per program; 32 threads each on NVIDIA, 64 on AMD
     stages: int = 1  # of software pipelining, in kernels with a loop over memory
     repeats: int = 1  # tiles per program, in kernels that sum over rows
-    parts: int = 1  # the number of partial sums that a summed dimension is cut into
-    # AMD only: waves that must fit on one SIMD, which bounds the registers of each. 0: the compiler
-    # decides.
+    parts: int = 1  # number of partial sums, in kernels that split the summed dimension
+    # AMD only: number of waves that must fit on one SIMD, which limits the registers of each. 0:
+    # the compiler decides.
     waves_per_eu: int = 0
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the launch options for Triton, passed besides the kernel's own arguments."""
-        return {"num_warps": self.warps} | (
-            {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
-        )
+        """The launch options of Triton, which are not arguments of the kernel itself."""
+        options = {"num_warps": self.warps}
+        if self.waves_per_eu:
+            options["waves_per_eu"] = self.waves_per_eu
+        return options
 
 
 def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
@@ -48,17 +49,17 @@ def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
 
     `kernel` would read wrong elements of such a tensor, or memory outside of it.
     """
-    strides = [
-        tensor.stride() for tensor in tensors if tensor is not None and not tensor.is_contiguous()
-    ]
-    assert not strides, f"{kernel} reads contiguous tensors; one of them has strides {strides[0]}"
+    for tensor in tensors:
+        assert tensor is None or tensor.is_contiguous(), (
+            f"{kernel} reads contiguous tensors; one of them has strides {tensor.stride()}"
+        )
 
 
 @cache
 def architecture(device: torch.device) -> str:
-    """Return the compiler's name for the architecture of `device`, DEFAULT for a CPU.
+    """Return the compiler's name of the architecture, such as "gfx942" or "sm_90".
 
-    Examples: "gfx942", "gfx950", "sm_90", "sm_100".
+    Returns DEFAULT for a CPU.
     """
     if device.type != "cuda":
         return DEFAULT

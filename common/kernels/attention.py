@@ -1,12 +1,12 @@
-"""Causal attention with grouped query heads, computed by torch's SDPA.
+"""Causal attention with grouped query heads, by torch's SDPA or another engine.
 
-SDPA is scaled_dot_product_attention. On Hopper, cuDNN's kernel is tried first. It is 1.7x faster
-than torch's flash backend at sequence length 8192 and head size 128: 552 against 315 TFLOP/s
-forward, 474 against 279 backward (docs/results.md). docs/gpus/README.md describes the libraries
-behind the flash backend on ROCm. common/engines.py lists the engines that replace SDPA.
+SDPA is scaled_dot_product_attention. On NVIDIA GPUs, its cuDNN backend is preferred. On an H200 it
+is 1.7x faster than the flash backend at sequence length 8192 and head size 128: 552 against 315
+TFLOP/s forward, 474 against 279 backward (docs/results.md). docs/gpus/README.md describes the
+libraries behind the flash backend on ROCm. common/engines.py lists the other engines.
 
-Never pass a mask: it disables the causal fast path and runs into a NaN bug of cuDNN
-(pytorch#196678).
+Never pass a mask to SDPA: it disables the fast path for causal attention and exposes a NaN bug of
+cuDNN (pytorch#196678).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common import engines
 from common.errors import ConfigError
 from common.kernels.architecture import dtype_name, gpu_architecture
 
-# Environment variable of torch.
+# Environment variable that torch reads.
 PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"
 
 
@@ -38,27 +38,29 @@ def attention_engine(device: torch.device, dtype: torch.dtype) -> engines.Choice
 def attention_backends(
     device_type: str, dtype: torch.dtype = torch.bfloat16
 ) -> AbstractContextManager:
-    """Return a context for a whole run in `dtype`, which sets the order of SDPA's backends.
+    """Return a context manager for a whole run in `dtype`, which sets the order of SDPA's backends.
 
-    In 16 bits on a GPU, the math backend is excluded: SDPA raises instead of falling back to it.
-    Raises ConfigError if ATTENTION_ENGINE names an engine that this machine cannot run.
+    In 16 bits on a GPU, the math backend is excluded, so that SDPA raises RuntimeError instead of
+    silently using it. Raises ConfigError if ATTENTION_ENGINE names an engine that this machine
+    cannot run.
     """
     attention_engine(torch.device(device_type), dtype)
-    if device_type == "cuda" and torch.version.hip:
+    on_gpu = device_type == "cuda"
+    backends = []
+    if on_gpu and torch.version.hip:
         require_preferred_library()
-    order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [
-        SDPBackend.FLASH_ATTENTION
-    ]
-    return sdpa_kernel(
-        order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH],
-        set_priority=True,
-    )
+    elif on_gpu:
+        backends.append(SDPBackend.CUDNN_ATTENTION)
+    backends.append(SDPBackend.FLASH_ATTENTION)
+    if not on_gpu or dtype.itemsize != 2:
+        backends.append(SDPBackend.MATH)
+    return sdpa_kernel(backends, set_priority=True)
 
 
 def require_preferred_library() -> None:
     """Raise ConfigError if CK is preferred for flash attention, but torch was built without it.
 
-    torch itself would use AOTriton then, without an error (pytorch#152951). ROCm only.
+    Without this check, torch would silently use AOTriton (pytorch#152951). ROCm only.
     """
     name = str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2]
     if os.environ.get(PREFER_CK) == "1" and name.lower() != "ck":
@@ -72,7 +74,8 @@ def require_preferred_library() -> None:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention, shaped like q.
 
-    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim].
+    `q`: [batch, sequence, heads, head_dim].
+    `k`, `v`: [batch, sequence, kv_heads, head_dim].
     """
     engine = attention_engine(q.device, q.dtype).engine
     if engine.module:

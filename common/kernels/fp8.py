@@ -8,26 +8,26 @@ gradient of y:
     wgrad    d_W = g^T x     sums over M       g columnwise, x columnwise
 
 Hopper's tensor cores multiply FP8 only if both factors are contiguous along the summed dimension.
-torch requires that layout on every GPU except those of compute capability 10.x (sm_100, sm_103),
-which are free of it from torch 2.11 on. On all others, each of the three tensors is needed in two
+torch requires that layout on all GPUs but those of compute capability 10.x (sm_100, sm_103), where
+torch 2.11 and newer accept any layout. On all others, each of the three tensors is needed in two
 layouts: `rowwise`, the tensor itself, and `columnwise`, a copy of its transpose. The kernel that
-makes a tensor quantizes it. The same kernel or a second one writes the transpose
-(kernels/quantize.py). A frozen weight has no wgrad: its x and g are quantized rowwise only.
+computes a tensor also quantizes it. The same kernel or a second one writes the transpose
+(kernels/quantize.py). A frozen weight has no wgrad, so its x and g are quantized rowwise only.
 
 A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and
 the product multiplies by 1 / scale. The whole tensor has one scale:
 
     delayed scaling   scale = F / (HEADROOM * amax), with amax the largest |x| of the last HISTORY
-                      optimizer steps. The kernel that makes x is launched once. It stores x and
-                      records its amax for later steps. Elements that exceed the scale's range
-                      saturate and are counted.
-    first step        There is no history yet. The kernel is launched twice: first for the amax of
-                      this x, then to store x with scale = F / amax. Weights are always quantized
-                      in this way, because they are cast only once per optimizer step.
+                      optimizer steps. The kernel that computes x is launched once. It stores x and
+                      records its amax for later steps. Elements beyond the scale's range saturate
+                      and are counted.
+    first step        There is no history yet, so the kernel is launched twice: first for the amax
+                      of this x, then to store x with scale = F / amax. Weights are always
+                      quantized in this way, because they are cast only once per optimizer step.
 
-A NaN stays NaN and an infinite element becomes NaN, so that the loss or the gradient norm shows it
-and the run stops. The amax ignores NaN. It is infinite if an element is infinite, and then the
-scale does not change.
+A NaN stays NaN, and an infinite element becomes NaN, so that the loss or the gradient norm shows it
+and the run stops. The amax ignores NaN. If an element is infinite, so is the amax, and the scale
+does not change.
 
 Formats: Micikevicius et al., arXiv:2209.05433. e4m3 for weights and activations, e5m2 for
 gradients, FNUZ on gfx94x and OCP elsewhere.
@@ -46,34 +46,31 @@ from common import engines
 from common.kernels.architecture import architecture, dtype_name, gpu_architecture
 
 HISTORY = 4  # optimizer steps, as in NVIDIA's MLPerf v5.1 configs
-# Delayed scaling: amax may grow by this factor before an element saturates. Costs a quarter of a
-# bit.
+# In delayed scaling, the amax may grow by this factor before an element saturates. It costs a third
+# of a bit, log2(1.25).
 HEADROOM = 1.25
 # Architectures whose tensor cores read FP8 along either dimension.
 EVERY_LAYOUT = ("sm_100", "sm_103")
 AMAX_FLOOR = 1e-12  # keeps the scale of a tensor of tiny values finite
 
-# The columns of a quantizer's state. cuBLASLt reads the inverse scale and requires it to be aligned
-# to 16 bytes.
+# Indices of a quantizer's state. INVERSE is first, because cuBLASLt requires the scale that it
+# reads to be aligned to 16 bytes.
 INVERSE, SCALE, AMAX, CLIPPED = range(4)
 
 
 def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """Return the device's dtypes (e4m3, e5m2): FNUZ on gfx94x, OCP elsewhere."""
-    fnuz = architecture(device).startswith("gfx94")
-    return (
-        (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-        if fnuz
-        else (torch.float8_e4m3fn, torch.float8_e5m2)
-    )
+    if architecture(device).startswith("gfx94"):
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @cache
 def takes_every_layout(device: torch.device) -> bool:
-    """Return True if FP8 products on `device` take factors of any layout: no transpose is needed.
+    """Return whether FP8 products on `device` accept factors of any layout.
 
-    Tries two small products, on compute capability 10.x only (pytorch#170693). The self-test
-    proves the products of a config at their real sizes.
+    Columnwise copies are then not needed. On compute capability 10.x (pytorch#170693), two small
+    products are tried. The self-test checks the products of a config at their real sizes.
     """
     if architecture(device) not in EVERY_LAYOUT:
         return False
@@ -86,9 +83,10 @@ def takes_every_layout(device: torch.device) -> bool:
             product(gradient, other, scale, scale),
             product(gradient.t(), other, scale, scale),
         )
-    except (RuntimeError, ValueError):  # torch 2.10 requires one layout
+    except (RuntimeError, ValueError):  # as with torch 2.10, which requires one layout
         return False
-    return all(bool((found == 32).all()) for found in products)
+    # Each element is the sum of 32 products of ones.
+    return all(bool((result == 32).all()) for result in products)
 
 
 class QuantizedTensor(NamedTuple):
@@ -105,21 +103,21 @@ class QuantizedTensor(NamedTuple):
     scale: Tensor | None = None
 
     def for_wgrad(self) -> QuantizedTensor:
-        """Return the part that wgrad reads: `rowwise` is empty if there is a columnwise copy."""
-        return (
-            self if self.columnwise is None else self._replace(rowwise=self.rowwise.new_empty(0, 0))
-        )
+        """Return the part that wgrad reads: without `rowwise` if there is a columnwise copy."""
+        if self.columnwise is None:
+            return self
+        return self._replace(rowwise=self.rowwise.new_empty(0, 0))
 
 
 class Quantizer:
-    """FP8 format and scale of one tensor of the network, e.g. the input of layer 3's `down`.
+    """FP8 format and scale of one tensor of the network, such as the input of layer 3's `down`.
 
     `state`: on the device, fp32 [4] = (1 / scale, scale, amax so far in this optimizer step, number
         of elements that saturated).
     """
 
     def __init__(self, gradient: bool = False, transposed: bool = True, weight: bool = False):
-        """Set the quantizer's options.
+        """Set the options. DelayedScaling.allocate sets dtype and state.
 
         `gradient`: use e5m2 instead of e4m3.
         `transposed`: write both layouts, if products on the device need both.
@@ -130,12 +128,13 @@ class Quantizer:
         self.weight = weight
         self.dtype = torch.float8_e4m3fn
         self.state = torch.empty(4, device="meta")
-        self.two_pass = True
-        self.recording = True
+        self.two_pass = True  # whether the kernel is launched twice
+        self.recording = True  # whether amaxes are recorded; not in evaluations
         self.cached: QuantizedTensor | None = None  # see `quantize_weight`
 
     @property
     def largest(self) -> float:
+        """Largest number of the format."""
         return torch.finfo(self.dtype).max
 
     @property
@@ -144,7 +143,7 @@ class Quantizer:
         return self.state[INVERSE : INVERSE + 1]
 
     def rescale(self) -> None:
-        """Set the scale to F / amax by the rules of `new_scale`."""
+        """Set the scale to F / amax (see `new_scale`)."""
         scale = new_scale(self.largest, self.state[AMAX], self.state[SCALE])
         self.state[SCALE] = scale
         self.state[INVERSE] = 1.0 / scale
@@ -156,11 +155,11 @@ def new_scale(largest: Tensor | float, amax: Tensor, old: Tensor) -> Tensor:
     `amax`, `old`: fp32, not negative, of one shape, on the device. `old` is 0 where there is no old
         scale.
 
-    The quotient is unusable if amax is inf or 0, which means that only zeros or NaN were seen.
+    The quotient is not usable if amax is inf, or if it is 0 because all elements were 0 or NaN.
     Zeros are stored correctly with any scale. With a scale of 1, the first nonzero values may
     underflow for one step, as in Transformer Engine, which also starts with 1. A scale from
-    AMAX_FLOOR would saturate all of them. Choosing two launches for such a tensor would take a host
-    sync.
+    AMAX_FLOOR would saturate all of them, and a second launch for such tensors would need a host
+    synchronization.
     """
     scale = largest / amax.clamp(min=AMAX_FLOOR)
     usable = (amax > 0) & (scale > 0)  # largest / inf is 0, and every comparison with NaN is false
@@ -172,12 +171,13 @@ def quantize_weight(
     quantizer: Quantizer | None,
     quantize: Callable[[Tensor, Quantizer | None], QuantizedTensor],
 ) -> QuantizedTensor:
-    """Return `weight` [N, K] in the form that matrix products read. Without a quantizer: unchanged.
+    """Return `weight` [N, K] in the form that matrix products read.
 
+    `quantizer`: None for an unquantized weight.
     `quantize`: the function that casts, one of quantize.ENGINES.
 
     The weight is cast once per optimizer step. The quantizer keeps the cast weight until
-    `step_done` or `reset` of model/linear_layers.py. One of these must follow every change of the
+    `step_done` or `reset` of model/linear_layers.py, one of which must follow every change of the
     weights.
     """
     if quantizer is None:
@@ -200,10 +200,11 @@ def product(
 ) -> Tensor:
     """Return the product a b, [M, N], of `a` [M, K] and `b` [K, N].
 
-    With both scales, the factors are FP8 and the result is bf16.
+    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale. The result
+        is then bf16.
 
     FP8 products sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`).
-    A step is 3 % faster, and eight seeds of 500 steps show no harm to the loss
+    A step is then 3 % faster, and the loss of eight seeds after 500 steps is not worse
     (docs/number_formats.md). Other GPUs and the CPU sum in fp32 either way.
     """
     engine = product_engine(a.device, a.dtype).engine
