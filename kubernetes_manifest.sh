@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
-# Print a Kubernetes manifest: DGXSYSTEM=H200_2x8 CONT=registry/image:tag DATADIR=/data ./kubernetes_manifest.sh <benchmark> [options] | kubectl apply -f -
-# DGXSYSTEM names a config, and thus the number of nodes and of GPUs on each. One node: a Job. Several: a JobSet (jobset.sigs.k8s.io), which
-# gives the pods stable names, so that they find node 0. DATADIR, MODEL and LOGDIR are directories of the nodes; change `hostPath` to
-# `persistentVolumeClaim` where the cluster has shared volumes. docs/clusters.md says more.
+# Print a Kubernetes manifest for a run:
+#
+#   DGXSYSTEM=H200_2x8 CONT=registry/image:tag DATADIR=/data LOGDIR=/results \
+#       ./kubernetes_manifest.sh <benchmark> [options] | kubectl apply -f -
+#
+# One node gets a Job. Several nodes get a JobSet (jobset.sigs.k8s.io), which gives the pods stable
+# names, so that they find node 0. See docs/clusters.md.
+#
+#   DGXSYSTEM   name of a config, which gives the number of nodes and of GPUs on each
 #   CONT        image that the cluster can pull
+#   DATADIR, MODEL, LOGDIR
+#               directories of the nodes; where the cluster has shared volumes, change `hostPath` in
+#               the manifest to `persistentVolumeClaim`
 #   GPU_VENDOR  amd or nvidia (default: by the GPU's name in DGXSYSTEM)
 #   JOB_NAME    name of the job (default: llama-training)
 set -euo pipefail
@@ -13,61 +21,99 @@ fail() { # what, why, what to do
     exit 2
 }
 
-[[ $# -gt 0 ]] || fail 'no benchmark was given' 'the pods run one' './kubernetes_manifest.sh <benchmark> [options]'
-[[ ${DGXSYSTEM:-} =~ ^([A-Za-z0-9]+)_([1-9][0-9]*)x([1-9][0-9]*)$ ]] ||
-    fail "DGXSYSTEM=${DGXSYSTEM:-}" 'it gives the number of nodes and GPUs' 'set it to the name of a config, such as H200_2x8'
-gpu=${BASH_REMATCH[1]} nodes=${BASH_REMATCH[2]} gpus=${BASH_REMATCH[3]}
-[[ -n ${CONT:-} ]] || fail 'CONT is not set' 'the cluster pulls the image from a registry' 'set it to REGISTRY/IMAGE:TAG'
+if [[ $# -eq 0 ]]; then
+    fail 'no benchmark given' 'the pods need one to run' \
+        './kubernetes_manifest.sh <benchmark> [options]'
+fi
+if [[ ! ${DGXSYSTEM:-} =~ ^([A-Za-z0-9]+)_([1-9][0-9]*)x([1-9][0-9]*)$ ]]; then
+    fail "DGXSYSTEM=${DGXSYSTEM:-}" 'it must give the number of nodes and GPUs' \
+        'set it to the name of a config, such as H200_2x8'
+fi
+gpu=${BASH_REMATCH[1]}
+nodes=${BASH_REMATCH[2]}
+gpus=${BASH_REMATCH[3]}
+if [[ -z ${CONT:-} ]]; then
+    fail 'CONT is not set' 'the cluster pulls the image from a registry' \
+        'set it to REGISTRY/IMAGE:TAG'
+fi
 for variable in DATADIR LOGDIR; do
-    [[ ${!variable:-} == /* ]] || fail "$variable=${!variable:-}" 'it must be a directory of the nodes' "set $variable to an absolute path"
+    if [[ ${!variable:-} != /* ]]; then
+        fail "$variable=${!variable:-}" 'it must be a directory of the nodes' \
+            "set $variable to an absolute path"
+    fi
 done
 vendor=${GPU_VENDOR:-}
 if [[ -z $vendor ]]; then
     vendor=nvidia
     [[ $gpu != MI* ]] || vendor=amd
 fi
-[[ $vendor == amd || $vendor == nvidia ]] || fail "GPU_VENDOR=$vendor" 'known are amd and nvidia' 'correct or unset it'
+if [[ $vendor != amd && $vendor != nvidia ]]; then
+    fail "GPU_VENDOR=$vendor" 'known are amd and nvidia' 'correct or unset it'
+fi
 name=${JOB_NAME:-llama-training}
 
-yaml() { # a text as a YAML string: JSON's escapes are YAML's
+yaml() { # quote a text for YAML, by JSON's escapes
     local text=${1//\\/\\\\}
     printf '"%s"' "${text//\"/\\\"}"
 }
 
-variables() { # of the container
+variables() { # the container's environment
     local variable
-    for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM \
+    local index="metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM \
+        MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM \
         NCCL_DEBUG NCCL_IB_HCA NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
-        [[ -z ${!variable:-} ]] || printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
+        if [[ -n ${!variable:-} ]]; then
+            printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
+        fi
     done
-    if [[ $nodes -gt 1 ]]; then # a JobSet's pods are named <set>-<job>-<job number>-<pod number>, in the domain of the set
+    if [[ $nodes -gt 1 ]]; then
+        # The first pod of the JobSet: <set>-<job>-<job number>-<pod number>.<set>
         printf '        - {name: MASTER_ADDR, value: "%s-node-0-0.%s"}\n' "$name" "$name"
         printf '        - name: NODE_RANK\n'
-        printf '          valueFrom: {fieldRef: {fieldPath: "metadata.annotations['\''batch.kubernetes.io/job-completion-index'\'']"}}\n'
+        printf '          valueFrom: {fieldRef: {fieldPath: "%s"}}\n' "$index"
     fi
 }
 
-mounts() {
+mounts() { # of the container
     local variable
+    local read_only
     for variable in DATADIR MODEL LOGDIR; do
-        [[ -z ${!variable:-} ]] || printf '        - {name: %s, mountPath: %s, readOnly: %s}\n' \
-            "${variable,,}" "$(yaml "${!variable}")" "$([[ $variable == LOGDIR ]] && echo false || echo true)"
+        if [[ -n ${!variable:-} ]]; then
+            read_only=true
+            [[ $variable != LOGDIR ]] || read_only=false
+            printf '        - {name: %s, mountPath: %s, readOnly: %s}\n' \
+                "${variable,,}" "$(yaml "${!variable}")" "$read_only"
+        fi
     done
 }
 
-volumes() {
+volumes() { # of the pod
     local variable
     for variable in DATADIR MODEL LOGDIR; do
-        [[ -z ${!variable:-} ]] || printf '      - {name: %s, hostPath: {path: %s, type: Directory}}\n' "${variable,,}" "$(yaml "${!variable}")"
+        if [[ -n ${!variable:-} ]]; then
+            printf '      - {name: %s, hostPath: {path: %s, type: Directory}}\n' \
+                "${variable,,}" "$(yaml "${!variable}")"
+        fi
     done
 }
 
-arguments() {
+arguments() { # of the container
     local argument
-    for argument in "$@"; do printf '        - %s\n' "$(yaml "$argument")"; done
+    for argument in "$@"; do
+        printf '        - %s\n' "$(yaml "$argument")"
+    done
 }
 
-job() { # the part that a Job and a JobSet share: one pod for each node
+# InfiniBand and RoCE cards belong to the host's network.
+host_network=false
+dns_policy=ClusterFirst
+if [[ $nodes -gt 1 ]]; then
+    host_network=true
+    dns_policy=ClusterFirstWithHostNet
+fi
+
+job() { # what a Job and a JobSet have in common: one pod for each node
     cat << YAML
 spec:
   completions: $nodes
@@ -78,8 +124,8 @@ spec:
     spec:
       restartPolicy: Never
       terminationGracePeriodSeconds: 120 # on SIGTERM the log gets its run_stop
-      hostNetwork: $([[ $nodes -gt 1 ]] && echo true || echo false) # InfiniBand and RoCE cards belong to the host
-      dnsPolicy: $([[ $nodes -gt 1 ]] && echo ClusterFirstWithHostNet || echo ClusterFirst)
+      hostNetwork: $host_network # InfiniBand and RoCE cards belong to the host
+      dnsPolicy: $dns_policy
       containers:
       - name: launcher
         image: $(yaml "$CONT")

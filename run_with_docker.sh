@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# ./run_and_time.sh in a container of Docker, rootless Podman or Apptainer: ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
-# --print shows the command and starts nothing. docs/clusters.md says more.
-#   CONT              image (default: llama-training, as built by the Dockerfile; for Apptainer llama-training.sif)
-#   CONTAINER_ENGINE  docker, podman or apptainer (default: the first one that is installed)
-#   GPU_VENDOR        amd, nvidia or none; default: what /dev shows
-#   CONTAINER_OPTIONS more options of the engine, separated by blanks, such as --cap-add=SYS_PTRACE
+# Run ./run_and_time.sh in a container of Docker, rootless Podman or Apptainer:
+#
+#   ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
+#
+# --print prints the command and starts nothing. See docs/clusters.md.
+#
+#   CONT               image (default: llama-training, as built by the Dockerfile; for Apptainer
+#                      llama-training.sif)
+#   CONTAINER_ENGINE   docker, podman or apptainer (default: the first one that is installed)
+#   GPU_VENDOR         amd, nvidia or none (default: by the devices in /dev)
+#   CONTAINER_OPTIONS  more options of the engine, separated by blanks, such as
+#                      --cap-add=SYS_PTRACE
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 
@@ -13,8 +19,9 @@ fail() { # what, why, what to do
     exit 2
 }
 
-absolute() { # as `realpath -m` of GNU, which a Mac lacks: links resolved in the part of a path that exists
-    local path=$1 rest=
+absolute() { # like GNU's `realpath -m`, which a Mac lacks: resolve links in the part that exists
+    local path=$1
+    local rest=
     while [[ ! -d $path ]]; do
         rest=/$(basename -- "$path")$rest
         path=$(dirname -- "$path")
@@ -27,14 +34,24 @@ absolute() { # as `realpath -m` of GNU, which a Mac lacks: links resolved in the
 print=
 arguments=()
 for argument in "$@"; do
-    if [[ $argument == --print ]]; then print=yes; else arguments+=("$argument"); fi
+    if [[ $argument == --print ]]; then
+        print=yes
+    else
+        arguments+=("$argument")
+    fi
 done
-[[ ${#arguments[@]} -gt 0 ]] || fail 'no benchmark or command given' 'the container needs one to run' './run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]'
+if [[ ${#arguments[@]} -eq 0 ]]; then
+    fail 'no benchmark or command given' 'the container needs one to run' \
+        './run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]'
+fi
 
 engine=${CONTAINER_ENGINE:-}
 if [[ -z $engine ]]; then
     engine=$(basename -- "$(type -P docker || type -P podman || type -P apptainer || true)")
-    [[ -n $engine ]] || fail 'no container engine' 'docker, podman and apptainer are not on PATH' 'install one, or use ./run_and_time.sh'
+    if [[ -z $engine ]]; then
+        fail 'no container engine found' 'docker, podman and apptainer are not on PATH' \
+            'install one of them, or use ./run_and_time.sh'
+    fi
 fi
 vendor=${GPU_VENDOR:-}
 if [[ -z $vendor ]]; then
@@ -43,59 +60,82 @@ if [[ -z $vendor ]]; then
     [[ ! -e /dev/kfd ]] || vendor=amd
 fi
 
-name=llama-training-$(id -u)-$$-$(date +%s) # unique: only this container is stopped and removed below
+# A unique name, so that only this container is stopped and removed below.
+name=llama-training-$(id -u)-$$-$(date +%s)
 
-groups_of() { # numbers, because a name may mean another group in the image; names where this machine has no such device
+# The groups that own AMD's devices, as numbers, because a name may mean another group in the image.
+groups_of_devices() {
     local path
     for path in /dev/kfd /dev/dri/renderD*; do
-        if [[ -e $path ]]; then stat -c %g "$path"; fi
+        if [[ -e $path ]]; then
+            stat -c %g "$path"
+        fi
     done | sort -un
 }
 
 read -r -a more <<< "${CONTAINER_OPTIONS:-}"
 
-docker_options() { # also those of Podman
+docker_options() { # also for Podman
     options=(
-        --rm --name "$name"
+        --rm
+        --name "$name"
         --init                 # a first process that passes on signals and reaps orphans
-        --sig-proxy=false      # signals are passed on below, once; twice would mean "at once" to the launcher
-        --cap-drop=ALL         # no privilege is needed, neither for the GPUs nor to drop the data from the page cache (per file, by advice)
+        # Signals are passed on below, once. The launcher would take a second one as "at once".
+        --sig-proxy=false
+        # Neither the GPUs nor clearing the page cache (per file, by advice) needs a privilege.
+        --cap-drop=ALL
         --security-opt=no-new-privileges
-        --ulimit=memlock=-1    # pinned buffers, and memory that a network card reads
-        --ulimit=stack=67108864 # 64 MB for compilers' and collectives' threads, as AMD and NVIDIA advise
+        --ulimit=memlock=-1    # for pinned buffers, and memory that a network card reads
+        # 64 MB for the threads of compilers and collectives, as AMD and NVIDIA advise.
+        --ulimit=stack=67108864
     )
-    # Results and kernels' caches belong to the caller, not to root.
+    # Results and caches of kernels belong to the caller, not to root.
     if [[ $engine == podman ]]; then
-        options+=(--userns=keep-id --security-opt=label=disable) # the label: SELinux would hide devices and mounts
+        options+=(--userns=keep-id)
+        options+=(--security-opt=label=disable) # SELinux would hide devices and mounts
     else
         options+=("--user=$(id -u):$(id -g)")
     fi
     # The GPUs, and no other device of the host.
     case $vendor-$engine in
-        amd-podman) options+=(--device=/dev/kfd --device=/dev/dri --group-add=keep-groups) ;; # rootless: the caller's groups, with crun
+        amd-podman)
+            # Rootless, with crun: keep the caller's groups.
+            options+=(--device=/dev/kfd --device=/dev/dri --group-add=keep-groups)
+            ;;
         amd-docker)
-            options+=(--device=/dev/kfd --device=/dev/dri) # compute and render nodes; groups decide who may open them
-            mapfile -t groups < <(groups_of)
+            # Compute and render nodes. Their groups decide who may open them.
+            options+=(--device=/dev/kfd --device=/dev/dri)
+            mapfile -t groups < <(groups_of_devices)
+            # By name if this machine has no such device (--print).
             [[ ${#groups[@]} -gt 0 ]] || groups=(video render)
             options+=("${groups[@]/#/--group-add=}")
             ;;
-        nvidia-podman) options+=(--device=nvidia.com/gpu=all) ;; # CDI, by `nvidia-ctk cdi generate`
-        nvidia-docker) options+=(--gpus=all) ;;
+        nvidia-podman)
+            options+=(--device=nvidia.com/gpu=all) # CDI, by `nvidia-ctk cdi generate`
+            ;;
+        nvidia-docker)
+            options+=(--gpus=all)
+            ;;
     esac
-    # One node needs no network but its own loopback, which the engine's default has. Several: the host's, and its InfiniBand cards.
+    # One node needs only its own loopback interface, which the engine provides. Several nodes need
+    # the host's network and its InfiniBand cards.
     if [[ -n ${MASTER_ADDR:-} ]]; then
         options+=(--network=host)
         [[ ! -e /dev/infiniband ]] || options+=(--device=/dev/infiniband)
     fi
-    # The ranks' collectives go through shared memory; the default of 64 MB ends in a bus error. Podman refuses a size beside the host's own.
-    [[ " ${more[*]-} " == *' --ipc'* ]] || options+=(--shm-size=16g)
+    # The ranks' collectives use shared memory. The default of 64 MB leads to a bus error. Podman
+    # refuses a size together with the host's own (--ipc).
+    if [[ " ${more[*]-} " != *' --ipc'* ]]; then
+        options+=(--shm-size=16g)
+    fi
 }
 
-apptainer_options() { # it runs as the caller, with the host's devices, network, limits and shared memory
+# Apptainer runs as the caller, with the host's devices, network, limits and shared memory.
+apptainer_options() {
     options=(
         --cleanenv       # only the variables below
         --no-home
-        --writable-tmpfs # what the image's code writes into the image is gone at the end
+        --writable-tmpfs # what the code writes into the image is lost at the end
         --pwd /workspace
     )
     case $vendor in
@@ -111,17 +151,29 @@ esac
 case $engine in
     docker | podman) docker_options ;;
     apptainer) apptainer_options ;;
-    *) fail "CONTAINER_ENGINE=$engine" 'known are docker, podman and apptainer' 'set it to one of them, or unset it' ;;
+    *)
+        fail "CONTAINER_ENGINE=$engine" 'known are docker, podman and apptainer' \
+            'set it to one of them, or unset it'
+        ;;
 esac
 options+=(${more[@]+"${more[@]}"})
 
-# Mount directories under their own paths, so that paths in options, messages and the ledger are valid inside and outside.
-mount() { # directory, ro or rw
+# Mount a directory, by default under its own path, so that paths in options, messages and the
+# ledger are valid inside and outside the container.
+mount() { # directory, ro or rw, path in the container
     local path
+    local option=--volume
     path=$(absolute "$1")
-    [[ $path != / && $path != *[:,]* ]] || fail "cannot mount $path" 'it is the root, or has a colon or comma' 'choose another directory'
-    [[ -n $print || -d $path ]] || fail "there is no directory $path" 'the engine would create it, empty and owned by root' 'make it, or correct the variable'
-    if [[ $engine == apptainer ]]; then option=--bind; else option=--volume; fi
+    if [[ $path == / || $path == *[:,]* ]]; then
+        fail "cannot mount $path" 'it is the root, or contains a colon or comma' \
+            'choose another directory'
+    fi
+    if [[ -z $print && ! -d $path ]]; then
+        fail "there is no directory $path" \
+            'the engine would create it, empty and owned by root' \
+            'create it, or correct the variable'
+    fi
+    [[ $engine != apptainer ]] || option=--bind
     options+=("$option" "$path:${3:-$path}:$2")
 }
 LOGDIR=$(absolute "${LOGDIR:-$root/results}")
@@ -130,7 +182,11 @@ export LOGDIR
 mount "$LOGDIR" rw
 if [[ -n ${DATADIR:-} ]]; then
     DATADIR=$(absolute "$DATADIR")
-    if [[ ${arguments[0]} == prepare || ${arguments[1]:-} == prepare ]]; then mount "$DATADIR" rw; else mount "$DATADIR" ro; fi
+    if [[ ${arguments[0]} == prepare || ${arguments[1]:-} == prepare ]]; then
+        mount "$DATADIR" rw
+    else
+        mount "$DATADIR" ro
+    fi
 fi
 if [[ -z ${DATADIR:-} || " ${arguments[*]} " == *' --miniature '* ]]; then
     [[ -n $print ]] || mkdir -p -- "$root/data"
@@ -141,9 +197,11 @@ if [[ -n ${MODEL:-} ]]; then
     mount "$MODEL" ro
 fi
 
-# These variables, by name only: a value on the command line could be read by every user of the host.
-for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND CONT MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM \
-    CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES MASTER_ADDR MASTER_PORT NODE_RANK \
+# Pass these variables by name only: every user of the host could read a value on the command line.
+for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND CONT \
+    MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM \
+    CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES \
+    MASTER_ADDR MASTER_PORT NODE_RANK \
     NCCL_DEBUG NCCL_IB_HCA NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
     if [[ -n ${!variable:-} ]]; then
         if [[ $engine == apptainer ]]; then
@@ -168,27 +226,34 @@ if [[ -n $print ]]; then
     exit 0
 fi
 
-# The client runs in a process group of its own, so that Ctrl-C reaches the container once, through `pass_on`.
+# The client runs in a process group of its own, so that Ctrl-C reaches the container only once, by
+# `pass_on`.
 printf 'container  %s, image %s, by %s\n' "$name" "$image" "$engine" >&2
 set -m
 "${command[@]}" < /dev/null &
 client=$!
 set +m
+# Before the container exists, only the client can be stopped. With Apptainer, the client is the
+# container's first process.
 # shellcheck disable=SC2329 # the traps call it
-pass_on() { # before the container is there, there is only the client to stop
-    if [[ $engine == apptainer ]]; then # the container's first process is the client itself
+pass_on() {
+    if [[ $engine == apptainer ]]; then
         kill -s "$1" "$client" 2> /dev/null || true
     else
-        "$engine" kill --signal "$1" "$name" > /dev/null 2>&1 || kill -s TERM "$client" 2> /dev/null || true
+        "$engine" kill --signal "$1" "$name" > /dev/null 2>&1 ||
+            kill -s TERM "$client" 2> /dev/null || true
     fi
 }
 trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM
 trap 'pass_on HUP' HUP
-[[ $engine == apptainer ]] || trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
+if [[ $engine != apptainer ]]; then
+    trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
+fi
 while kill -0 "$client" 2> /dev/null; do # a signal interrupts `wait`, not the container
     wait "$client" || true
 done
+# bash keeps the exit status of a client that has ended, also before or during the loop.
 code=0
-wait "$client" || code=$? # bash keeps the status of a client that has ended, also of one that ended before the loop
+wait "$client" || code=$?
 exit "$code"
