@@ -153,19 +153,28 @@ def environment_table(gpu: str) -> str:
     for benchmark, name, config in configs_of(gpu):
         text = (ROOT / "configs" / benchmark / f"{name}.toml").read_text()
         for key, value in config.env.items():
-            line = re.search(rf'^{key} = "[^"]*" *# (.+)$', text, re.MULTILINE)
-            if not line:
+            why = comment_of(key, text)
+            if not why:
                 raise SystemExit(
                     f"error: {name}: {key} has no comment\n"
                     "  why: the pages list each variable with its reason\n"
                     "  do:  add one"
                 )
-            reasons[key, value, line[1]] = reasons.get((key, value, line[1]), 0) + 1
+            reasons[key, value, why] = reasons.get((key, value, why), 0) + 1
     rows = [
         [f"`{key}={value}`", why, f"{count} of {len(configs_of(gpu))}"]
         for (key, value, why), count in reasons.items()
     ]
     return markdown(["variable", "why", "configs"], rows)
+
+
+def comment_of(key: str, text: str) -> str:
+    """Return the comment after the value of `key` in a TOML, or else in the lines above, or ""."""
+    match = re.search(rf'((?:^#.*\n)*)^{key} = "[^"]*" *(?:# (.+))?$', text, re.MULTILINE)
+    if not match:
+        return ""
+    above = " ".join(line.removeprefix("# ") for line in match[1].splitlines())
+    return match[2] or above
 
 
 def number(value: float | None, spec: str) -> str:
