@@ -33,7 +33,15 @@ from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
 from submission.examined import Examined, errors
-from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, rules_of
+from submission.log_rules import (
+    DISCLOSURE_KEYS,
+    ERROR,
+    NOTE,
+    RULES,
+    Finding,
+    findings_of,
+    rules_of,
+)
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.terminal import plural
 
@@ -209,10 +217,7 @@ def rule_findings(
         )
         return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
     own = own_log.own_rules(project_root) if ours else ()
-    findings: list[Finding] = []
-    for rule in (*RULES, *CLOCK, *own):
-        findings += rule.findings(log, rules, ours)
-    return findings
+    return findings_of((*RULES, *CLOCK, *own), log, rules, ours)
 
 
 def ruleset_of(log: Log, ours: bool) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -76,30 +76,80 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class OnEvery:
+    """A rule function for every record of a log, including those that are not in memory.
+
+    `new_test`: function that returns a test for one log. The test is called with each record in
+    order, and returns "" for a correct record, else a message.
+    """
+
+    new_test: Callable[[Log, Rules], Callable[[Event], str]]
+
+
+@dataclass(frozen=True)
 class Rule:
     """A rule: the function that finds the breaks in a log, the rule's source and severity."""
 
     name: str
-    find: Callable[[Log, Rules], Breaks]
+    find: Callable[[Log, Rules], Breaks] | OnEvery
     source: str
     severity: str = ERROR
     # Whether breaks usually have one cause. If so, only the first is reported, with the number of
     # the others.
     one_cause: bool = False
 
-    def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
-        """Yield the findings of this rule in `log`. `ours`: whether this project wrote the log."""
-        severity = self.severity
+
+class BreaksOfRule:
+    """The breaks of one rule in one log. If they have one cause, the first and the last."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+        self.breaks: list[tuple[int, str]] = []
+        self.count = 0
+
+    def add(self, line: int, message: str) -> None:
+        self.count += 1
+        if self.rule.one_cause and len(self.breaks) == 2:
+            self.breaks.pop()
+        self.breaks.append((line, message))
+
+    def findings(self, ours: bool) -> Iterator[Finding]:
+        """Yield the findings of the rule. `ours`: whether this project wrote the log."""
+        rule = self.rule
+        severity = rule.severity
         if severity == WARNING_OF_OTHERS:
             severity = ERROR if ours else WARNING
-        breaks = list(self.find(log, rules))
-        if self.one_cause and len(breaks) > 1:
+        breaks = self.breaks
+        if rule.one_cause and self.count > 1:
             line, message = breaks[0]
             last, _ = breaks[-1]
-            more = f"{len(breaks) - 1} more of this kind, the last in line {last}"
+            more = f"{self.count - 1} more of this kind, the last in line {last}"
             breaks = [(line, f"{message}; {more}")]
         for line, message in breaks:
-            yield Finding(line, self.name, message, self.source, severity)
+            yield Finding(line, rule.name, message, rule.source, severity)
+
+
+def findings_of(applied: Iterable[Rule], log: Log, rules: Rules, ours: bool) -> list[Finding]:
+    """Return the findings of the rules `applied` in `log`, rule by rule in their order.
+
+    `ours`: whether this project wrote the log. All rules for every record share one pass, because
+    `Log.every` parses a large file again.
+    """
+    found = [BreaksOfRule(rule) for rule in applied]
+    tests = []
+    for breaks in found:
+        find = breaks.rule.find
+        if isinstance(find, OnEvery):
+            tests.append((find.new_test(log, rules), breaks))
+            continue
+        for line, message in find(log, rules):
+            breaks.add(line, message)
+    for event in log.every():
+        for test, breaks in tests:
+            message = test(event)
+            if message:
+                breaks.add(event.line, message)
+    return [finding for breaks in found for finding in breaks.findings(ours)]
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
@@ -218,19 +268,26 @@ def _without_extra(
 
 
 def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Breaks]:
-    """Return a rule function that applies `find` to each record of `keys` (default: all records).
+    """Return a rule function that applies `find` to each record of `keys`.
 
     `find`: function that returns "" for a correct record, else a message.
     """
 
     def breaks(log: Log, rules: Rules) -> Breaks:
-        events = chain.from_iterable(log.all(key) for key in keys) if keys else log.every()
-        for event in events:
+        for event in chain.from_iterable(log.all(key) for key in keys):
             message = find(event, rules)
             if message:
                 yield event.line, message
 
     return breaks
+
+
+def on_every(find: Callable[[Event], str]) -> OnEvery:
+    """Return a rule function that applies `find` to every record.
+
+    `find`: function that returns "" for a correct record, else a message.
+    """
+    return OnEvery(lambda log, rules: find)
 
 
 def unless(
@@ -376,13 +433,13 @@ def many_seeds(log: Log, rules: Rules) -> Breaks:
         yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
 
 
-def two_on_a_line(event: Event, rules: Rules) -> str:
+def two_on_a_line(event: Event) -> str:
     if TOKEN not in event.prefix:
         return ""
     return f"two records on one line: the official parser reads only the second one, {event.key}"
 
 
-def misread(event: Event, rules: Rules) -> str:
+def misread(event: Event) -> str:
     """Return a message if the line of `event` contains a reserved word outside its key, else "".
 
     The RCP checker finds records by substring. Because of such a word it reads a wrong number, or
@@ -423,7 +480,7 @@ def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def not_finite(event: Event, rules: Rules) -> str:
+def not_finite(event: Event) -> str:
     return f"{event.key} is {event.value}" if _is_not_finite(event.value) else ""
 
 
@@ -453,7 +510,7 @@ RULES = (
     ),
     Rule(
         "finite",
-        on_each(not_finite),
+        on_every(not_finite),
         "OWN; the compliance checker ignores NaN if another evaluation passes",
         WARNING_OF_OTHERS,
     ),
@@ -498,11 +555,11 @@ RULES = (
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
     Rule(
         "line_format",
-        on_each(two_on_a_line),
+        on_every(two_on_a_line),
         "CC mlp_parser/ruleset_610.py",
         WARNING_OF_OTHERS,
         one_cause=True,
     ),
     Rule(REHEARSAL, on_each(invented, REHEARSAL), "OWN; package --rehearse"),
-    Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
+    Rule("reserved_word", on_every(misread), "RCP rcp_checker.py"),
 )

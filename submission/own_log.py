@@ -9,9 +9,10 @@ only.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 from common import benchmarks
@@ -24,10 +25,12 @@ from submission.log_rules import (
     OWN_CONSTANTS,
     WARNING,
     Breaks,
+    OnEvery,
     Rule,
     is_positive,
     is_positive_int,
     on_each,
+    on_every,
     resumed_at,
     unless,
     unlike,
@@ -109,14 +112,14 @@ def not_once(log: Log, rules: Rules) -> Breaks:
             yield event.line, f"{key} is repeated; its first line is {events[0].line}"
 
 
-def prefixed(event: Event, rules: Rules) -> str:
+def prefixed(event: Event) -> str:
     """Return a message if the line of `event` has text before the token, else ""."""
     if not event.prefix or TOKEN in event.prefix:
         return ""
     return f"{event.prefix[:40]!r} before the token"
 
 
-def wrong_event_type(event: Event, rules: Rules) -> str:
+def wrong_event_type(event: Event) -> str:
     """Return a message if the event type of `event` is not that of its key, else ""."""
     wanted = EVENT_TYPES.get(event.key, POINT)
     if event.event_type == wanted:
@@ -124,32 +127,44 @@ def wrong_event_type(event: Event, rules: Rules) -> str:
     return f"{event.key} is logged as {event.event_type!r}, not {wanted}"
 
 
-def out_of_order(log: Log, rules: Rules) -> Breaks:
-    """Find records that do not follow TRANSITIONS.
+def order_test(log: Log, rules: Rules) -> Callable[[Event], str]:
+    """Return a test that finds records that do not follow TRANSITIONS.
 
     The initialization comes first. Then every block and every evaluation ends before the next one
     begins, and run_stop is last.
     """
     state = "nothing"
     early = {"target_accuracy", *init_keys_of(log)}
-    for event in log.every():
+
+    def out_of_order(event: Event) -> str:
+        nonlocal state
         if state == "stopped":
-            yield event.line, f"{event.key} after run_stop"
-        elif event.key in early:
-            if state != "init":
-                yield event.line, f"{event.key} outside init_start .. init_stop"
-        elif event.key in TRANSITIONS[state]:
+            return f"{event.key} after run_stop"
+        if event.key in early:
+            return "" if state == "init" else f"{event.key} outside init_start .. init_stop"
+        if event.key in TRANSITIONS[state]:
             state = TRANSITIONS[state][event.key]
-        elif event.key in ("cache_clear", *EVENT_TYPES, "eval_accuracy"):
-            yield event.line, f"{event.key} in state {state!r}"
+            return ""
+        if event.key in ("cache_clear", *EVENT_TYPES, "eval_accuracy"):
+            return f"{event.key} in state {state!r}"
+        return ""
+
+    return out_of_order
 
 
-def back_in_time(log: Log, rules: Rules) -> Breaks:
-    """Find records with an earlier time than the record before them."""
-    for before, event in pairwise(log.every()):
-        if event.time_ms < before.time_ms:
-            milliseconds = before.time_ms - event.time_ms
-            yield event.line, f"{event.key} is {milliseconds} ms before the previous line"
+def time_test(log: Log, rules: Rules) -> Callable[[Event], str]:
+    """Return a test that finds records with an earlier time than the record before them."""
+    before = -math.inf
+
+    def back_in_time(event: Event) -> str:
+        nonlocal before
+        milliseconds = before - event.time_ms
+        before = event.time_ms
+        if milliseconds > 0:
+            return f"{event.key} is {milliseconds} ms before the previous line"
+        return ""
+
+    return back_in_time
 
 
 def wrong_samples(log: Log, rules: Rules) -> Breaks:
@@ -253,12 +268,12 @@ OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule(
         "line_format",
-        on_each(prefixed),
+        on_every(prefixed),
         "OWN (the official parser strips it)",
         WARNING,
         one_cause=True,
     ),
-    Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
+    Rule("event_type", on_every(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
     Rule(
         "submission",
         unless(lambda value: isinstance(value, str) and value.strip(), "text", *SUBMISSION_KEYS),
@@ -269,8 +284,8 @@ OWN_RULES = (
         unless(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"),
         "OWN; CC common.yaml",
     ),
-    Rule("order", out_of_order, "OWN; TR Run Results", one_cause=True),
-    Rule("time", back_in_time, "OWN", one_cause=True),
+    Rule("order", OnEvery(order_test), "OWN; TR Run Results", one_cause=True),
+    Rule("time", OnEvery(time_test), "OWN", one_cause=True),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules", one_cause=True),
     Rule(
         "resumed",

@@ -166,6 +166,8 @@ class Recorder:
         import triton
         from triton.backends.compiler import GPUTarget
 
+        if "scf.for" not in made.asm["ttir"]:
+            return False  # no loop, so a second compilation would differ in nothing
         backend, name, width, _ = TARGETS[self.arch]
         one_stage = triton.compile(
             source, target=GPUTarget(backend, name, width), options=options | {"num_stages": 1}

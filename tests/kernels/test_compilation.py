@@ -39,7 +39,18 @@ def kernels() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+# Compiled in the default tests: one architecture of each generation. The others of the same
+# generation (sm_89, sm_103) are slow tests.
+DEFAULT_TARGETS = ("gfx942", "gfx950", "sm_90", "sm_100")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        arch if arch in DEFAULT_TARGETS else pytest.param(arch, marks=pytest.mark.slow)
+        for arch in TARGETS
+    ],
+)
 def arch(request):
     return request.param
 
