@@ -366,9 +366,10 @@ def test_each_mode_of_throughput_is_that_of_one_benchmark():
 # --- what the launcher reads runs without torch ---------------------------------------------------
 
 LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
-NEED_TORCH_SOMETIMES = {
-    "launch.multi_node"
-}  # imports it in a function that only a run of several nodes calls
+NEED_TORCH_SOMETIMES = {  # import it in a function
+    "launch.multi_node",  # that only a run of several nodes calls
+    "launch.preflight.nodes.under_torchrun",  # that only a rank of torchrun calls
+}
 NEED_TORCH = {
     "launch.processes.torchrun",
     "launch.preflight.measure",

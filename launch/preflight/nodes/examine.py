@@ -22,7 +22,7 @@ from common.errors import ConfigError, PreflightError, write_whole
 from common.terminal import inform
 from launch.job import PORT
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
-from launch.preflight.nodes import judge, kernel_log, page
+from launch.preflight.nodes import judge, kernel_log, page, under_torchrun
 from launch.preflight.nodes.judge import Pair
 from launch.preflight.nodes.remote import Remote, agent_command, at_once, close, node_names
 
@@ -97,6 +97,9 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
     Raises PreflightError if a node or the network fails, ConfigError for a wrong command line.
     """
     names = node_names(options.nodes)
+    if under_torchrun.is_rank(environment) and environment["RANK"] != "0":
+        under_torchrun.serve(names, environment)
+        return
     commands = {name: agent_command(options.launcher, name, environment) for name in names}
     remotes = [Remote(name, command) for name, command in commands.items()]
     try:
@@ -147,7 +150,10 @@ def check(
 
 
 def master_port(environment: Mapping[str, str]) -> int:
-    """Return MASTER_PORT or its default. Raises ConfigError if it is not a valid port."""
+    """Return MASTER_PORT or its default. Raises ConfigError if it is not a valid port.
+
+    Under torchrun, which listens on MASTER_PORT, the port after the next one is returned.
+    """
     text = environment.get("MASTER_PORT") or str(PORT)
     if not text.isdigit() or not 0 < int(text) < 65535:
         raise ConfigError(
@@ -155,6 +161,8 @@ def master_port(environment: Mapping[str, str]) -> int:
             "this port and the next one are checked",
             "choose one below 65535, or unset it",
         )
+    if under_torchrun.is_rank(environment):
+        return int(text) + under_torchrun.PORT_OFFSET
     return int(text)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.paths import ROOT
+from launch.preflight.nodes import under_torchrun
 
 END_S = 8.0  # for an agent to end its processes after its stdin was closed
 NODE = re.compile(r"[A-Za-z0-9_.:@-]+")  # name or address of a host
@@ -63,14 +64,16 @@ def agent_command(launcher: str, node: str, environment: Mapping[str, str]) -> l
     """Return the command that starts the agent on `node`.
 
     The checkout and its Python must have the same paths there. `launcher`: ssh, srun, a command
-    with {node} in it, or "" to choose srun within a Slurm job and ssh elsewhere. Raises
-    ConfigError.
+    with {node} in it, or "" to choose torchrun in one of its ranks, srun within a Slurm job, and
+    ssh elsewhere. Raises ConfigError.
     """
     root = shlex.quote(str(ROOT))
     python = shlex.quote(sys.executable)
     # The checkout comes first: a PYTHONPATH of the node cannot replace the project's modules.
     paths = f"PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}"
     shell = f"cd {root} && {paths} exec {python} -m launch.preflight.nodes.agent"
+    if not launcher and under_torchrun.is_rank(environment):
+        return under_torchrun.command(node, environment)
     if not launcher:
         launcher = "srun" if environment.get("SLURM_JOB_ID") else "ssh"
     if launcher == "ssh":

@@ -14,8 +14,17 @@ import pytest
 from toy import alive, wait_until
 
 from common.errors import ConfigError
+from common.paths import ROOT
 from launch.preflight import __main__ as verb
-from launch.preflight.nodes import examine, facts, judge, kernel_log, links, remote
+from launch.preflight.nodes import (
+    examine,
+    facts,
+    judge,
+    kernel_log,
+    links,
+    remote,
+    under_torchrun,
+)
 
 # --- one machine ----------------------------------------------------------------------------------
 
@@ -213,6 +222,24 @@ def test_an_agent_takes_its_processes_with_it(tmp_path):
     assert not alive(tmp_path)
 
 
+@pytest.mark.quick
+def test_a_rank_of_torchrun_finds_its_node_by_its_address():
+    assert under_torchrun.name_of_this_node(["198.51.100.1", "me@127.0.0.1"]) == "me@127.0.0.1"
+    for names in (["198.51.100.1", "198.51.100.2"], ["127.0.0.1", "127.0.0.2"]):
+        with pytest.raises(ConfigError, match="--nodes"):
+            under_torchrun.name_of_this_node(names)
+
+
+@pytest.mark.quick
+def test_under_torchrun_no_other_launcher_is_needed_and_its_variables_are_not_inherited():
+    environment = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "PATH": ""}
+    here = remote.agent_command("", "127.0.0.1", environment)
+    assert {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} <= {*here} and "PATH" not in here
+    assert here[-1] == "launch.preflight.nodes.agent"
+    assert remote.agent_command("", "198.51.100.1", environment)[-2:] == ["ask", "198.51.100.1"]
+    assert examine.master_port(environment) == examine.PORT + under_torchrun.PORT_OFFSET
+
+
 class Stub:
     """An agent that answers at once, and keeps what it was asked."""
 
@@ -363,3 +390,31 @@ def test_healthy_nodes_pass_with_every_pair_measured(namespaces, tmp_path, monke
         frozenset(pair) for pair in itertools.combinations(nodes, 2)
     }
     assert all(0.02 < pair["all-reduce"] < 0.25 for pair in result["pairs"])
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_check_their_nodes(namespaces, tmp_path):
+    """Nothing but torchrun starts a process on the second node."""
+    out = tmp_path / "out"
+    nodes = [GOOD, ALSO_GOOD]
+    check = ["-m", "launch.preflight", "--nodes", ",".join(nodes), "--quick", "--device", "cpu"]
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static"]
+    where += ["--master-addr", GOOD, "--master-port", "29400"]
+    environment = {**os.environ, "LOGDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("MASTER_PORT", None)
+    ranks = []
+    for rank, node in enumerate(nodes):
+        command = ["ip", "netns", "exec", node, sys.executable, "-m", "torch.distributed.run"]
+        command += [*where, "--node-rank", str(rank), *check, "--out", str(out)]
+        ranks.append(subprocess.Popen(command, env=environment, text=True))
+    assert [rank.wait(150) for rank in ranks] == [0, 0]
+    assert (out / "passing_nodes.txt").read_text().split() == nodes
+    result = json.loads((out / "nodes.json").read_text())
+    assert {(link["from"], link["to"]) for link in result["links"]} == {
+        (GOOD, ALSO_GOOD),
+        (ALSO_GOOD, GOOD),
+    }
+    measured = {row["check"]: row["verdict"] for row in result["cluster"]}
+    assert measured["all-reduce"] in ("ok", "warn")
+    ports = [row for row in result["rows"][GOOD] if row["check"] == "ports"]
+    assert [row["verdict"] for row in ports] == ["ok"]
