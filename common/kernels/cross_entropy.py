@@ -2,14 +2,14 @@
 
     forward    loss = logsumexp(z) - z[label], natural logarithm
     backward   dz = g * (softmax(z) - onehot(label)), with g the gradient of the sequence's loss
-               sum. 0 where the label is ignored.
+               sum; 0 if the label is ignored
 
 The Triton forward reads each row of logits once (online log-sum-exp, Milakov and Gimelshein,
-arXiv:1805.02867). The backward reads it once more and overwrites it with the gradient. For
-vocabulary 128,256 in bf16, this moves 256,512 bytes per token forward and 513,024 backward (0.06 +
-0.12 us on an H200 that copies at 4.3 TB/s). It saves a second buffer of 2.1 GB per sequence of
-8,192. Plain torch moves some 3.5 MB per token: a copy in fp32, its log-softmax, the gradient of
-that and a cast.
+arXiv:1805.02867). The backward reads it once more and overwrites it with the gradient, which saves
+a second buffer of 2.1 GB per sequence of 8,192. For vocabulary 128,256 in bf16, this moves 256,512
+bytes per token forward and 513,024 backward (0.06 + 0.12 us on an H200 that copies at 4.3 TB/s).
+Plain torch moves some 3.5 MB per token: a copy in fp32, its log-softmax, the gradient of the latter
+and a cast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (loss_sum, count), both fp32 [batch]: sum over the valid tokens, and their number.
+    """Return (loss_sum, count), both fp32 [batch]: loss of all valid tokens, and their number.
 
     `logits`: [batch, sequence, vocab], of any float dtype. Log-sum-exp and sums are computed in
         fp32.
@@ -47,7 +47,7 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Return the number of valid tokens, fp32 [batch]. labels: int [batch, sequence]."""
+    """Return the number of valid tokens, fp32 [batch]. `labels`: int [batch, sequence]."""
     return (labels != IGNORE_INDEX).sum(-1, dtype=torch.float32)
 
 
@@ -65,8 +65,8 @@ def _cross_entropy_forward_kernel(
     """Compute a row's loss, its largest logit m and the sum of exp(z - m). One program per row.
 
     A tile is DEPTH x LANES. Each lane has its own maximum and sum, so that threads synchronize only
-    at the end of the row. exp(z - m) is exp2((z - m) * log2(e)), one instruction. Scaling z itself
-    would round large logits before the difference.
+    at the end of the row. exp(z - m) is computed as exp2((z - m) * log2(e)), one instruction.
+    Scaling z before the subtraction would round large logits.
     """
     # int64, because 16,744 tokens of vocabulary 128,256 have 2**31 logits.
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def _cross_entropy_forward_kernel(
         tl.store(losses_ptr + row, 0.0)
         return
     logits_ptr += row * VOCAB
-    # A label outside the vocabulary makes the loss NaN, at which the loop stops. Without the mask
+    # A label outside the vocabulary makes the loss NaN, and training stops. Without the mask,
     # another row would be read.
     label_logit = tl.load(
         logits_ptr + label, mask=(label >= 0) & (label < VOCAB), other=float("nan")
@@ -87,7 +87,7 @@ def _cross_entropy_forward_kernel(
         column = start + lane
         z = tl.load(logits_ptr + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
         new_max = tl.maximum(lane_max, tl.max(z, 0))
-        # -inf - -inf is NaN. The sum of a lane that has only seen -inf must be 0.
+        # -inf - -inf is NaN. The sum of a lane with only -inf so far must be 0.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         lane_sum = lane_sum * tl.exp2((lane_max - base) * _LOG2_E) + tl.sum(
             tl.exp2((z - base[None, :]) * _LOG2_E), 0
@@ -114,8 +114,8 @@ def _cross_entropy_backward_kernel(
 ):
     """Overwrite BLOCK columns of a row of logits with their gradient. One program per such block.
 
-    The upstream gradient needs no separate pass: it is one factor with the row's 1 / sum. The
-    one-hot is subtracted in fp32, before the only rounding.
+    The upstream gradient is multiplied in the same pass, with the row's 1 / sum. The one-hot is
+    subtracted in fp32, before the only rounding.
     """
     blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks
@@ -127,14 +127,17 @@ def _cross_entropy_backward_kernel(
     upstream = tl.load(upstream_ptr + row // sequence * upstream_stride)
     softmax = tl.exp2((z - tl.load(max_ptr + row)) * _LOG2_E) * (upstream / tl.load(sum_ptr + row))
     d_logits = softmax - tl.where(column == label, upstream, 0.0)
-    # Selected, not multiplied: an ignored row must be 0 for any logits and any upstream gradient
-    # (1 / count of a sequence without valid tokens is inf). Its maximum and sum were never written.
+    # Not multiplied by 0, which would leave NaN: the upstream gradient of a sequence without valid
+    # tokens is inf (1 / count), and the maximum and sum of an ignored row were never written.
     d_logits = tl.where(label == _IGNORE, 0.0, d_logits)
     tl.store(pointer, d_logits.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
 def _warps(arch: str) -> int:
-    """Return the warps of 256 threads: 2,048 bf16 columns are then one 16-byte load per thread."""
+    """Return the number of warps that have 256 threads.
+
+    2,048 bf16 columns are then one 16-byte load per thread.
+    """
     return 4 if arch.startswith("gfx") else 8
 
 
@@ -142,7 +145,7 @@ def cross_entropy_forward_settings(arch: str) -> Tile:
     """Return the forward kernel's tile.
 
     `columns` is the number of lanes of a row, each with its own log-sum-exp. `rows` is the number
-    of columns that a lane takes at a time.
+    of logits that a lane reads at a time.
     """
     return Tile(rows=8, columns=2048, warps=_warps(arch))
 
@@ -152,9 +155,7 @@ def cross_entropy_backward_settings(arch: str) -> Tile:
 
 
 def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per token the loss, the largest logit, and sum(exp(z - largest)).
-
-    All three are fp32 [batch, sequence].
+    """Return (loss, largest logit, sum of exp(z - largest)) of each token, fp32 [batch, sequence].
 
     `logits`: [batch, sequence, vocab], contiguous.
     `labels`: int [batch, sequence], contiguous.
@@ -182,7 +183,7 @@ def cross_entropy_backward(
     """Overwrite `logits` with their gradient.
 
     `labels`, `largest`, `total`: input and results of `cross_entropy_forward`.
-    `d_loss_sum`: fp32 [batch], of any stride, also 0.
+    `d_loss_sum`: fp32 [batch], of any stride, including 0.
     """
     assert_contiguous("cross entropy's backward", logits, labels, largest, total)
     vocab = logits.shape[-1]
@@ -215,8 +216,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, d_loss_sum: Tensor) -> tuple[Tensor, None]:
         logits, labels, largest, total = ctx.saved_tensors
         cross_entropy_backward(logits, labels, largest, total, d_loss_sum)
-        # autograd does not see that the kernel has overwritten the logits. With a new version it
-        # refuses every later backward that would read them, a second run of this one included.
+        # autograd does not see that the kernel has overwritten the logits. With a new version
+        # number, it refuses every later backward that would read them, including a second run of
+        # this one.
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None
 
@@ -226,14 +228,14 @@ def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
     `logits`: contiguous, in bf16, fp16 or fp32.
 
-    The backward DESTROYS the logits: their memory becomes their gradient. Other code must read them
-    before. Without a required gradient, nothing is overwritten and nothing is kept. A label that is
-    neither in the vocabulary nor ignored gives a loss of NaN.
+    The backward overwrites the logits with their gradient, so other code must read them before. If
+    no gradient is required, nothing is overwritten and nothing is kept. The loss is NaN if a label
+    is neither in the vocabulary nor ignored.
 
-    Raises RuntimeError in a later backward that would read the logits: a second one through this
-    loss (retain_graph), one of a second loss on the same logits, or one of the op that made them,
-    if it has saved its output. Raises ValueError if the logits are not contiguous (a copy of
-    gigabytes would go unnoticed) or the labels have another shape.
+    Raises ValueError if the logits are not contiguous, because a copy of gigabytes would go
+    unnoticed, or if the labels have another shape. A later backward that would read the logits
+    raises RuntimeError: a second one through this loss (retain_graph), one through a second loss on
+    the same logits, or one through the op that computed them, if it has saved its output.
     """
     if not logits.is_contiguous() or labels.shape != logits.shape[:-1]:
         raise ValueError(

@@ -6,18 +6,20 @@
                    also quantized.
     down_backward_ dA = P^T D(n);  d_n += D(P A)
 
-M is the number of rows (tokens), K the layer's inputs, N its outputs, R the adapter's rank.
+M is the number of rows (tokens), K the number of the layer's inputs, N that of its outputs, R the
+rank of the adapter.
 
-D is dropout: it zeroes elements with probability 1 - q. Its factor 1 / q is applied to the result
-of a sum instead of to each element. Each kernel reads its large tensor once and recomputes n and
-the mask in registers, so that neither is saved for the backward. Programs write partial sums over
-rows, which a second sum adds up: no atomics, and the same bits in every run.
+D is dropout without its factor: it zeroes elements with probability 1 - q. The factor 1 / q is
+applied to the result of a sum instead of to each element. Each kernel reads its large tensor once
+and recomputes n and the mask in registers, so that neither is kept for the backward. Programs write
+partial sums over rows, which a second sum adds up, without atomics and with the same bits in every
+run.
 
-The mask is a function of (seed, row, column). It compares a 16-bit random number to the dropout
-probability in steps of 2^-16 (0.1 becomes 0.10001). The number is the one at column % 8 among the
-eight of Philox4x32-7 (Salmon et al., SC 2011) with key `seed` and counter (row, column // 8, 0, 0).
-One call of the generator serves eight elements: with one call per element, the generator would
-limit the speed instead of memory. `keep_mask` makes the same mask in plain torch.
+The mask is a function of (seed, row, column). It compares a 16-bit random number with the dropout
+probability in steps of 2^-16 (0.1 becomes 0.10001). The generator is Philox4x32-7 (Salmon et al.,
+SC 2011) with key `seed` and counter (row, column // 8, 0, 0). It yields eight such numbers, of
+which number column % 8 is used. With one call per element, the generator would limit the speed
+instead of memory. `keep_mask` computes the same mask in plain torch.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ from common.kernels.quantize import (
 )
 
 ROUNDS = tl.constexpr(7)  # Philox rounds: the fewest that pass BigCrush
-STEPS = 1 << 16  # number of steps in which a probability is expressed
+STEPS = 1 << 16  # number of values of a random number
 
 
 class Norm(NamedTuple):
-    """The RMS norm before the adapter: its weight, and its rstd from the forward."""
+    """The RMS norm before an adapter: its rstd from the forward, and its weight."""
 
     rstd: Tensor  # fp32, M elements
     weight: Tensor  # [K]
@@ -60,7 +62,7 @@ class Dropout(NamedTuple):
 
     @property
     def threshold(self) -> int:
-        """The number of 16-bit random numbers, the smallest ones, that zero an element."""
+        """Elements whose random number is below this are zeroed."""
         return round(self.p * STEPS)
 
     @property
@@ -74,7 +76,7 @@ def kept_share(dropout: Dropout | None) -> float:
     return dropout.kept if dropout else 1.0
 
 
-# Plain torch
+# --- plain torch
 
 
 def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
@@ -85,22 +87,35 @@ def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
     c0 = torch.arange(rows, device=device)[:, None].expand(rows, groups)
     c1 = torch.arange(groups, device=device)[None, :].expand(rows, groups)
     c2 = c3 = torch.zeros_like(c0)
-    k0, k1 = dropout.seed & low, (dropout.seed >> 32) & low
+    k0 = dropout.seed & low
+    k1 = (dropout.seed >> 32) & low
     for _ in range(ROUNDS.value):
-        # The product of two 32-bit numbers can wrap in int64, but all of its 64 bits are right.
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ k0, b & low, ((a >> 32) & low) ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+        # The product of two 32-bit numbers may wrap in int64, but its 64 bits are right.
+        a = c0 * 0xD2511F53
+        b = c2 * 0xCD9E8D57
+        c0 = ((b >> 32) & low) ^ c1 ^ k0
+        c1 = b & low
+        c2 = ((a >> 32) & low) ^ c3 ^ k1
+        c3 = a & low
+        k0 = (k0 + 0x9E3779B9) & low
+        k1 = (k1 + 0xBB67AE85) & low
     words = torch.stack((c0, c1, c2, c3), dim=-1)
     numbers = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1)
     return numbers[:, :columns] >= dropout.threshold
 
 
 def adapter_input(x: Tensor, norm: Norm | None, dropout: Dropout | None) -> Tensor:
-    """Return D(n), [M, K] in x's dtype, without the division by q."""
+    """Return D(n), [M, K] in x's dtype."""
     if norm is not None:
         x = (x.float() * norm.rstd.view(-1, 1) * norm.weight.float()).to(x.dtype)
-    return x if dropout is None else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), x, 0.0)
+    return _dropped(x, dropout)
+
+
+def _dropped(x: Tensor, dropout: Dropout | None) -> Tensor:
+    """Return D(x)."""
+    if dropout is None:
+        return x
+    return torch.where(keep_mask(x.shape[0], x.shape[1], dropout), x, 0.0)
 
 
 def down_reference(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
@@ -111,7 +126,9 @@ def down_reference(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropou
 def up_(y: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Add scale * t lora_b^T to `y` in place and return y.
 
-    y: [M, N], t: [M, R], lora_b: [N, R].
+    `y`: [M, N].
+    `t`: [M, R].
+    `lora_b`: [N, R].
     """
     return y.addmm_(t, lora_b.t(), alpha=scale)
 
@@ -124,37 +141,32 @@ def up_backward_reference(
     dropout: Dropout | None,
     quantizer: Quantizer | None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-    """Return (P [M, R] in g's dtype, dB fp32 [N, R], g as `quantizer` stores it).
+    """Return (P [M, R] in g's dtype, dB fp32 [N, R], g as an operand of matrix products).
 
-    g: [M, N], t: [M, R], lora_b: [N, R].
+    `g`: [M, N], the gradient of the layer's result.
+    `t`: [M, R].
+    `lora_b`: [N, R].
+    `quantizer`: quantizer of g. Without one, g is returned unquantized.
     """
     p = (g @ lora_b) * (scale / kept_share(dropout))
-    return (
-        p,
-        (g.float().t() @ t.float()) * scale,
-        quantize_reference(g, quantizer) if quantizer else QuantizedTensor(g),
-    )
+    d_b = (g.float().t() @ t.float()) * scale
+    return p, d_b, quantize_reference(g, quantizer)
 
 
 def down_backward_reference_(
     d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None
 ) -> Tensor:
-    """Add the adapter's share to `d_n` in place and return dA, fp32 [R, K].
+    """Add the adapter's part of the gradient to `d_n` in place and return dA, fp32 [R, K].
 
-    `d_n`: [M, K].
+    `d_n`: [M, K], the gradient of n.
     `x`, `norm`, `lora_a`, `dropout`: as in the forward.
     `p`: [M, R], from `up_backward`.
     """
-    share = p @ lora_a
-    d_n += (
-        share
-        if dropout is None
-        else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), share, 0.0)
-    )
+    d_n += _dropped(p @ lora_a, dropout)
     return p.float().t() @ adapter_input(x, norm, dropout).float()
 
 
-# Triton
+# --- Triton
 
 
 @triton.jit
@@ -174,8 +186,8 @@ def input_tile(
 
     The tile has the rows `row` (int64) and COLUMNS columns from `first_column`, a multiple of 8.
 
-    The mask is returned apart because loads and stores must not use it. A mask that changes between
-    single elements makes them narrower than 16 bytes.
+    Loads and stores must not use the mask: with masks that differ between neighboring elements,
+    they could not be 16 bytes wide.
     """
     column = first_column + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -191,7 +203,7 @@ def input_tile(
         row_number = row.to(tl.int32)[:, None] + zeros
         a, b, c, d = tl.philox(seed, row_number, group[None, :] + zeros, zeros, zeros, ROUNDS)
         words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-        keep = tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD  # as `keep_mask`
+        keep = tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD  # as in `keep_mask`
         n = tl.where(keep, n, 0.0)
     else:
         keep = mask
@@ -217,7 +229,7 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute partial sums of T for ROWS rows. One program sums over `columns_each` columns."""
+    """Compute partial sums of T for ROWS rows. A program sums over `columns_each` columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
@@ -272,9 +284,9 @@ def _up_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute partial sums of P and dB. One program reads COLUMNS columns x `rows_each` rows of g.
+    """Compute partial sums of P and dB. A program reads COLUMNS columns x `rows_each` rows of g.
 
-    Its part of P has the number program_id(0), its part of dB the number program_id(1).
+    It writes partial sum program_id(0) of P, and partial sum program_id(1) of dB.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, BLOCK_RANK)
@@ -335,9 +347,9 @@ def _down_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Update d_n and compute partial sums of dA. One program: COLUMNS columns x `rows_each` rows.
+    """Update d_n and compute partial sums of dA, with the same dropout mask.
 
-    Both results use the same mask.
+    A program handles COLUMNS columns x `rows_each` rows of x and d_n.
     """
     first_column = tl.program_id(0) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
@@ -377,12 +389,12 @@ def _down_backward_kernel(
     tl.store(partial_ptr + place, d_a, mask=a_mask)
 
 
-# Tiles of the large tensor, [M, K] or [M, N]. `parts` makes enough programs for every GPU if M is
-# 8192. No register is spilled on any of the architectures that the tests compile for.
+# Tiles of the large tensor, [M, K] or [M, N]. With these `parts`, there are enough programs for
+# every GPU if M is 8192. tests/kernels verify that no register is spilled.
 
 
 def down_settings(arch: str) -> Tile:
-    # Tiles that are faster on an H200 spill, or their results were not checked there (docs/log.md).
+    # Faster tiles on an H200 spill registers, or their results were not checked (docs/log.md).
     return Tile(rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=4)
 
 
@@ -404,12 +416,12 @@ def down_backward_settings(arch: str) -> Tile:
 
 
 def _each(size: int, tile: int, parts: int) -> int:
-    """Return the elements of the summed dimension per part, a multiple of the tile's size."""
+    """Return the number of elements per partial sum, a multiple of the tile's size."""
     return triton.cdiv(triton.cdiv(size, tile), parts) * tile
 
 
 def _block_rank(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))  # tl.dot takes at least 16
+    return max(16, triton.next_power_of_2(rank))  # tl.dot requires at least 16
 
 
 def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
@@ -472,7 +484,6 @@ def up_backward_triton(
     column_parts = triton.cdiv(num_columns, tile.columns)
     p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
     b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
-
     state, largest = state_and_largest(quantizer)
 
     def launch(out: QuantizedTensor | None, mode: tl.constexpr) -> None:
@@ -546,7 +557,7 @@ def down_backward_triton_(
 
 @dataclass(frozen=True)
 class LoraEngine:
-    """Implementations of the adapter's operations."""
+    """The functions of this file in one of their two implementations."""
 
     down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
     up_backward: Callable[

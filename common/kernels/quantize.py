@@ -1,7 +1,8 @@
 """Quantization to FP8: the store that all kernels share, and the kernel that only casts.
 
-A kernel that makes a tensor calls `store_quantized` instead of tl.store. Its launcher runs it with
-`quantize_with`, once or twice (kernels/fp8.py). MODE says what a launch does:
+A kernel that computes an operand of a matrix product calls `store_quantized` instead of tl.store.
+Its launcher runs it by `quantize_with`, once or twice (kernels/fp8.py). MODE says what a launch
+does:
 
     AMAX_ONLY          Record the amax and store nothing: the first of two launches.
     STORE              Store with the current scale: the second of two launches, or an evaluation.
@@ -23,14 +24,14 @@ from common.kernels import transpose
 from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
 
-# Triton sees globals only as constexpr.
+# Triton kernels can use globals only if they are constexpr.
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
 # Cache modifier of a load that bypasses the caches of a single compute unit. ".cg" bypasses the L1
 # on NVIDIA but is only a hint on AMD.
 AMAX_CACHE = tl.constexpr(".cv" if torch.version.hip else ".cg")
-# Whether kernels store both layouts of a tile. Not on NVIDIA: the ptxas that ships with Triton
-# garbles the columns for Hopper (triton#11111, seen on an H200). A newer ptxas was slower there
-# (docs/log.md).
+# Whether kernels store both layouts of a tile. Not on NVIDIA, because the ptxas that ships with
+# Triton stores wrong columns on Hopper (triton#11111, seen on an H200). With a newer ptxas, it was
+# slower than a separate transpose (docs/log.md).
 BOTH_FROM_ONE_TILE = bool(torch.version.hip)
 
 
@@ -40,18 +41,17 @@ def new_quantized(
     """Return an uninitialized tensor of `shape`. Without a quantizer it has the dtype of `like`."""
     if quantizer is None:
         return QuantizedTensor(like.new_empty(shape))
-    columnwise = (
-        like.new_empty(shape[::-1], dtype=quantizer.dtype) if quantizer.transposed else None
-    )
-    return QuantizedTensor(
-        like.new_empty(shape, dtype=quantizer.dtype), columnwise, quantizer.scale
-    )
+    rowwise = like.new_empty(shape, dtype=quantizer.dtype)
+    columnwise = None
+    if quantizer.transposed:
+        columnwise = like.new_empty(shape[::-1], dtype=quantizer.dtype)
+    return QuantizedTensor(rowwise, columnwise, quantizer.scale)
 
 
 def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
-    """Yield the MODE of each launch that makes a tensor of `quantizer`.
+    """Yield the MODE of each launch of a kernel that computes a tensor of `quantizer`.
 
-    Between two launches, the scale is set from the amax of the first.
+    If there are two, the scale is set between them from the amax that the first one recorded.
     """
     if quantizer is None:
         yield UNQUANTIZED
@@ -74,14 +74,14 @@ def quantize_with(
     launch: Callable[[QuantizedTensor, tl.constexpr], None],
     tiled: bool = False,
 ) -> QuantizedTensor:
-    """Run a kernel that makes a tensor of `shape`, once or twice, and return the tensor.
+    """Run a kernel that computes a tensor of `shape`, once or twice, and return the tensor.
 
-    Also writes the transpose if the quantizer requests it. Without a quantizer, the result has the
-    dtype of `like`.
-
+    `like`: has the device of the result and, without a quantizer, its dtype.
     `launch(out, MODE)`: runs the kernel once. It writes `out.rowwise` and, unless None,
         `out.columnwise`.
     `tiled`: the kernel can write `out.columnwise`, because its tiles have enough rows.
+
+    Also writes the transpose if the quantizer requests it.
     """
     result = new_quantized(quantizer, shape, like)
     out = kernel_output(result) if tiled else result._replace(columnwise=None)
@@ -93,7 +93,7 @@ def quantize_with(
 
 
 def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
-    """Return the tensor without `columnwise` if a separate kernel writes that."""
+    """Return `quantized`, without `columnwise` if a separate kernel writes it."""
     return quantized if BOTH_FROM_ONE_TILE else quantized._replace(columnwise=None)
 
 
@@ -117,7 +117,7 @@ def state_and_largest(quantizer: Quantizer | None) -> tuple[Tensor | None, float
 
 
 def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
-    """Return `x` in the form that matrix products read. Without a quantizer: unchanged.
+    """Return `x` as an operand of matrix products, unquantized without a quantizer.
 
     `x`: [rows, columns] of any float dtype.
     """
@@ -128,7 +128,7 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
         x_fp32 = x.float()
         scaled = x_fp32 * quantizer.state[SCALE]
         if mode != STORE:
-            # NaN counts as 0, because the maximum of the kernels ignores NaN, too.
+            # NaN counts as 0, because the maximum of the kernels ignores NaN too.
             amax = x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()
             quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], amax)
         if mode == STORE_AND_RECORD:
@@ -157,9 +157,9 @@ def raise_amax(amax, state_ptr):
     """Raise the amax in a quantizer's state to `amax`, the amax of one program.
 
     Most programs find a larger one there already, and a load is cheaper than an atomic. The load
-    bypasses the L1 cache, which would not show the amax of other programs. The atomic is relaxed,
-    because no order matters. Triton's default orders all memory accesses of the program around each
-    atomic. With it a cast of 50 us took 950 us (docs/log.md).
+    bypasses the L1 cache, which does not see the stores of other multiprocessors. The atomic is
+    relaxed, because its order does not matter. Triton's default orders all memory accesses of the
+    program around each atomic, with which a cast of 50 us took 950 us (docs/log.md).
     """
     if amax > tl.load(state_ptr + 2, cache_modifier=AMAX_CACHE):
         tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
@@ -179,10 +179,14 @@ def store_quantized(
     MODE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Store the fp32 tile `x` [R, C], which is 0 where masked, as MODE says.
+    """Store the fp32 tile `x` [R, C], whose masked elements are 0, as MODE says.
 
-    row: int64 [R], column: int [C], mask: [R, C].
-    out: [num_rows, num_columns], columnwise: its transpose, or None.
+    `row`: int64 [R].
+    `column`: int [C].
+    `mask`: [R, C].
+    `out_ptr`: [num_rows, num_columns].
+    `columnwise_ptr`: the transpose of out, or None.
+    `state_ptr`: state of the quantizer (kernels/fp8.py).
     """
     offset = out_ptr + row[:, None] * num_columns + column[None, :]
     if MODE == UNQUANTIZED:
@@ -199,7 +203,7 @@ def store_quantized(
                     sem="relaxed",
                 )
         if MODE != AMAX_ONLY:
-            # NaN must stay NaN, but tl.clamp loses it, and inf must not become LARGEST. 0 * x is
+            # NaN must stay NaN, which tl.clamp does not ensure, and inf must become NaN. 0 * x is
             # NaN for both, and 0 for a finite element.
             scaled = x * scale
             clamped = tl.where(
@@ -247,17 +251,17 @@ def _quantize_kernel(
 
 
 def quantize_settings(arch: str) -> Tile:
-    # gfx: 64 rows, as in the other kernels, for whole lines of the columnwise layout. Not timed.
+    # gfx: 64 rows, so that the columnwise layout is stored in whole cache lines. Not timed.
     if arch.startswith("gfx"):
         return Tile(rows=64, columns=64, warps=4)
-    # sm_90: the best of seven tried on an H200, 89 % of a copy's bandwidth (docs/log.md).
+    # sm_90: the fastest of seven tried on an H200, 89 % of a copy's bandwidth (docs/log.md).
     return Tile(rows=16, columns=256, warps=4)
 
 
 def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     """Triton version of `quantize_reference`. x must be contiguous.
 
-    2 bytes read and 1 written per element, plus the transposed layout.
+    Reads 2 bytes and writes 1 per element, in addition to those of the transpose.
     """
     if quantizer is None:
         return QuantizedTensor(x)

@@ -10,7 +10,7 @@ The norm is fused with the residual add before it and with the quantization of i
                d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat))
                d_w = sum over rows of d_n * x_hat
 
-No element of a row can be stored before the whole row is summed. Therefore a program holds whole
+No element of a row can be stored before the whole row is summed. Therefore a program keeps whole
 rows in registers and reads each element once.
 """
 
@@ -38,10 +38,7 @@ from common.kernels.quantize import (
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of `x` [..., hidden] in x's dtype. weight: [hidden].
-
-    The mean and the scaling are computed in fp32.
-    """
+    """Return the norm of `x` [..., hidden] in its dtype, computed in fp32. `weight`: [hidden]."""
     x_fp32 = x.float()
     rstd = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     return (x_fp32 * rstd * weight.float()).to(x.dtype)
@@ -54,21 +51,17 @@ def add_rms_norm_reference(
 
     `x`, `branch`: [M, D]. The residual is x + branch, or x itself without a branch.
     `weight`: [D].
-    `quantizer`: of the norm. Without one, the norm is in x's dtype.
+    `quantizer`: quantizer of the norm. Without one, the norm is in x's dtype.
 
-    rstd is fp32 [M].
+    The residual and its norm are [M, D], rstd is fp32 [M].
     """
     residual = x if branch is None else x + branch
     r = residual.float()
     rstd = torch.rsqrt(r.pow(2).mean(-1) + eps)
     n = r * rstd[:, None] * weight.float()
-    return (
-        residual,
-        quantize_reference(n, quantizer)
-        if quantizer is not None
-        else QuantizedTensor(n.to(x.dtype)),
-        rstd,
-    )
+    if quantizer is None:
+        return residual, QuantizedTensor(n.to(x.dtype)), rstd
+    return residual, quantize_reference(n, quantizer), rstd
 
 
 def rms_norm_backward_reference(
@@ -85,10 +78,12 @@ def rms_norm_backward_reference(
     `d_n`: [M, D], the gradient of the norm.
     `residual`, `rstd`: [M, D] and fp32 [M], results of the forward.
     `weight`: [D].
-    `d_residual`: [M, D], the gradient of the residual on the path past the norm. None for 0.
+    `d_residual`: [M, D], the gradient that reaches the residual without passing the norm. None: 0.
+    `quantizer`: quantizer of d_x. Without one, the quantized d_x is None.
+    `weight_grad`: without it, d_weight is None.
 
-    d_x is in d_n's dtype, and this rounded d_x is quantized. Without `quantizer` the quantized d_x
-    is None. d_weight is [D], or None without `weight_grad`.
+    d_x [M, D] is the gradient of the residual, rounded to d_n's dtype. The rounded values are
+    quantized. d_weight is [D].
     """
     d_n_fp32 = d_n.float()
     x_hat = residual.float() * rstd[:, None]
@@ -97,15 +92,17 @@ def rms_norm_backward_reference(
     if d_residual is not None:
         d_x = d_residual.float() + d_x
     d_x = d_x.to(d_n.dtype)
-    return (
-        d_x,
-        quantize_reference(d_x, quantizer) if quantizer is not None else None,
-        (d_n_fp32 * x_hat).sum(0).to(weight.dtype) if weight_grad else None,
-    )
+    quantized = None
+    if quantizer is not None:
+        quantized = quantize_reference(d_x, quantizer)
+    d_weight = None
+    if weight_grad:
+        d_weight = (d_n_fp32 * x_hat).sum(0).to(weight.dtype)
+    return d_x, quantized, d_weight
 
 
 def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of whole rows.
+    """Return (rows, columns) of a tile of whole rows of `num_columns` elements.
 
     The tile has about as many elements as `rows_of_4096` rows of 4,096.
     """
@@ -165,9 +162,10 @@ def add_rms_norm_settings(arch: str, num_columns: int) -> Tile:
 def add_rms_norm_triton(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
-    """Triton version of `add_rms_norm_reference`. x and branch must be contiguous.
+    """Triton version of `add_rms_norm_reference`. All tensors must be contiguous.
 
-    With a branch, 4 bytes read and 2 written per element, else 2 and 0, plus the norm.
+    Reads 4 bytes and writes 2 per element with a branch, else reads 2, in addition to writing the
+    norm.
     """
     assert_contiguous("the norm", x, branch, weight)
     num_rows, num_columns = x.shape
@@ -222,7 +220,8 @@ def _rms_norm_backward_kernel(
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     # The amax and the number of saturated elements are kept per column and recorded once per
     # program, which saves a sum and a load for each row.
-    amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    amax = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(REPEATS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(
@@ -238,7 +237,8 @@ def _rms_norm_backward_kernel(
         r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
             tl.float32
         )
-        g, x_hat = d_n * weight[None, :], r * rstd[:, None]
+        g = d_n * weight[None, :]
+        x_hat = r * rstd[:, None]
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
         if d_residual_ptr is not None:
@@ -335,10 +335,10 @@ def rms_norm_backward_triton(
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
     """Triton version of `rms_norm_backward_reference`. All tensors must be contiguous.
 
-    4 bytes read per element, 6 with d_residual, and 2 written, plus the quantized d_x.
+    Reads 4 bytes per element, 6 with d_residual, and writes 2, in addition to the quantized d_x.
 
-    d_weight is the same bit for bit in every run: programs write partial sums, which a second
-    kernel adds up. (torch's sum of 512 such rows takes 22 us on an H200.)
+    d_weight has the same bits in every run: programs write partial sums, which a second kernel adds
+    up. (torch's sum of 512 such rows takes 22 us on an H200.)
     """
     assert_contiguous("the norm's backward", d_n, residual, rstd, weight, d_residual)
     num_rows, num_columns = d_n.shape
@@ -408,7 +408,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Triton version of `rms_norm_reference`: one kernel forward and one backward. Runs eagerly.
 
-    An x or a gradient that is not contiguous is copied first.
+    If x or its gradient is not contiguous, it is copied first.
     """
     return _RMSNorm.apply(x, weight, eps)
 

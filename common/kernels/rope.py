@@ -4,7 +4,7 @@ Rotate-half convention: (a, b) -> (a cos - b sin, b cos + a sin), where a and b 
 second half of a head.
 
 The packed functions work on the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], with
-M = batch * sequence and position = row % sequence.
+M = batch * sequence. The position of a row is row % sequence.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from common.model.shapes import ModelShape
 
 
 def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> Tensor:
-    """Return the radians per position, fp32 [head_dim / 2]: base^(-2i / head_dim).
+    """Return the rotation frequencies in radians per position, fp32 [head_dim / 2].
 
-    If the shape has `rope_scaling`, they are scaled as in Llama 3.1 (model card; `llama3` rope type
-    of transformers): wavelengths above original_context / low_frequency_factor are stretched by
-    `factor`, those below original_context / high_frequency_factor stay, and in between the two are
-    blended linearly.
+    They are base^(-2i / head_dim). If the shape has `rope_scaling`, they are scaled as in Llama 3.1
+    (model card; rope type `llama3` of transformers). Wavelengths above original_context /
+    low_frequency_factor are multiplied by `factor`. Those below original_context /
+    high_frequency_factor do not change. In between, the two frequencies are blended linearly.
     """
     exponents = (
         torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
@@ -48,12 +48,12 @@ def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> T
     keep = (rotations - scaling.low_frequency_factor) / (
         scaling.high_frequency_factor - scaling.low_frequency_factor
     )
-    keep = keep.clamp(0.0, 1.0)  # 1: unchanged, 0: stretched by `factor`
+    keep = keep.clamp(0.0, 1.0)  # 1: unchanged, 0: divided by `factor`
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def require_triton_shape(shape: ModelShape) -> None:
-    """Raise ConfigError if the head dimension is not a power of two, as the sides of a tile are."""
+    """Raise ConfigError if the head dimension is not a power of two, as Triton's tiles require."""
     if shape.head_dim & (shape.head_dim - 1):
         raise ConfigError(
             f"the Triton kernels do not support a head dimension of {shape.head_dim}",
@@ -65,9 +65,9 @@ def require_triton_shape(shape: ModelShape) -> None:
 def rope_tables(
     shape: ModelShape, sequence_length: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position's angles, each fp32 [sequence_length, head_dim / 2].
+    """Return (cos, sin) of the angles of every position, each fp32 [sequence_length, head_dim / 2].
 
-    They are computed on the CPU and copied, so that every device gets the same bits.
+    They are computed on the CPU and copied, so that all devices get the same bits.
     """
     positions = torch.arange(sequence_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, rope_frequencies(shape))
@@ -77,7 +77,7 @@ def rope_tables(
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` [batch, sequence, heads, head_dim] in fp32 and return the result in x's dtype.
 
-    cos, sin: fp32 [sequence, head_dim / 2].
+    `cos`, `sin`: fp32 [sequence, head_dim / 2].
     """
     first, second = x.float().chunk(2, dim=-1)
     cos = cos[:, None, :]
@@ -90,7 +90,7 @@ def rope_packed_reference_(
 ) -> Tensor:
     """Rotate the query and key heads of qkv in place, computed in fp32, and return qkv.
 
-    cos, sin: fp32 [sequence, head_dim / 2].
+    `cos`, `sin`: fp32 [sequence, head_dim / 2].
     """
     sequence, half = cos.shape
     rotated = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
@@ -101,11 +101,14 @@ def rope_packed_reference_(
 def rope_packed_backward_reference(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """Return the gradient of the packed projection. Without `quantizer` it is in d_q's dtype.
+    """Return the gradient of the packed projection.
 
-    d_q: [batch, sequence, heads, head_dim]. d_k, d_v: [batch, sequence, kv_heads, head_dim].
+    `d_q`: [batch, sequence, heads, head_dim].
+    `d_k`, `d_v`: [batch, sequence, kv_heads, head_dim].
+    `quantizer`: quantizer of the result. Without one, the result is in d_q's dtype.
 
-    The inverse of the rotation is its transpose: the same rotation with -sin. d_v is only copied.
+    The gradient of a rotation is the inverse rotation, that is the rotation with -sin. d_v is only
+    copied.
     """
     rotated = [rope_reference(x.float(), cos, -sin) for x in (d_q, d_k)]
     d_qkv = torch.cat((*rotated, d_v.float()), dim=2).flatten(2).flatten(0, 1)
@@ -124,9 +127,9 @@ def _rope_packed_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate BLOCK (row, head) pairs in memory order. One program per such block.
+    """Rotate BLOCK (row, head) pairs, in memory order. One program per such block.
 
-    In this order, a row's cos and sin are in the cache for its next head.
+    In this order, the cos and sin of a row are still in the cache for the next head.
     """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = pair // rotated_heads
@@ -179,7 +182,7 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
     """Load both halves of one head, fp32 [R, HALF] each.
 
-    place: int64 [R], the offset at which each row's head begins.
+    `place`: int64 [R], the offset of the head in each row.
     """
     place = place[:, None] + column[None, :]
     first = tl.load(ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -215,7 +218,7 @@ def _rope_packed_backward_kernel(
     HALF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Rotate one head of BLOCK_ROWS rows back, both halves. One program per such tile.
+    """Rotate one head of BLOCK_ROWS rows back. One program per such tile.
 
     `q_batch` ... `v_head`: strides of the inputs, in elements.
     """
@@ -224,9 +227,10 @@ def _rope_packed_backward_kernel(
     column = tl.arange(0, HALF)
     mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
     # Divided in 32 bits, because a 64-bit division is a subroutine.
-    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
+    batch = (row // sequence).to(tl.int64)
+    position = (row % sequence).to(tl.int64)
     row = row.to(tl.int64)
-    # Values leave the branches, never pointers: a runtime choice between pointers does not compile
+    # Each branch loads by its own pointer. A choice between pointers at run time does not compile
     # for AMD with Triton 3.6, nor with later versions if d_q has 2 GiB and d_k less (triton#9859).
     if head < heads:
         place = head.to(tl.int64) * q_head + batch * q_batch + position * q_position
@@ -279,7 +283,7 @@ def _rope_packed_backward_kernel(
 
 
 def rope_packed_backward_settings(arch: str, half: int) -> Tile:
-    """Return the kernel's tile: its columns are half of a head. A program takes both halves."""
+    """Return the kernel's tile: its columns are half of a head. A program does both halves."""
     return Tile(rows=64, columns=half, warps=4)
 
 
@@ -288,7 +292,7 @@ def rope_packed_backward_triton(
 ) -> QuantizedTensor:
     """Triton version of `rope_packed_backward_reference`. head_dim must be a power of two.
 
-    d_q, d_k and d_v must be contiguous along head_dim. Their other strides are free.
+    d_q, d_k and d_v must be contiguous along head_dim, and may have any other strides.
     """
     assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, (
         "attention's gradients must be contiguous along head_dim"

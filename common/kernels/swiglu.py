@@ -4,9 +4,9 @@
     backward   d_up = d_h * z * s
                d_gate = d_h * up * s * (1 + z * (1 - s)), with d_h the gradient of h
 
-The kernels write h and the gradient of gate_up in the form that matrix products read, FP8 or bf16
-(kernels/fp8.py). The forward keeps gate_up for the backward, either unchanged or quantized, which
-takes half of the memory. The backward then computes from the quantized values.
+The kernels write h and the gradient of gate_up as operands of matrix products, in FP8 or bf16
+(kernels/fp8.py). For the backward, the forward keeps gate_up, or a quantized copy that needs half
+of the memory. The backward then computes from the quantized values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def swiglu_engine(device: torch.device) -> engines.Choice:
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """Return h, [..., ffn] in the dtype of `gate_up`, computed in fp32.
 
-    gate_up: [..., 2 * ffn], gate first.
+    `gate_up`: [..., 2 * ffn], gate first.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
@@ -62,31 +62,37 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 def swiglu_quantized_reference(
     gate_up: Tensor, quantizer: Quantizer | None, kept_quantizer: Quantizer | None = None
 ) -> tuple[QuantizedTensor, Tensor | QuantizedTensor]:
-    """Return (h [M, ffn], kept), where `kept` is gate_up in the form that the backward reads.
+    """Return (h [M, ffn], kept), where `kept` is gate_up for the backward.
 
     `gate_up`: [M, 2 * ffn], gate first.
-    `quantizer`: of h. Without one, h is in gate_up's dtype.
-    `kept_quantizer`: of `kept`. Without one, gate_up itself is kept.
+    `quantizer`: quantizer of h. Without one, h is in gate_up's dtype.
+    `kept_quantizer`: quantizer of `kept`. Without one, gate_up itself is kept.
     """
-    h = quantize_reference(swiglu_reference(gate_up.float() if quantizer else gate_up), quantizer)
-    return h, quantize_reference(gate_up, kept_quantizer) if kept_quantizer else gate_up
+    # With a quantizer, h is not rounded to gate_up's dtype before it is quantized.
+    h = swiglu_reference(gate_up.float() if quantizer else gate_up)
+    kept: Tensor | QuantizedTensor = gate_up
+    if kept_quantizer:
+        kept = quantize_reference(gate_up, kept_quantizer)
+    return quantize_reference(h, quantizer), kept
 
 
 def swiglu_quantized_backward_reference(
     d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
-    """Return the gradient of gate_up, [M, 2 * ffn]. Without `quantizer` it is in d_h's dtype.
+    """Return the gradient of gate_up, [M, 2 * ffn].
 
-    d_h: [M, ffn], kept: [M, 2 * ffn], result of the forward.
+    `d_h`: [M, ffn].
+    `kept`: [M, 2 * ffn], result of the forward.
+    `quantizer`: quantizer of the result. Without one, the result is in d_h's dtype.
     """
     if isinstance(kept, QuantizedTensor):
         assert kept.scale is not None
         kept = kept.rowwise.float() * kept.scale
     gate, up = kept.float().chunk(2, dim=1)
     s = torch.sigmoid(gate)
-    d_gate_up = torch.cat(
-        (d_h.float() * up * s * (1 + gate * (1 - s)), d_h.float() * gate * s), dim=1
-    )
+    d_gate = d_h.float() * up * s * (1 + gate * (1 - s))
+    d_up = d_h.float() * gate * s
+    d_gate_up = torch.cat((d_gate, d_up), dim=1)
     return quantize_reference(d_gate_up if quantizer else d_gate_up.to(d_h.dtype), quantizer)
 
 
@@ -95,7 +101,8 @@ def _sigmoid(z):
     """Return 1 / (1 + exp(-z)), with 1 / y as rsqrt(y)^2: 5 instructions, exact to a few ulp.
 
     tl.sigmoid takes 13 instructions on NVIDIA and 25 on AMD, most of them for a division that is
-    exact at the edges of fp32's range. They would limit the kernels of this file instead of memory.
+    exact at the edges of fp32's range. With it, the kernels would be limited by computation instead
+    of memory.
     """
     root = tl.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
     return root * root
@@ -168,8 +175,8 @@ def swiglu_quantized_triton(
 
     `kept_quantizer`: must not be `transposed`.
 
-    The same launches write h and the kept copy: two if one of the quantizers needs its amax first,
-    else one.
+    The same launches write h and the kept copy. There are two launches if one of the quantizers
+    needs its amax first, else one.
     """
     assert not (kept_quantizer and kept_quantizer.transposed), (
         "no product reads the kept copy: its transpose is not written"
@@ -185,8 +192,8 @@ def swiglu_quantized_triton(
     state, largest = state_and_largest(quantizer)
     kept_rowwise = kept.rowwise if kept else None
     kept_state, kept_largest = state_and_largest(kept_quantizer)
-    # If only one of the two needs a second launch, that launch writes the same bytes of the other
-    # again.
+    # If only one of the quantizers needs a second launch, that launch stores the other tensor
+    # again, with the same bytes.
     again = STORE if quantizer else UNQUANTIZED
     for mode, kept_mode in zip_longest(
         launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again
@@ -283,9 +290,9 @@ def swiglu_quantized_backward_triton(
 ) -> QuantizedTensor:
     """Triton version of `swiglu_quantized_backward_reference`. All tensors must be contiguous."""
     num_rows, ffn = d_h.shape
-    kept_rowwise, kept_scale = (
-        (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
-    )
+    if not isinstance(kept, QuantizedTensor):
+        kept = QuantizedTensor(kept)
+    kept_rowwise, _, kept_scale = kept
     assert_contiguous("SwiGLU's backward", d_h, kept_rowwise)
     tile = swiglu_quantized_backward_settings(architecture(d_h.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
