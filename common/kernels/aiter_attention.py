@@ -1,11 +1,11 @@
-"""Causal attention with AITER, AMD's kernel library.
+"""Causal attention by AITER, AMD's kernel library.
 
-AITER is an optional package (common/engines.py). Signatures and behavior as read in ROCm/aiter
+AITER is an optional package (common/engines.py). This code follows the source code of ROCm/aiter
 v0.1.9.post1 and e4048607. We have never run it on an AMD GPU.
 
-`flash_attn_func` chooses the kernel of the forward. The backward calls its kernel by name, the
-assembly kernel `fmha_v3_bwd`. AITER's own backward silently falls back to another kernel where the
-assembly kernel does not fit.
+In the forward, `flash_attn_func` chooses the kernel. The backward calls the assembly kernel
+`fmha_v3_bwd` by name, because AITER's own backward silently uses another kernel where the assembly
+kernel does not fit.
 
 dQ is summed with 32-bit atomics, AITER's default on both gfx942 and gfx950. On gfx942, 16-bit
 atomics overflow at 8,192 positions (common/known_issues.toml).
@@ -24,17 +24,17 @@ NEAREST_EVEN = 0
 
 
 def require() -> None:
-    """Import the package. Raises ImportError, AttributeError if it lacks a function."""
+    """Import the package. Raises ImportError, or AttributeError if it lacks a function."""
     aiter = importlib.import_module("aiter")
     for function in ("flash_attn_func", "fmha_v3_bwd"):
         getattr(aiter, function)
 
 
 class AiterAttention(torch.autograd.Function):
-    """Causal attention in bf16.
+    """Causal attention in bf16, shaped like q.
 
-    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]. The result
-    is shaped like q.
+    `q`: [batch, sequence, heads, head_dim].
+    `k`, `v`: [batch, sequence, kv_heads, head_dim].
     """
 
     @staticmethod
@@ -62,14 +62,12 @@ class AiterAttention(torch.autograd.Function):
             "how_v3_bf16_cvt": NEAREST_EVEN,
             "deterministic": False,
             "dropout_p": 0.0,
-        }
-        options |= {
             "softmax_scale": q.shape[-1] ** -0.5,
             "is_causal": True,
             "window_size_left": -1,
             "window_size_right": -1,
         }
-        # Never read without dropout, but its address is passed to the kernel.
+        # Not read without dropout, but the kernel requires its address.
         random = lse.new_zeros(2, dtype=torch.int64)
         aiter.fmha_v3_bwd(
             d_out.contiguous(), q, k, v, out, lse, **options, **gradients, rng_state=random

@@ -1,31 +1,30 @@
-"""Block formats: few bits per element and one scale per block, emulated in plain torch.
+"""Emulation of block formats in plain torch: few bits per element, and one scale per block.
 
-A block is a group of elements along the summed dimension.
+A block is a group of elements along the dimension over which a product sums.
 
     MX (Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, section
     6.3)
         32 elements share a scale 2^s with s = floor(log2(amax)) - emax. amax is the largest |x| of
         the block, emax the exponent of the element format's largest number. s is stored as E8M0:
-        -127 to 127, or NaN. An element is x / 2^s, rounded to its format. A value that exceeds the
+        -127 to 127, or NaN. An element is x / 2^s, rounded to its format. A value beyond the
         format's largest number becomes that number.
     NVFP4 (NVIDIA, arXiv:2509.25149)
         Elements are e2m1, and 16 of them share a scale in e4m3. The tensor has an fp32 scale
         t = amax of the tensor / (448 * 6). A block's scale is amax / 6 / t, rounded to e4m3, and at
         least 2^-6, the smallest normal number of e4m3, as in torchao.
 
-A product sums along one dimension, and only elements along that dimension may share a scale.
-Therefore the two layouts of a tensor (kernels/fp8.py) hold different numbers: each is quantized
-from the tensor itself. The exception is a weight with one scale per square of 32 x 32 elements, or
-16 x 16 in NVFP4.
+Only elements along the summed dimension may share a scale. Therefore the two layouts of a tensor
+(kernels/fp8.py) have different values, and each is quantized from the tensor itself. The exception
+is a weight with one scale per square of 32 x 32 elements, or 16 x 16 in NVFP4.
 
 `quantize` returns the elements and scales that a GPU with these formats would store, in fp32.
-`Blocks.dequantize` converts them to a tensor that any GPU multiplies in its compute dtype.
-`emulate` does both. A native implementation replaces the latter two. The dequantized numbers are
-exact in bf16, which has 8 significant bits, except those of NVFP4: they are multiples of t and are
-rounded to bf16 once more.
+`Blocks.dequantize` converts them to a tensor that any GPU can multiply in its compute dtype.
+`emulate` does both. A native implementation would replace the latter two. The dequantized values
+are exact in bf16, which has 8 significant bits, except those of NVFP4: they are multiples of t and
+are rounded to bf16.
 
-A NaN or an infinite element makes its block NaN, so that the loss or the gradient norm shows it and
-the run stops. In NVFP4 it makes the whole tensor NaN.
+If an element is NaN or infinite, its whole block becomes NaN, and in NVFP4 the whole tensor, so
+that the loss or the gradient norm shows it and the run stops.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from torch.nn import functional as F
 # NVFP4's block scales, in e4m3: its smallest normal number and its largest number.
 LEAST_BLOCK_SCALE = 2.0**-6
 LARGEST_BLOCK_SCALE = 448.0
-# NVFP4's smallest tensor scale t, also that of zeros: 1 / t / 2^-6 is still finite in fp32.
+# NVFP4's smallest tensor scale t, which is also that of zeros. 1 / t / 2^-6 must be finite in fp32.
 LEAST_TENSOR_SCALE = 2.0**-120
 HADAMARD_SIZE = 16
-# A fixed random draw, the same in every run: the signs of both factors of a product must agree.
+# Random signs that were drawn once, because those of both factors of a product must be the same.
 SIGNS = (1, -1, -1, 1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, 1, -1)
 
 
@@ -74,16 +73,15 @@ E2M1 = Element(1, 0, 6.0)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A block format: its elements, those of gradients, and its scales."""
+    """A block format: its elements, and how they are scaled."""
 
-    element: Element
+    element: Element  # of weights and activations
     gradient_element: Element
-    block_size: int = 32
-    has_tensor_scale: bool = False  # NVFP4's two scales instead of E8M0
+    block_size: int = 32  # elements per scale
+    has_tensor_scale: bool = False  # the two scales of NVFP4 instead of E8M0
 
 
-# The keys are the names in a config.
-FORMATS = {
+FORMATS = {  # by their names in a config
     "mxfp8": BlockFormat(E4M3, E4M3),
     "mxfp8_hybrid": BlockFormat(E4M3, E5M2),
     "mxfp6_e2m3": BlockFormat(E2M3, E2M3),
@@ -140,8 +138,8 @@ def quantize(
 
     `square`: one scale per square of `form.block_size` x `form.block_size` elements, instead of one
         per `form.block_size` elements of a row. The last block of a row or column can be shorter.
-    `stochastic`: round up with the probability that makes the mean exact, instead of to the
-        nearest, ties to even. Draws from the default generator of x's device.
+    `stochastic`: round up or down at random, so that the mean is exact, instead of to the nearest
+        number, ties to even. Draws from the default generator of x's device.
     """
     size = form.block_size
     height = size if square else 1
@@ -153,7 +151,8 @@ def quantize(
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
     if form.has_tensor_scale:
-        # A tensor: a GPU divides by a Python number inexactly, by multiplying with the inverse.
+        # As a tensor, because a GPU divides by a Python number inexactly, by multiplication with
+        # its inverse.
         largest = amax.new_full((), element.largest)
         tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * largest)).clamp(min=LEAST_TENSOR_SCALE)
         wanted = (amax / largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)
@@ -169,13 +168,13 @@ def quantize(
 def round_to(x: Tensor, element: Element, stochastic: bool = False) -> Tensor:
     """Round `x`, fp32 and contiguous, to numbers of the format.
 
-    Rounds to the nearest number, ties to even, or with `stochastic` to either neighbor. Values
-    beyond the largest number become the largest number. NaN and inf become NaN.
+    Rounds to the nearest number, ties to even, or with `stochastic` to one of the two neighbors.
+    Values beyond the largest number become the largest number. NaN and inf become NaN.
 
-    The two neighbors of x in the format differ by `step`, a power of two, so every operation except
-    the rounding is exact.
+    The two neighbors of x in the format differ by `step`, a power of two, so all operations but the
+    rounding are exact.
     """
-    # 2^floor(log2(|x|)): only the bits of the exponent.
+    # 2^floor(log2(|x|)): x with only the bits of its exponent.
     binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = binade.clamp_(min=2.0**element.min_exponent).mul_(2.0**-element.mantissa_bits)
     steps = x / step
@@ -190,28 +189,26 @@ def round_to(x: Tensor, element: Element, stochastic: bool = False) -> Tensor:
 def _exponent(x: Tensor) -> Tensor:
     """Return floor(log2(x)) in int32: -127 for zero and subnormal numbers, 128 for inf and NaN.
 
-    x: fp32, contiguous and not negative.
+    `x`: fp32, contiguous, not negative.
     """
     return (x.view(torch.int32) >> 23) - 127
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in fp32, exactly. exponent: int32, -127 to 127 (128 becomes inf)."""
-    # 2^-127 is subnormal: the highest bit of its mantissa.
+    """Return 2^exponent in fp32, exactly. `exponent`: int32, -127 to 127 (128 becomes inf)."""
+    # 2^-127 is subnormal: only the highest bit of its mantissa is set.
     return ((exponent + 127) << 23).clamp(min=1 << 22).view(torch.float32)
 
 
 def hadamard(x: Tensor, random_signs: bool) -> Tensor:
-    """Transform `x` [rows, columns] by the Hadamard matrix / 4, 16 elements of a row at a time.
+    """Multiply each 16 elements of a row of `x` [rows, columns] by the Hadamard matrix / 4.
 
-    The result is in fp32.
+    `random_signs`: multiply the elements by SIGNS first.
 
-    `random_signs`: change the signs of the elements by SIGNS first.
-
-    The matrix is orthogonal. If both factors of a product are transformed along the summed
-    dimension, the product stays the same, but outliers are spread over 16 elements (NVIDIA,
-    arXiv:2509.25149; Tseng et al., arXiv:2502.20586). Columns are padded with zeros to a multiple
-    of 16.
+    Returns fp32, with columns padded by zeros to a multiple of 16. The matrix is orthogonal. If
+    both factors of a product are transformed along the summed dimension, the product does not
+    change, but outliers are spread over 16 elements (NVIDIA, arXiv:2509.25149; Tseng et al.,
+    arXiv:2502.20586).
     """
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < HADAMARD_SIZE:  # Sylvester's construction

@@ -1,14 +1,14 @@
 """Matrix products by the fastest algorithm that cuBLASLt offers for each shape.
 
-torch uses the algorithm that cuBLASLt names first. On an H200 at its power limit, others of the
-first eight are up to 7 % faster. All products of a layer take 3 % less time, with bit-identical
-results (docs/log.md). The first product of each shape runs in the self-test or the warm-up. There,
-all algorithms that reproduce the bits of the first one are timed on its operands, about one second
-per shape. The fastest one computes all later products of that shape. It is kept in a file for later
-starts, which compare bits again but time nothing.
+torch uses the first algorithm that cuBLASLt offers. On an H200 at its power limit, others of the
+first eight are up to 7 % faster. With the fastest ones, all products of a layer take 3 % less time,
+with bit-identical results (docs/log.md). The first product of each shape is computed in the
+self-test or the warm-up. All algorithms that give the bits of the first one are then timed on its
+operands, which takes about one second per shape. The fastest one computes all later products of
+that shape. A file stores this choice for later starts, which compare bits again but time nothing.
 
-cuBLAS is column-major: a row-major [R, C] matrix is a [C, R] matrix to it. Therefore out = a b is
-requested as out^T = b^T a^T, with b as the first factor of cuBLAS and a as the second.
+cuBLAS is column-major: it reads a row-major [R, C] matrix as a [C, R] matrix. Therefore out = a b
+is requested as out^T = b^T a^T, with b as the first factor of cuBLAS and a as the second.
 
 The numbers of attributes and types are from cublasLt.h and library_types.h of CUDA 12 and 13.
 """
@@ -33,11 +33,11 @@ from torch import Tensor
 from common.paths import cache_folder
 
 OFFERED = 8  # number of algorithms requested from cuBLASLt
-KEPT = 5  # number of the fastest ones that are timed at length
-ROUNDS = 3  # timed blocks of each kept algorithm, taken in turn
-# Duration of a block: long enough for the clock to settle at what the power limit allows.
+KEPT = 5  # number of the fastest algorithms that are timed a second time, at length
+ROUNDS = 3  # number of timed blocks of each of them, in turns
+# Duration of a block, long enough for the clock to reach the value that the power limit allows.
 BLOCK_MS = 75.0
-LEAST_GAIN = 0.003  # a smaller relative gain is noise: the first algorithm stays
+LEAST_GAIN = 0.003  # a smaller relative gain is noise, and the first algorithm is used
 
 COMPUTE_FP32 = 68
 FP32 = 0
@@ -48,14 +48,14 @@ TRANSPOSE_SECOND = 4
 SCALE_OF_FIRST = 17
 SCALE_OF_SECOND = 18
 FAST_SUMS = 25
-# Attribute of a preference. It is set to 0, because an algorithm that needs a workspace splits its
-# sums and adds in another order.
+# Attribute of a preference. It is set to 0 bytes, because algorithms with a workspace split sums
+# and so add in another order.
 MAX_WORKSPACE = 1
 
 ONE = c_float(1.0)
 ZERO = c_float(0.0)
-PRODUCTS: dict[tuple, Product] = {}
-CHOICES: list[str] = []  # for the log
+PRODUCTS: dict[tuple, Product] = {}  # shapes, strides and dtypes of both factors -> product
+CHOICES: list[str] = []  # descriptions of the choices so far, for the records of a run
 
 
 class Offer(ctypes.Structure):
@@ -71,7 +71,7 @@ class Offer(ctypes.Structure):
 
 
 def require() -> None:
-    """Raise OSError if this torch has not loaded cuBLASLt, as on AMD GPUs."""
+    """Raise OSError if torch has not loaded cuBLASLt, as on AMD GPUs."""
     library()
 
 
@@ -86,26 +86,28 @@ def library() -> ctypes.CDLL:
 
 def call(function: str, *arguments: object) -> None:
     """Call a function of cuBLASLt. Raises RuntimeError if it returns an error status."""
-    if status := getattr(library(), function)(*arguments):
+    status = getattr(library(), function)(*arguments)
+    if status:
         raise RuntimeError(f"{function} failed with cuBLAS status {status}")
 
 
 def created(function: str, *arguments: object) -> c_void_p:
-    """Return the object that one of cuBLASLt's `...Create` functions makes."""
-    made = c_void_p()
-    call(function, byref(made), *arguments)
-    return made
+    """Return the object that one of the `...Create` functions of cuBLASLt creates."""
+    pointer = c_void_p()
+    call(function, byref(pointer), *arguments)
+    return pointer
 
 
 @cache
 def handle() -> c_void_p:
+    """Return the handle of cuBLASLt, which is created once."""
     return created("cublasLtCreate")
 
 
 def layout(x: Tensor) -> c_void_p:
-    """Return the descriptor of x's memory layout. x: a contiguous [R, C], or its transpose.
+    """Return the descriptor of the memory layout of a matrix.
 
-    Raises RuntimeError for other dtypes than bf16 and FP8, and for rows and columns with gaps.
+    Raises RuntimeError unless `x` is bf16 or FP8 with contiguous rows or columns.
     """
     if x.dtype not in TYPES or min(x.stride()) != 1:
         raise RuntimeError(
@@ -123,11 +125,12 @@ def layout(x: Tensor) -> c_void_p:
 
 
 def describe(x: Tensor) -> str:
+    """Return dtype, shape and strides of a factor as text."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} strides {list(x.stride())}"
 
 
 class Product:
-    """A product out = a b of one shape, layout and dtype: descriptors and chosen algorithm."""
+    """A product out = a b of one shape, layout and dtype: its descriptors and its algorithm."""
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor):
         self.operation = created("cublasLtMatmulDescCreate", COMPUTE_FP32, FP32)
@@ -138,10 +141,11 @@ class Product:
         self.set(TRANSPOSE_SECOND, c_int(a.stride(1) != 1))
         self.set(FAST_SUMS, c_int8(a.dtype.itemsize == 1))
         self.chosen: Offer | None = None
-        # Name of this product in the file of choices.
+        # The name of this product in the file of choices.
         self.name = f"{describe(a)} x {describe(b)}"
 
     def set(self, attribute: int, value: ctypes._SimpleCData) -> None:
+        """Set an attribute of the operation."""
         call(
             "cublasLtMatmulDescSetAttribute",
             self.operation,
@@ -151,6 +155,7 @@ class Product:
         )
 
     def launch(self, offer: Offer, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Launch the product with an algorithm on the current stream."""
         result = (c_void_p(out.data_ptr()), self.out)
         call(
             "cublasLtMatmul",
@@ -171,10 +176,7 @@ class Product:
         )
 
     def offers(self) -> list[Offer]:
-        """Return algorithms that need no workspace, sorted by cuBLASLt's estimate of their speed.
-
-        The fastest is first. There are at most OFFERED of them.
-        """
+        """Return at most OFFERED algorithms without a workspace, as cuBLASLt orders them."""
         preference = created("cublasLtMatmulPreferenceCreate")
         offers = (Offer * OFFERED)()
         count = c_int()
@@ -201,9 +203,9 @@ class Product:
         return [offer for offer in offers[: count.value] if offer.status == 0]
 
     def choose(self, a: Tensor, b: Tensor, out: Tensor) -> Offer:
-        """Return the fastest of those that compute the bits of the first, on these factors.
+        """Return the fastest algorithm that gives the bits of the first one on these factors.
 
-        Leaves the product in `out`, and needs no memory of its size. Raises RuntimeError if
+        Computes the product in `out`. Needs no other memory of that size. Raises RuntimeError if
         cuBLASLt offers no algorithm.
         """
         offers = self.offers()
@@ -211,34 +213,43 @@ class Product:
             raise RuntimeError(f"cuBLASLt offers no algorithm for {self.name}")
         first, *others = offers
         self.launch(first, a, b, out)
-        right = sums_of_bits(out)
-        known = kept_choices().get(self.name)
-        if known is not None and known in map(fingerprint, offers):
-            others = [offer for offer in others if fingerprint(offer) == known]
+        expected = sums_of_bits(out)
+        stored = kept_choices().get(self.name)
+        if stored is not None and stored in map(fingerprint, offers):
+            others = [offer for offer in others if fingerprint(offer) == stored]
         equal = [first]
         for offer in others:
-            out.fill_(math.nan)  # what is not written shows
-            with suppress(RuntimeError):  # refused, though it was offered
+            out.fill_(math.nan)  # shows elements that are not written
+            with suppress(RuntimeError):  # cuBLASLt may refuse an algorithm that it has offered
                 self.launch(offer, a, b, out)
-                if all(map(torch.equal, sums_of_bits(out), right)):
+                if all(map(torch.equal, sums_of_bits(out), expected)):
                     equal.append(offer)
-        remembered = [offer for offer in equal if fingerprint(offer) == known]
-        best = remembered[0] if remembered else self.fastest(equal, a, b, out)
-        if remembered:
-            CHOICES.append(f"{self.name}: as in an earlier start")
+        best = None
+        for offer in equal:
+            if fingerprint(offer) == stored:
+                best = offer
+                CHOICES.append(f"{self.name}: as in an earlier start")
+                break
+        if best is None:
+            best = self.fastest(equal, a, b, out)
         self.launch(best, a, b, out)
         return best
 
     def fastest(self, equal: list[Offer], a: Tensor, b: Tensor, out: Tensor) -> Offer:
-        """Time algorithms, of which the first is cuBLASLt's, and keep the choice in the file."""
+        """Return the fastest of `equal`, and store the choice in the file.
+
+        The first one, which cuBLASLt recommends, is used unless another is faster by LEAST_GAIN.
+        """
         launches = [partial(self.launch, offer, a, b, out) for offer in equal]
-        once = [milliseconds(launch, 3) for launch in launches]
-        kept = sorted({0, *sorted(range(len(once)), key=once.__getitem__)[:KEPT]})
-        rounds = [
-            [milliseconds(launches[i], math.ceil(BLOCK_MS / once[i])) for i in kept]
-            for _ in range(ROUNDS)
-        ]
-        medians = dict(zip(kept, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        short_times = [milliseconds(launch, 3) for launch in launches]
+        by_time = sorted(range(len(equal)), key=short_times.__getitem__)
+        kept = sorted({0, *by_time[:KEPT]})
+        times: dict[int, list[float]] = {index: [] for index in kept}
+        for _ in range(ROUNDS):
+            for index in kept:
+                count = math.ceil(BLOCK_MS / short_times[index])
+                times[index].append(milliseconds(launches[index], count))
+        medians = {index: statistics.median(times[index]) for index in kept}
         best = min(medians, key=medians.__getitem__)
         if medians[best] >= (1 - LEAST_GAIN) * medians[0]:
             best = 0
@@ -250,20 +261,21 @@ class Product:
 
 
 def sums_of_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of each row and each column of a bf16 matrix, read as integers.
+    """Return the sums of the columns and of the rows of a bf16 matrix, read as integers.
 
-    They differ if a bit differs, unless differences cancel in a row and in a column.
+    If a bit differs, they differ, unless differences cancel both in a row and in a column.
     """
     bits = x.view(torch.int16)
     return bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
 
 
 def fingerprint(offer: Offer) -> str:
+    """Return the bytes of an algorithm in hexadecimal."""
     return bytes(offer.algorithm).hex()
 
 
 def choices_path() -> Path:
-    """Return the file of choices, one for each version of cuBLASLt and GPU."""
+    """Return the file of choices for this version of cuBLASLt and this GPU."""
     library().cublasLtGetVersion.restype = c_size_t
     version = library().cublasLtGetVersion()
     gpu = re.sub(r"\W+", "_", torch.cuda.get_device_name())
@@ -271,18 +283,21 @@ def choices_path() -> Path:
 
 
 def kept_choices() -> dict[str, str]:
-    """Return name of a product -> fingerprint of its algorithm, from earlier starts."""
+    """Return name of a product -> fingerprint of its algorithm, from the file of choices."""
     with suppress(OSError, ValueError):
-        found = json.loads(choices_path().read_text())
-        if isinstance(found, dict):
-            return found
+        choices = json.loads(choices_path().read_text())
+        if isinstance(choices, dict):
+            return choices
     return {}
 
 
 def keep_choice(name: str, offer: Offer) -> None:
-    """Add a choice to the file. Ranks may overwrite each other's: the next start measures again."""
+    """Add a choice to the file.
+
+    If ranks overwrite each other's choices, the next start times those products again.
+    """
     path = choices_path()
-    with suppress(OSError):  # without the file, the next start measures again
+    with suppress(OSError):  # the file is not necessary
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(json.dumps(kept_choices() | {name: fingerprint(offer)}, indent=1))
@@ -291,7 +306,8 @@ def keep_choice(name: str, offer: Offer) -> None:
 
 def milliseconds(launch: Callable[[], None], count: int) -> float:
     """Return the mean time in ms of `count` launches in a row, after count // 2 untimed ones."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     for number in range(count // 2 + count):
         if number == count // 2:
             begin.record()
@@ -306,22 +322,22 @@ def product(
 ) -> Tensor:
     """Return the product a b, bf16 [M, N].
 
-    `a`: [M, K], `b`: [K, N]. In bf16, each with contiguous rows or columns. In FP8, `a` with
-        contiguous rows and `b` with contiguous columns.
-    `scale_a`, `scale_b`: of FP8 factors, fp32 [1]. value = stored number * scale.
+    `a`: [M, K], in FP8 with contiguous rows, in bf16 with contiguous rows or columns.
+    `b`: [K, N], in FP8 with contiguous columns, in bf16 with contiguous rows or columns.
+    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale.
 
     Raises RuntimeError for a product that cuBLASLt cannot compute.
     """
     out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
     key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
-    known = PRODUCTS.get(key)
-    if known is None:
-        known = PRODUCTS[key] = Product(a, b, out)
+    if key not in PRODUCTS:
+        PRODUCTS[key] = Product(a, b, out)
+    this = PRODUCTS[key]
     if scale_a is not None and scale_b is not None:
-        known.set(SCALE_OF_FIRST, c_void_p(scale_b.data_ptr()))
-        known.set(SCALE_OF_SECOND, c_void_p(scale_a.data_ptr()))
-    if known.chosen is None:
-        known.chosen = known.choose(a, b, out)
+        this.set(SCALE_OF_FIRST, c_void_p(scale_b.data_ptr()))
+        this.set(SCALE_OF_SECOND, c_void_p(scale_a.data_ptr()))
+    if this.chosen is None:
+        this.chosen = this.choose(a, b, out)
     else:
-        known.launch(known.chosen, a, b, out)
+        this.launch(this.chosen, a, b, out)
     return out

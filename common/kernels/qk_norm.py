@@ -8,9 +8,9 @@ The kernels work on the packed projection of queries, keys and values:
                d_x = rstd * (g - x_hat * mean(g * x_hat))
                d_w = sum of d_n * x_hat
 
-In a model with these norms, they replace RoPE (kernels/rope.py). A program holds whole heads in
-registers. The backward recomputes rstd, which is cheaper than keeping it. It also needs x, which
-the forward overwrites. Therefore the forward first copies the query and key heads.
+In a model with these norms, these kernels replace those of kernels/rope.py. A program keeps whole
+heads in registers. The backward recomputes rstd, which is cheaper than keeping it. It also needs x,
+which the forward overwrites. Therefore the forward first copies the query and key heads.
 """
 
 from __future__ import annotations
@@ -48,18 +48,21 @@ def qk_norm_rope_reference_(
     kv_heads: int,
     keep: bool,
 ) -> Tensor | None:
-    """Normalize and rotate the query and key heads of qkv in place, in fp32 and rounded once.
+    """Normalize and rotate the query and key heads of qkv in place.
 
     `qkv`: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence.
     `cos`, `sin`: fp32 [sequence, head_dim / 2].
-    `keep`: return a copy of these heads from before, [M, (heads + kv_heads) * head_dim]. Otherwise
-        the result is None.
+    `keep`: return a copy of these heads before the norm, [M, (heads + kv_heads) * head_dim].
+        Otherwise return None.
+
+    Computes in fp32 and rounds once.
     """
     sequence, half = cos.shape
     turned = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
     before = turned.flatten(2).flatten(0, 1).clone() if keep else None
     x_hat, _ = _normalized(turned, eps)
-    turned.copy_(rope_reference(x_hat * _weight_of_heads(weights, heads, kv_heads), cos, sin))
+    normalized = x_hat * _weight_of_heads(weights, heads, kv_heads)
+    turned.copy_(rope_reference(normalized, cos, sin))
     return before
 
 
@@ -72,12 +75,10 @@ def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _weight_of_heads(weights: Weights, heads: int, kv_heads: int) -> Tensor:
     """Return the weight of each query and key head, fp32 [heads + kv_heads, head_dim]."""
-    return torch.cat(
-        [
-            weight.float().expand(count, -1)
-            for weight, count in zip(weights, (heads, kv_heads), strict=True)
-        ]
-    )
+    q_weight, k_weight = weights
+    q_weights = q_weight.float().expand(heads, -1)
+    k_weights = k_weight.float().expand(kv_heads, -1)
+    return torch.cat([q_weights, k_weights])
 
 
 def qk_norm_rope_backward_reference(
@@ -90,11 +91,11 @@ def qk_norm_rope_backward_reference(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-    """Return the gradients of the packed projection and of the two weights.
+    """Return (gradient of the packed projection, gradients of the two weights).
 
     `before`: result of the forward.
-    `quantizer`: of the packed gradient. Without one, it is in the dtype of `gradients`.
-    `weight_grad`: False returns () instead of the weights' gradients.
+    `quantizer`: quantizer of the packed gradient. Without one, it has the dtype of `gradients`.
+    `weight_grad`: without it, the second result is ().
     """
     d_q, d_k, d_v = gradients
     heads = d_q.shape[2]
@@ -104,14 +105,14 @@ def qk_norm_rope_backward_reference(
     g = d_n * _weight_of_heads(weights, heads, kv_heads)
     d_x = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
     d_qkv = torch.cat((d_x, d_v.float()), dim=2).flatten(2).flatten(0, 1)
-    parts = (d_n * x_hat).flatten(0, 1).split([heads, kv_heads], dim=1)
-    d_weights = (
-        tuple(
-            part.sum((0, 1)).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)
+    d_weights: tuple[Tensor, ...] = ()
+    if weight_grad:
+        d_w_q, d_w_k = (d_n * x_hat).flatten(0, 1).split([heads, kv_heads], dim=1)
+        q_weight, k_weight = weights
+        d_weights = (
+            d_w_q.sum((0, 1)).to(q_weight.dtype),
+            d_w_k.sum((0, 1)).to(k_weight.dtype),
         )
-        if weight_grad
-        else ()
-    )
     return quantize_reference(d_qkv if quantizer else d_qkv.to(d_q.dtype), quantizer), d_weights
 
 
@@ -131,12 +132,13 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize and rotate BLOCK (row, head) pairs in memory order, as in kernels/rope.py.
+    """Normalize and rotate BLOCK (row, head) pairs, in memory order as in kernels/rope.py.
 
-    One program per such block. It takes both halves of a head.
+    One program per such block.
     """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, head = pair // (heads + kv_heads), pair % (heads + kv_heads)
+    row = pair // (heads + kv_heads)
+    head = pair % (heads + kv_heads)
     column = tl.arange(0, HALF)
     mask = (pair < num_pairs)[:, None] & (column < HALF)[None, :]
     first_ptr = (
@@ -150,20 +152,17 @@ def _qk_norm_rope_kernel(
         kept_ptr = before_ptr + pair.to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
         tl.store(kept_ptr, first, mask=mask)
         tl.store(kept_ptr + HALF, second, mask=mask)
-    first, second = first.to(tl.float32), second.to(tl.float32)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
     rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[
         :, None
     ]
-    # Selects between values: a choice between pointers does not compile for AMD.
+    # Chooses between values, because a choice between pointers does not compile for AMD.
     of_query = (head < heads)[:, None]
-    q_first, q_second = (
-        tl.load(q_weight_ptr + column)[None, :],
-        tl.load(q_weight_ptr + HALF + column)[None, :],
-    )
-    k_first, k_second = (
-        tl.load(k_weight_ptr + column)[None, :],
-        tl.load(k_weight_ptr + HALF + column)[None, :],
-    )
+    q_first = tl.load(q_weight_ptr + column)[None, :]
+    q_second = tl.load(q_weight_ptr + HALF + column)[None, :]
+    k_first = tl.load(k_weight_ptr + column)[None, :]
+    k_second = tl.load(k_weight_ptr + HALF + column)[None, :]
     first *= rstd * tl.where(of_query, q_first, k_first).to(tl.float32)
     second *= rstd * tl.where(of_query, q_second, k_second).to(tl.float32)
     angle = (row % sequence)[:, None] * HALF + column[None, :]
@@ -190,7 +189,7 @@ def qk_norm_rope_triton_(
 ) -> Tensor | None:
     """Triton version of `qk_norm_rope_reference_`. head_dim must be a power of two.
 
-    All tensors must be contiguous. 2 bytes read and 2 written per element, 4 written with `keep`.
+    All tensors must be contiguous. Reads 2 bytes and writes 2 per element, or 4 with `keep`.
     """
     assert_contiguous("the head norms", qkv, *weights, cos, sin)
     sequence, half = cos.shape
@@ -243,16 +242,19 @@ def _qk_norm_rope_backward_kernel(
 ):
     """Compute the packed gradient of REPEATS x BLOCK_ROWS rows of one head. One program each.
 
-    d: the gradient of the queries, of the keys or, if weight is None, of the values.
-    `first_head`: index of d's first head in the packed projection.
-    d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of each program.
+    `d_ptr`: the gradient of the queries, of the keys or, if `weight_ptr` is None, of the values.
+    `first_head`: index of its first head in the packed projection.
+    `d_weight_ptr`: fp32 [heads, programs of a head, head_dim], the partial sum of each program.
     """
-    head, column = first_head + tl.program_id(0), tl.arange(0, HALF)
-    d_w_first, d_w_second = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    head = first_head + tl.program_id(0)
+    column = tl.arange(0, HALF)
+    d_w_first = tl.zeros((HALF,), tl.float32)
+    d_w_second = tl.zeros((HALF,), tl.float32)
     for block in tl.range(REPEATS):
         row = (tl.program_id(1) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
-        batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
+        batch = (row // sequence).to(tl.int64)
+        position = (row % sequence).to(tl.int64)
         row = row.to(tl.int64)
         offset = batch * batch_stride + position * position_stride
         first_ptr = (
@@ -264,14 +266,16 @@ def _qk_norm_rope_backward_kernel(
             angle = position[:, None] * HALF + column[None, :]
             cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
             sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-            d_n_first, d_n_second = first * cos + second * sin, second * cos - first * sin
+            d_n_first = first * cos + second * sin
+            d_n_second = second * cos - first * sin
             x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
             x_first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
             x_second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
             rstd = tl.rsqrt(
                 (tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS
             )[:, None]
-            x_first, x_second = x_first * rstd, x_second * rstd
+            x_first = x_first * rstd
+            x_second = x_second * rstd
             d_w_first += tl.sum(d_n_first * x_first, 0)
             d_w_second += tl.sum(d_n_second * x_second, 0)
             first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
@@ -279,8 +283,10 @@ def _qk_norm_rope_backward_kernel(
             mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[
                 :, None
             ]
-            first, second = rstd * (first - x_first * mean), rstd * (second - x_second * mean)
-        out_column, num_columns = head * (2 * HALF) + column, all_heads * (2 * HALF)
+            first = rstd * (first - x_first * mean)
+            second = rstd * (second - x_second * mean)
+        out_column = head * (2 * HALF) + column
+        num_columns = all_heads * (2 * HALF)
         store_quantized(
             first,
             row,
@@ -320,7 +326,7 @@ def _qk_norm_rope_backward_kernel(
 def qk_norm_rope_backward_settings(arch: str, half: int) -> Tile:
     """Return the kernel's tile: its columns are half of a head.
 
-    A program takes both halves of `repeats` tiles of rows.
+    A program does both halves of `repeats` tiles of rows.
     """
     return Tile(rows=16, columns=half, warps=4, repeats=16)
 
@@ -335,11 +341,11 @@ def qk_norm_rope_backward_triton(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-    """Triton version of `qk_norm_rope_backward_reference`. 4 bytes read per element.
+    """Triton version of `qk_norm_rope_backward_reference`. Reads 4 bytes per element.
 
-    `gradients` must be contiguous along head_dim. Their other strides are free.
+    `gradients` must be contiguous along head_dim, and may have any other strides.
 
-    The weights' gradients are the same bit for bit in every run: programs write partial sums, which
+    The gradients of the weights have the same bits in every run: programs write partial sums, which
     torch adds up.
     """
     assert all(gradient.stride(3) == 1 for gradient in gradients), (
@@ -353,11 +359,10 @@ def qk_norm_rope_backward_triton(
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
-    partials = [
-        before.new_empty(count, programs, head_dim, dtype=torch.float32)
-        for count in (heads, kv_heads)
-        if weight_grad
-    ]
+    partials: list[Tensor] = []
+    if weight_grad:
+        for count in (heads, kv_heads):
+            partials.append(before.new_empty(count, programs, head_dim, dtype=torch.float32))
     state, largest = state_and_largest(quantizer)
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:

@@ -1,11 +1,13 @@
 """SwiGLU in the epilogues of two FP8 products on sm_90, written for QuACK.
 
-Imported only where common/engines.py chooses QuACK. Behavior as read in quack-kernels 0.6.5:
+Imported only if common/engines.py chooses QuACK. QuACK behaves as follows (source code of
+quack-kernels 0.6.5):
 
-- A decorated function is traced for one element of the product, or for a pair of them. `acc_pair`
-  with `concat_layout` pairs column i of the first half with column i of the second: gate with up.
+- A decorated function is traced for one element of the product, or for a pair of elements.
+  `acc_pair` with `concat_layout` pairs column i of the first half with column i of the second: gate
+  with up.
 - `ColVecReduce` writes one partial result for each row of each tile. "max_abs" ignores NaN.
-- A conversion to FP8 saturates, also infinity. NaN stays NaN.
+- A conversion to FP8 saturates, even for infinity. NaN stays NaN.
 - Compiled kernels are kept in QUACK_CACHE_DIR, which is read when the package is imported.
 """
 
@@ -28,8 +30,8 @@ from common.kernels.fp8 import QuantizedTensor
 FORWARD_COLUMNS = 192
 BACKWARD_COLUMNS = 160
 
-# FP8 sums in the tensor cores' own precision, with the registers of QuACK's class for it.
-# Without overlap of launches: a kernel starts when the one before it has ended.
+# FP8 products sum in the tensor cores' own precision, with the registers that QuACK's class for
+# such products uses. Kernels do not overlap: each starts when the one before it has ended.
 ATTRIBUTES = (
     ("fp8_slow_accum", False),
     ("num_regs_load", 40),
@@ -38,12 +40,12 @@ ATTRIBUTES = (
 )
 TILE = {"tile_M": 128, "cluster_M": 2, "cluster_N": 1, "pingpong": True}
 
-# The keys of kept kernels must change with this file.
+# If this file changes, compiled kernels must not be taken from the cache.
 quack.cache.EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 
 class NarrowStore(TileStore):
-    """Store of a paired result in 8 bits. QuACK's own class refuses them on sm_90."""
+    """A store of a paired result in 8 bits, which QuACK's own class refuses on sm_90."""
 
     def to_params(self, gemm, args):
         tensor = getattr(args, self.name)
@@ -97,11 +99,13 @@ def forward(
 ) -> tuple[Tensor, int]:
     """Write gate_up = x W^T and h = silu(gate) * up.
 
-    `x`: FP8 [M, D], `weight`: FP8 [2 * ffn, D], gate first.
-    `scale`: of h, fp32 [1]: h is stored as h * scale.
-    `gate_up`: bf16 [M, 2 * ffn], `h`: FP8 [M, ffn]. Written.
+    `x`: FP8 [M, D].
+    `weight`: FP8 [2 * ffn, D], gate first.
+    `scale`: fp32 [1]. h is stored as h * scale.
+    `gate_up`: output, bf16 [M, 2 * ffn].
+    `h`: output, FP8 [M, ffn].
 
-    Returns the amax of h for each row and tile, fp32 [M, tiles], and the columns of h in a tile.
+    Returns (amax of h for each row and tile, fp32 [M, tiles]; columns of h in a tile).
     """
     gate, up = gate_up.chunk(2, 1)
     amax = _partial_amax(x, weight, FORWARD_COLUMNS)
@@ -124,11 +128,13 @@ def backward(
 ) -> tuple[Tensor, int]:
     """Write the gradient of gate_up, from d_h = g W^T.
 
-    `g`: FP8 [M, D], `weight`: FP8 [ffn, D].
-    `scale`: of the gradient, fp32 [1], as in `forward`.
-    `gate_up`: bf16 [M, 2 * ffn]. `d_gate_up`: FP8 [M, 2 * ffn]. Written.
+    `g`: FP8 [M, D].
+    `weight`: FP8 [ffn, D].
+    `scale`: fp32 [1]. The gradient is stored as gradient * scale.
+    `gate_up`: bf16 [M, 2 * ffn].
+    `d_gate_up`: output, FP8 [M, 2 * ffn].
 
-    Returns the amax for each row and tile, fp32 [M, tiles], and the columns of d_h in a tile.
+    Returns (amax for each row and tile, fp32 [M, tiles]; columns of d_h in a tile).
     """
     gate, up = gate_up.chunk(2, 1)
     d_gate, d_up = d_gate_up.chunk(2, 1)
@@ -148,5 +154,6 @@ def backward(
 
 
 def _partial_amax(x: QuantizedTensor, weight: QuantizedTensor, columns: int) -> Tensor:
+    """Allocate the amax of each row and tile, fp32 [M, tiles]."""
     tiles = -(-weight.rowwise.shape[0] // columns)
     return x.rowwise.new_empty(x.rowwise.shape[0], tiles, dtype=torch.float32)

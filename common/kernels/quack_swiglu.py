@@ -1,15 +1,16 @@
-"""Products with SwiGLU in their epilogues, by QuACK: gate_up's fprop and down's dgrad, in FP8.
+"""FP8 products that compute SwiGLU in their epilogues, by QuACK: gate_up's fprop and down's dgrad.
 
-An optional package (common/engines.py). The product of gate_up also writes h, and the product that
-makes the gradient of h writes that of gate_up instead. So one kernel does the work of a product and
-of a kernel of swiglu.py, and moves 4 and 2 bytes per element of h less. Both need the scale of
-their result beforehand: in a first step, which has none, the separate kernels run.
+QuACK is an optional package (common/engines.py). The product that computes gate_up also writes h,
+and the product that computes the gradient of h writes that of gate_up instead. So one kernel does
+the work of a product and of a kernel of swiglu.py, and moves 4 or 2 bytes per element of h less.
+Both must know the scale of their result beforehand. In the first step, when there is none, the
+separate kernels run.
 
-QuACK leaves the amax of each row of each tile. A small kernel reads them and does what
-`store_quantized` does in the other kernels: it records the amax, counts saturated elements, and
-lets an infinite element show as NaN. QuACK's result does not show which elements were rounded to
-the format's largest number and which saturated. So the count is of all such elements in a tile's
-row that has at least one beyond the scale's range: never less than the other kernels' count.
+QuACK writes the amax of each row of each tile. A small kernel reads them and does what
+`store_quantized` does in other kernels: it records the amax, counts saturated elements, and turns
+an infinite element into NaN. The result of QuACK does not show which elements saturated and which
+were rounded to the format's largest number. In a row of a tile with an element beyond the scale's
+range, the kernel counts them all. The count is therefore never smaller than that of other kernels.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NAN_BYTE = tl.constexpr(0x7F)  # in both formats of sm_90
 
 
 def require() -> ModuleType:
-    """Import the package, with its cache of compiled kernels.
+    """Import the package, after setting its cache of compiled kernels.
 
-    Raises ImportError, AttributeError. QuACK finds installed packages by "site-packages" in their
-    path. It refuses to make a kernel, with a TypeError, if its own are elsewhere.
+    Raises ImportError or AttributeError if the package cannot be used. QuACK identifies installed
+    packages by "site-packages" in their path. If it is installed elsewhere, it raises TypeError.
     """
     os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder("quack")))
     try:
@@ -62,7 +63,7 @@ def _finish_swiglu_kernel(
     BLOCK_TILES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Finish the rows of a program. `stored`: uint8 [num_rows, HALVES * FFN]."""
+    """Finish BLOCK_ROWS rows. One program each. `stored_ptr`: uint8 [num_rows, HALVES * FFN]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tile = tl.arange(0, BLOCK_TILES)
     inside = (row < num_rows)[:, None] & (tile < num_tiles)[None, :]
@@ -98,7 +99,7 @@ def _finish_swiglu_kernel(
 
 @cache
 def largest_byte(dtype: torch.dtype) -> int:
-    """Return the byte of an 8-bit format's largest number."""
+    """Return the bits of an 8-bit format's largest number."""
     largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32, device="cpu")
     return int(largest.to(dtype).view(torch.uint8))
 
@@ -110,12 +111,13 @@ def finish_swiglu_settings(arch: str) -> Tile:
 def finish_swiglu(
     out: QuantizedTensor, quantizer: Quantizer, amax: Tensor, columns: int, halves: int
 ) -> QuantizedTensor:
-    """Record what is known of a product's FP8 result, and write its transpose.
+    """Record the amax and the saturated elements of a product's FP8 result, and transpose it.
 
-    `out`: rowwise [M, halves * ffn], written by the product.
-    `amax`: fp32 [M, tiles], before the scale. Each tile has `columns` columns of each half.
+    `out`: has `rowwise` [M, halves * ffn], written by the product.
+    `amax`: fp32 [M, tiles], of the values before scaling. Each tile has `columns` columns of each
+        half.
 
-    The count of saturated elements is that of the module's docstring.
+    The docstring of the module defines the count of saturated elements.
     """
     assert_contiguous("SwiGLU's finish", out.rowwise, amax)
     num_rows, num_tiles = amax.shape
@@ -150,12 +152,14 @@ def scale_of(quantizer: Quantizer) -> Tensor:
 def gate_up_fprop(
     x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer
 ) -> tuple[Tensor, QuantizedTensor]:
-    """Return (gate_up = x W^T in bf16 [M, 2 * ffn], h as stored by `quantizer` [M, ffn]).
+    """Return (gate_up = x W^T in bf16 [M, 2 * ffn], h [M, ffn]).
 
-    `x`: FP8 [M, D], `weight`: FP8 [2 * ffn, D], gate first.
-    `quantizer`: must have a scale already.
+    `x`: FP8 [M, D].
+    `weight`: FP8 [2 * ffn, D], gate first.
+    `quantizer`: quantizer of h. It must have a scale already.
     """
-    rows, features = x.rowwise.shape[0], weight.rowwise.shape[0]
+    rows = x.rowwise.shape[0]
+    features = weight.rowwise.shape[0]
     gate_up = x.rowwise.new_empty(rows, features, dtype=torch.bfloat16)
     h = new_quantized(quantizer, (rows, features // 2), gate_up)
     amax, columns = require().forward(x, weight, scale_of(quantizer), gate_up, h.rowwise)
@@ -165,12 +169,12 @@ def gate_up_fprop(
 def down_dgrad(
     g: QuantizedTensor, weight: QuantizedTensor, gate_up: Tensor, quantizer: Quantizer
 ) -> QuantizedTensor:
-    """Return the gradient of gate_up as stored by `quantizer`, [M, 2 * ffn].
+    """Return the gradient of gate_up, [M, 2 * ffn].
 
     `g`: FP8 [M, D], the gradient of down's result.
-    `weight`: FP8 [D, ffn], of which `columnwise` is read.
+    `weight`: FP8 [D, ffn]. Its `columnwise` is read.
     `gate_up`: bf16 [M, 2 * ffn], from `gate_up_fprop`.
-    `quantizer`: must have a scale already.
+    `quantizer`: quantizer of the result. It must have a scale already.
     """
     assert weight.columnwise is not None
     d_gate_up = new_quantized(quantizer, (gate_up.shape[0], gate_up.shape[1]), gate_up)

@@ -1,13 +1,13 @@
-"""Causal attention with torch's flash kernels, with key and value heads repeated for the backward.
+"""Causal attention by torch's flash kernels, with repeated key and value heads in the backward.
 
-The engine on AMD GPUs without AITER and Transformer Engine (common/engines.py). We have never run
-it on an AMD GPU. ATTENTION_ENGINE=sdpa computes grouped heads in both passes.
+This engine is used on AMD GPUs without AITER and Transformer Engine (common/engines.py). We have
+never run it on an AMD GPU. ATTENTION_ENGINE=sdpa uses grouped heads in both passes instead.
 
-AOTriton, the library of torch's flash backend on ROCm, has assembly kernels (AITER's) for the
-backward. It refuses them where query heads share a key head: `RETURN_IF(args.num_head_q !=
-args.num_head_k)` in its aiter_bwd.cc, in every release up to 0.13b. So the forward is grouped, as
-in SDPA. The backward gets K and V repeated once for each query head, with the strides of Q. dK and
-dV of a group are summed in fp32.
+AOTriton, the library of torch's flash backend on ROCm, includes AITER's assembly kernels for the
+backward. It does not use them if query heads share a key head (`RETURN_IF(args.num_head_q !=
+args.num_head_k)` in aiter_bwd.cc, in all releases up to 0.13b). Therefore the forward has grouped
+heads, as in SDPA, and the backward gets K and V repeated for each query head. dK and dV of a group
+are summed in fp32.
 
 The backward needs four more tensors of the size of Q, which `plan` does not count: 0.5 GiB for two
 sequences of the 8B.
@@ -29,10 +29,10 @@ def require() -> None:
 
 
 class RepeatedHeadsAttention(torch.autograd.Function):
-    """Causal attention with a grouped forward and repeated heads in the backward.
+    """Causal attention, shaped like q, with repeated heads in the backward.
 
-    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]. The result
-    is shaped like q.
+    `q`: [batch, sequence, heads, head_dim].
+    `k`, `v`: [batch, sequence, kv_heads, head_dim].
     """
 
     @staticmethod
@@ -73,7 +73,9 @@ class RepeatedHeadsAttention(torch.autograd.Function):
 def sum_of_groups(gradient: Tensor, group: int) -> Tensor:
     """Return the sum over each group of heads, computed in fp32.
 
-    gradient: [batch, heads, sequence, head_dim] -> [batch, sequence, heads / group, head_dim].
+    `gradient`: [batch, heads, sequence, head_dim].
+
+    The result is [batch, sequence, heads / group, head_dim].
     """
     grouped = gradient.transpose(1, 2).unflatten(2, (-1, group))
     return grouped.sum(3, dtype=torch.float32).to(gradient.dtype)

@@ -1,13 +1,13 @@
 """Matrix products and causal attention by Transformer Engine, NVIDIA's library, or ROCm's fork.
 
-An optional package (common/engines.py). Signatures as read in NVIDIA's 2.20.2 and in ROCm/
-TransformerEngine at 01b52037; both are those of 2.10.
+Transformer Engine is an optional package (common/engines.py). This code follows the source code of
+NVIDIA's 2.20.2 and of ROCm/TransformerEngine at 01b52037, whose signatures are those of 2.10.
 
-Products are `general_gemm`, with operands and scales of this package. Like torch, it takes the
-first algorithm of cuBLASLt or hipBLASLt, but may use a workspace. Attention is
-`DotProductAttention` with fused attention only: cuDNN's on NVIDIA GPUs, CK's and AITER's on AMD
-GPUs, where dQ is summed in 32 bits: 16 bits overflow on gfx942 at 8,192 positions
-(common/known_issues.toml).
+Products are computed by `general_gemm`, with the operands and scales of this package. Like torch,
+it uses the first algorithm of cuBLASLt or hipBLASLt, but it may use a workspace. Attention is
+`DotProductAttention`, restricted to fused attention: that of cuDNN on NVIDIA GPUs, those of CK and
+AITER on AMD GPUs. There, dQ is summed in 32 bits, because 16 bits overflow on gfx942 at 8,192
+positions (common/known_issues.toml).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Read by Transformer Engine. A value that is already set stays.
+# Environment variables that Transformer Engine reads. Values that are already set are kept.
 ENVIRONMENT = {
     "NVTE_FLASH_ATTN": "0",
     "NVTE_UNFUSED_ATTN": "0",
@@ -32,13 +32,13 @@ ENVIRONMENT = {
     "NVTE_CK_IS_V3_ATOMIC_FP32": "1",
 }
 GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
-# Libraries of cuDNN that the others need.
+# Libraries of cuDNN that its other libraries need.
 LOADED_FIRST = ("libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_cnn.so.9")
 STORAGE = "transformer_engine.pytorch.tensor.storage.float8_tensor_storage"
 
 
 def require() -> None:
-    """Import the package. Raises ImportError, AttributeError if it lacks a function."""
+    """Import the package. Raises ImportError, or AttributeError if it lacks a function."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     load_cudnn_of_torch()
@@ -48,10 +48,10 @@ def require() -> None:
 
 
 def load_cudnn_of_torch() -> None:
-    """Load every library of the cuDNN package that torch's wheel uses. Without one, do nothing.
+    """Load all libraries of the cuDNN package that torch's wheel uses, if there is one.
 
-    torch loads some of them when it needs them. Transformer Engine would then load the others from
-    the system's cuDNN, and fail with an undefined symbol if that is another version.
+    torch loads only those that it needs. Transformer Engine would load the others from the system's
+    cuDNN, and fail with an undefined symbol if that is another version.
     """
     try:
         spec = importlib.util.find_spec("nvidia.cudnn")
@@ -70,18 +70,20 @@ def load_cudnn_of_torch() -> None:
 def product(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None
 ) -> Tensor:
-    """Return a b in bf16, [M, N].
+    """Return the product a b, bf16 [M, N].
 
-    a: [M, K], b: [K, N], each with contiguous rows or columns, in bf16; in FP8 with their scales,
-    fp32 [1], value = number * scale. FP8 products sum with fast accumulation, as in `fp8.product`.
+    `a`: [M, K], bf16 or FP8, with contiguous rows or columns.
+    `b`: [K, N], like `a`.
+    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale.
 
-    Raises RuntimeError if both have contiguous columns only: no layout of `general_gemm` fits.
+    FP8 products sum with fast accumulation, as in `fp8.product`. Raises RuntimeError if both
+    factors have contiguous columns only, which no layout of `general_gemm` supports.
     """
     gemm = importlib.import_module(GEMM)
     rows_of_a = a.stride(1) == 1
     rows_of_b = b.stride(1) == 1
-    # cuBLAS counts columns first: B of general_gemm is our a. T or N says whether A and B are
-    # transposed to it.
+    # cuBLAS is column-major, so the second factor of general_gemm is our a. T or N states for each
+    # of its factors whether it is transposed.
     if rows_of_a and not rows_of_b:
         layout, first, second = "TN", b.t(), a
     elif rows_of_a:
@@ -99,7 +101,7 @@ def product(
 
 
 def quantized(x: Tensor, scale: Tensor) -> Any:
-    """Return Transformer Engine's view of an FP8 tensor and its scale. Nothing is copied."""
+    """Return Transformer Engine's object for an FP8 tensor and its scale, without a copy."""
     dtypes = importlib.import_module("transformer_engine_torch").DType
     in_e4m3 = x.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     return importlib.import_module(STORAGE).Float8TensorStorage(
@@ -112,7 +114,7 @@ def quantized(x: Tensor, scale: Tensor) -> Any:
 
 @cache
 def attention_module(heads: int, kv_heads: int, head_dim: int) -> torch.nn.Module:
-    """Return the module of this shape, which has no parameters."""
+    """Return the attention module of this shape. It has no parameters."""
     return importlib.import_module("transformer_engine.pytorch").DotProductAttention(
         heads,
         head_dim,
@@ -126,7 +128,8 @@ def attention_module(heads: int, kv_heads: int, head_dim: int) -> torch.nn.Modul
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention in bf16, shaped like q.
 
-    q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim].
+    `q`: [batch, sequence, heads, head_dim].
+    `k`, `v`: [batch, sequence, kv_heads, head_dim].
     """
     module = attention_module(q.shape[2], k.shape[2], q.shape[3])
     return module(q, k, v).view(q.shape)

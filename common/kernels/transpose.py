@@ -1,10 +1,10 @@
-"""Transpose of a byte matrix: the columnwise layout of an FP8 matrix from its rowwise layout.
+"""Transpose of a byte matrix, for the columnwise layout of an FP8 matrix.
 
-Transposing the bytes is enough because one scale serves the whole tensor. One byte is read and one
-written per element. A thread loads words of four bytes from four rows and exchanges their bytes in
-registers, so that shared memory moves whole words.
+The bytes themselves do not change, because one scale serves the whole tensor. Reads one byte and
+writes one per element. A thread loads words of four bytes from four rows and exchanges their bytes
+in registers, so that whole words are moved through shared memory.
 
-16,384 x 4,096 on an H200: 34 us. Byte by byte: 43.6 us. torch's copy: 396 us.
+16,384 x 4,096 bytes take 34 us on an H200, 43.6 us byte by byte, and 396 us by torch's copy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
 def transpose_reference(x: Tensor, out: Tensor) -> None:
-    """Write the transpose of x to `out`.
+    """Write the transpose of `x` to `out`.
 
-    x: uint8 [rows, columns], out: uint8 [columns, rows], both contiguous.
+    `x`: uint8 [rows, columns], contiguous.
+    `out`: uint8 [columns, rows], contiguous.
     """
     out.copy_(x.t())
 
@@ -29,9 +30,10 @@ def transpose_reference(x: Tensor, out: Tensor) -> None:
 def _transpose_kernel(
     x_ptr, out_ptr, row_words, column_words, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Transpose words of four bytes.
+    """Transpose a tile of words of four bytes. One program per tile.
 
-    x: int32 [4 * row_words, column_words], out: int32 [4 * column_words, row_words].
+    `x_ptr`: int32 [4 * row_words, column_words].
+    `out_ptr`: int32 [4 * column_words, row_words].
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -61,7 +63,7 @@ def transpose_settings(arch: str) -> Tile:
 def transpose_triton(x: Tensor, out: Tensor) -> None:
     """Triton version of `transpose_reference`.
 
-    Sizes that are not multiples of 4, which no FP8 product has, are left to torch's slower copy.
+    Uses torch's slower copy for sizes that are not multiples of 4, which no FP8 product has.
     """
     assert_contiguous("the transpose", x, out)
     num_rows, num_columns = x.shape
