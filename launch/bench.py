@@ -17,12 +17,8 @@ from launch.processes.supervise import supervise
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
     """Return the torchrun command of `bench` or `profile`, with its config in `folder`."""
     arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
-    arguments += [
-        "--config",
-        str(folder / job.selection.log_name),
-        "--device",
-        job.selection.device,
-    ]
+    arguments += ["--config", str(folder / job.selection.log_name)]
+    arguments += ["--device", job.selection.device]
     for name in ("steps", "warmup", "layers", "eval_sequences"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -30,13 +26,12 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
         if getattr(options, "command", ""):
             arguments += ["--command", options.command]
         arguments += ["--profile", str(options.out)]
-        arguments += (
-            ["--of", "memory"] if options.memory else ["--of", "outside"] if options.tool else []
-        )
-        if options.tool:
-            return profilers.wrapped(
-                torchrun_command(job, folder, arguments), options.tool, options.out
-            )
+        if options.memory:
+            arguments += ["--of", "memory"]
+        elif options.tool:
+            arguments += ["--of", "outside"]
+            command = torchrun_command(job, folder, arguments)
+            return profilers.wrapped(command, options.tool, options.out)
     return torchrun_command(job, folder, arguments)
 
 
@@ -65,14 +60,13 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    trace = "profile.json, and trace.json.gz for ui.perfetto.dev"
-    memory = "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
-    files = memory if options.memory else trace
-    print_stderr(
-        profilers.guide(options.tool, options.out)
-        if options.tool
-        else f"profile    {options.out}: {files}"
-    )
+    guide = f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev"
+    if options.tool:
+        guide = profilers.guide(options.tool, options.out)
+    elif options.memory:
+        files = "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
+        guide = f"profile    {options.out}: {files}"
+    print_stderr(guide)
     return 0
 
 
@@ -82,14 +76,10 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
     Raise ConfigError if the directory holds files, or if the requested profile is not possible.
     """
     if options.memory and job.selection.device == "cpu":
-        why = (
-            "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor "
-            "short in the same way"
-        )
         raise ConfigError(
             "profile --memory needs a GPU",
-            why,
-            "leave out --memory, or see plan, which calculates the memory of a GPU",
+            "it records the allocations of torch's GPU allocator",
+            "leave out --memory, or use plan, which calculates the memory of a GPU",
         )
     if options.tool is not None:
         profilers.require(options.tool, job.config.world_size, installed=not options.print)
@@ -97,6 +87,8 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
     folder = (options.out or job.log_dir / "profiles" / stem).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            f"{folder} exists", "a profile is not overwritten", "name a new directory with --out"
+            f"{folder} is not an empty directory",
+            "a profile overwrites nothing",
+            "name a new directory with --out",
         )
     return folder

@@ -1,4 +1,4 @@
-"""Report from torch's flight recorder, for ranks that hang: the collective and the missing ranks.
+"""Report on ranks that hang, from torch's flight recorder: the collective and the missing ranks.
 
 Each rank writes ranks/rank_<k>.collectives.json (common/training/evidence.py), the JSON of torch's
 C++ FlightRecorder::dump_json (versions 2.x). These fields of `entries` are read:
@@ -7,9 +7,9 @@ C++ FlightRecorder::dump_json (versions 2.x). These fields of `entries` are read
 - collective_seq_id: the number of the collective in its group, the same on all of its ranks
 - profiling_name, input_sizes, output_sizes, input_dtypes
 - state, and retired, which gloo sets in place of the state "completed"
-- is_p2p: sends and receives are left out, because this package makes none
+- is_p2p: sends and receives are skipped, because this package uses none
 
-pg_config is {name: {ranks: "[0, 1]"}}; gloo leaves it empty.
+pg_config is {name: {ranks: "[0, 1]"}}. It is empty with gloo.
 """
 
 from __future__ import annotations
@@ -44,27 +44,36 @@ def stuck(run_dir: Path) -> list[dict]:
 
     Collectives with a missing rank or with different calls come first.
     """
-    dumps: dict[int, dict] = {}
-    for path in (run_dir / "ranks").glob("rank_*.heartbeat"):
-        # A rank without a file is stopped, or stuck where none of its threads can run.
-        dumps[int(path.stem.removeprefix("rank_"))] = {}
-        with contextlib.suppress(OSError, ValueError):
-            dumps[int(path.stem.removeprefix("rank_"))] = json.loads(
-                path.with_suffix(".collectives.json").read_text()
-            )
+    dumps = _dumps(run_dir)
     groups: dict[tuple[str, str], dict[int, Entries]] = {}
     for rank, dump in sorted(dumps.items()):
         for entry in dump.get("entries", []):
             if entry.keys() >= READ and not entry["is_p2p"]:
-                groups.setdefault(tuple(entry["process_group"]), {}).setdefault(rank, {})[
-                    entry["collective_seq_id"]
-                ] = entry
+                entries_by_rank = groups.setdefault(tuple(entry["process_group"]), {})
+                entries = entries_by_rank.setdefault(rank, {})
+                entries[entry["collective_seq_id"]] = entry
     heard = {rank for rank, dump in dumps.items() if dump}
-    found = [
-        _first_open(name, ranks, _members(name, dumps) or {*ranks}, heard)
-        for name, ranks in groups.items()
-    ]
-    return sorted(filter(None, found), key=lambda one: not (one["missing"] or one["different"]))
+    waiting = []
+    for name, entries_by_rank in groups.items():
+        members = _members(name, dumps) or {*entries_by_rank}
+        collective = _first_open(name, entries_by_rank, members, heard)
+        if collective:
+            waiting.append(collective)
+    return sorted(waiting, key=lambda one: not (one["missing"] or one["different"]))
+
+
+def _dumps(run_dir: Path) -> dict[int, dict]:
+    """Return rank -> its dump, for every rank that ever reported.
+
+    The dump is {} for a rank without one: it is stopped, or none of its threads can run.
+    """
+    dumps: dict[int, dict] = {}
+    for path in (run_dir / "ranks").glob("rank_*.heartbeat"):
+        rank = int(path.stem.removeprefix("rank_"))
+        dumps[rank] = {}
+        with contextlib.suppress(OSError, ValueError):
+            dumps[rank] = json.loads(path.with_suffix(".collectives.json").read_text())
+    return dumps
 
 
 def sentence(one: dict) -> str:
@@ -74,40 +83,47 @@ def sentence(one: dict) -> str:
     if one["missing"]:
         return f"{entered} entered {what}, {_named(one['missing'])} did not"
     if one["different"]:
-        return f"{what} is another one on " + ", ".join(
-            f"rank {rank}: {_call(call)}" for rank, call in one["different"].items()
-        )
-    silent = (
-        f"; {_named(one['unknown'])} left no record"
-        if one["unknown"]
-        else "; look at the GPUs and at what links them"
-    )
-    return f"{entered} entered {what}, which does not end{silent}"
+        calls = [f"rank {rank}: {_call(call)}" for rank, call in one["different"].items()]
+        return f"{what} is a different call on {', '.join(calls)}"
+    hint = "check the GPUs and the links between them"
+    if one["unknown"]:
+        hint = f"{_named(one['unknown'])} left no record"
+    return f"{entered} entered {what}, which does not end; {hint}"
 
 
 def _call(entry: dict) -> str:
+    """Describe the call of a collective: name, dtypes and sizes."""
     sizes = " -> ".join(str(entry[key]) for key in ("input_sizes", "output_sizes"))
     return f"{entry['profiling_name']} of {', '.join(entry['input_dtypes'])} {sizes}"
 
 
 def _named(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ranks))}"
 
 
 def _members(name: tuple[str, str], dumps: dict[int, dict]) -> set[int]:
     """Return the ranks of a group, empty if no dump lists them."""
-    told = [dump.get("pg_config", {}).get(name[0], {}).get("ranks", "") for dump in dumps.values()]
-    return {int(rank) for text in told for rank in re.findall(r"\d+", text)} or (
-        {*dumps} if name[1] == "default_pg" else set()
-    )
+    members: set[int] = set()
+    for dump in dumps.values():
+        listed = dump.get("pg_config", {}).get(name[0], {}).get("ranks", "")
+        members |= set(map(int, re.findall(r"\d+", listed)))
+    if not members and name[1] == "default_pg":
+        return set(dumps)
+    return members
 
 
 def _first_open(
     name: tuple[str, str], ranks: dict[int, Entries], members: set[int], heard: set[int]
 ) -> dict | None:
-    # The recorder keeps only the most recent collectives.
+    """Return the first collective of a group that some rank waits in, None if there is none.
+
+    `ranks`: rank -> its entries. `members`: ranks of the group. `heard`: ranks with a dump.
+    """
+    # The recorder keeps only recent collectives, so start where every rank has entries.
     oldest = max(min(entries) for entries in ranks.values())
-    for sequence in range(oldest, max(max(entries) for entries in ranks.values()) + 1):
+    newest = max(max(entries) for entries in ranks.values())
+    for sequence in range(oldest, newest + 1):
         entered = {
             rank: entries[sequence] for rank, entries in ranks.items() if sequence in entries
         }

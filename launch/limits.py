@@ -1,6 +1,6 @@
-"""Checks of user and container limits that would stop a run halfway.
+"""Checks of limits of the user or container that a run would exceed.
 
-Libraries hang or crash at these limits instead of naming them.
+Libraries hang or crash at these limits, instead of naming them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 
 from common.errors import OutOfMemory, PreflightError
 
-# Threads of a rank: at most 8 of the miniature, and some 20 more of NCCL and CUDA.
+# Threads of a rank: up to 8 in the miniature, and about 20 more for NCCL and CUDA.
 PER_RANK = 32
-# Address space of a rank in bytes. torch for CPUs maps 3 GiB; CUDA and ROCm map far more than a GPU
-# has.
+# Address space of a rank in bytes. torch for CPUs maps 3 GiB; CUDA and ROCm map far more than the
+# GPU's memory.
 ADDRESSES = 16 * 2**30
-DO = "raise it ({}), in a container its limit of processes (--pids-limit), then start again"
+DO = "raise the limit ({}; --pids-limit of a container), then start again"
 
 
 def require_loopback() -> None:
@@ -34,7 +34,7 @@ def require_loopback() -> None:
         do = "in a container or network namespace: ip link set lo up"
         raise PreflightError(
             "no connection to 127.0.0.1",
-            f"{error.strerror or error}; the ranks find each other there",
+            f"{error.strerror or error}; the ranks connect to each other there",
             do,
         ) from None
 
@@ -43,7 +43,7 @@ def require_limits(ranks: int) -> None:
     """Raise OutOfMemory if the limits of this user or container do not allow `ranks` processes."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY and soft < ADDRESSES:
-        what = f"a process may have {soft / 2**30:.1f} GiB of addresses (ulimit -v)"
+        what = f"a process may have only {soft / 2**30:.1f} GiB of address space (ulimit -v)"
         raise OutOfMemory(what, "torch maps more than that", DO.format("ulimit -v unlimited"))
     wanted = PER_RANK * (ranks + 1)
     end = threading.Event()
@@ -52,10 +52,8 @@ def require_limits(ranks: int) -> None:
         for thread in threads:
             thread.start()
     except RuntimeError as error:
-        what = (
-            f"this user or container may start {sum(map(threading.Thread.is_alive, threads))} more "
-            "processes and threads"
-        )
+        started = sum(thread.is_alive() for thread in threads)
+        what = f"this user or container may start only {started} more processes and threads"
         raise OutOfMemory(what, f"{error}; a run needs {wanted}", DO.format("ulimit -u")) from None
     finally:
         end.set()

@@ -1,7 +1,7 @@
 """Clear data files from the page cache before a run, and verify that they are gone.
 
-The MLPerf rules ask for this (Data State). Linux may ignore the advice for pages that are dirty or
-mapped by a process, so mincore is called afterwards. Standard library only.
+The MLPerf rules require it (section Data State). Linux may ignore the advice for pages that are
+dirty or mapped by a process, so mincore is called afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CHUNK = 2**30  # bytes mapped at once; mincore writes one byte per page
 
 
 def clear(files: Iterable[Path]) -> str:
-    """Clear `files` from the page cache; return `fadvise`, or `no` if any page is still in memory.
+    """Clear `files` from the page cache. Return `fadvise`, or `no` if any page is still in memory.
 
-    Each file needs fsync first, since dirty pages stay, then POSIX_FADV_DONTNEED. Neither needs
-    root. The files are opened, not read. A file that this user can only read and another user owns
+    Each file gets fsync, since dirty pages would stay, and then POSIX_FADV_DONTNEED. Neither needs
+    root. The files are opened but not read. A file of another user that this user cannot write
     counts as cleared, since the kernel does not report its pages.
     """
     paths = list(files)
@@ -36,7 +36,8 @@ def clear(files: Iterable[Path]) -> str:
 def resident(path: Path) -> int:
     """Return the number of pages of `path` that are in memory.
 
-    Return 0 if the kernel does not report them: it does for owners and writers only (mm/mincore.c).
+    Return 0 if the kernel does not report them, which it does only to owners and writers of a file
+    (mm/mincore.c).
     """
     status = path.stat()
     if not (os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)):

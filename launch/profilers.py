@@ -25,17 +25,17 @@ from common.errors import ConfigError, PreflightError
 class Tool:
     """Command line and results of one profiler.
 
-    `options` come before the program, with OUT for the path of the result without its suffix.
-    `last` ends the options.
+    In `options`, DIR stands for the directory of the results, and OUT for the path of the result
+    without its suffix.
     """
 
     options: str
     result: str  # names of the result files in DIR
-    opens: str
-    source: str
-    last: str = ""
+    opens: str  # command or site that opens the result
+    source: str  # where the tool can be installed from
+    last: str = ""  # word between the options and the program
     needs: str = ""  # requirements besides the tool itself
-    one_rank: bool = False
+    one_rank: bool = False  # whether it works only with a single rank
 
 
 TOOLS = {
@@ -79,13 +79,13 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
     except ValueError as error:  # a quote is not closed
         raise ConfigError(
             f"--with {request}: {error}",
-            "options of the tool are read as a shell reads them",
+            "the tool and its options are split into words like a command line of a shell",
             "close the quote",
         ) from None
     if name not in TOOLS:
         raise ConfigError(
-            f"--with {name}: no such profiler is known",
-            "it is not in the table of docs/profile.md",
+            f"--with {name}: unknown profiler",
+            "docs/profile.md lists the profilers",
             meant(name, TOOLS),
         )
     if TOOLS[name].one_rank and ranks > 1:
@@ -94,13 +94,15 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
             "ranks forever"
         )
         raise ConfigError(
-            f"{name} cannot watch one of {ranks} ranks",
+            f"{name} cannot profile one of {ranks} ranks",
             why,
-            "--config with a config of one GPU, --layers to make it fit",
+            "use --config with a config for one GPU, and --layers to make it fit",
         )
     if installed and not shutil.which(name):
         raise PreflightError(
-            f"{name} is not on PATH", "--with starts it", f"install it: {TOOLS[name].source}"
+            f"{name} is not on PATH",
+            "--with starts rank 0 under it",
+            f"install it: {TOOLS[name].source}",
         )
 
 
@@ -116,8 +118,8 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
         word.replace("OUT", str(out / name)).replace("DIR", str(out))
         for word in tool.options.split()
     ]
-    watched = shlex.join([name, *options, *more, *tool.last.split()])
-    script = f'if [ "$RANK" = 0 ]; then exec {watched} "$@"; else exec "$@"; fi'
+    profiler = shlex.join([name, *options, *more, *tool.last.split()])
+    script = f'if [ "$RANK" = 0 ]; then exec {profiler} "$@"; else exec "$@"; fi'
     start = command.index("--nproc-per-node") + 2  # the program follows this option
     return [
         *command[:start],
@@ -134,6 +136,7 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
 def guide(request: str, out: Path) -> str:
     """Return the line that says where the result is and what opens it."""
     tool = TOOLS[shlex.split(request)[0]]
-    return f"profile    {out}: {tool.result}; open with {tool.opens}" + (
-        f"; needs {tool.needs}" if tool.needs else ""
-    )
+    line = f"profile    {out}: {tool.result}; open with {tool.opens}"
+    if tool.needs:
+        line += f"; needs {tool.needs}"
+    return line

@@ -37,9 +37,9 @@ STARTUP_S = 300.0  # until every rank has finished a step; kernels compile befor
 
 
 def run_all(job: Job, request: series.SeriesRequest) -> int:
-    """Make the requested number of good runs and record them in a ledger.
+    """Make the requested number of good runs, and record them in a ledger.
 
-    Return the exit code of series.run. The other nodes return that of node 0.
+    Return the exit code of series.run. Nodes other than 0 return node 0's exit code.
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
@@ -52,17 +52,18 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
     facts["engines"] = engines.versions
     if job.selection.device == "cuda" and (request.goal != 1 or request.resume):
-        # The runs of a series use equal engines: one whose self-test fails stops the series.
+        # All runs of a series use the same engines, so they are pinned. If the self-test of a
+        # pinned engine fails, the series stops.
         job = replace(job, environment={**job.environment, **engines.pins()})
 
     def shared_facts() -> dict:
-        """Return the facts that must be equal on all nodes.
+        """Return the facts that must be equal on all nodes, after making sure of the data.
 
-        The data may be in other places, and a copy of the code need not be a git repository.
+        The path of the data may differ, and the code need not be in a git repository.
         """
         ensure_data(job)
-        equal = {key: value for key, value in facts.items() if key not in ("data", "commit")}
-        return equal | {"packages": versions["packages"]}
+        shared = {key: value for key, value in facts.items() if key not in ("data", "commit")}
+        return shared | {"packages": versions["packages"]}
 
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
@@ -95,7 +96,7 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
     if gone := run_directory.missing(run_dir):
         raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
-    # Ranks that node 0 stopped are no failure of this node.
+    # If node 0 stopped the ranks, this node did not fail.
     nodes.publish(run_dir, 0 if ending.stopped else code)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
@@ -104,7 +105,7 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.RunOutcome:
     """Make one timed run in `run_dir`.
 
-    It is good only if it reached the target and its log is clean.
+    It is good only if it reached the target and its log passed the checks.
     """
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
@@ -120,6 +121,10 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 def _timed(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]
 ) -> series.RunOutcome:
+    """Run the ranks of all nodes, judge the run, and print its result.
+
+    `received`: signals that the launcher receives in the meantime.
+    """
     start_date = time.strftime(DATE)
     mlperf_line(f"STARTING TIMING RUN AT {start_date}")
     ending = _train(job, nodes, run_dir, seed, cleared)
@@ -202,14 +207,12 @@ def judge(
         error = ending.hang
         facts = ending.culprit or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
-        why = (
-            f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did "
-            "because the host ran out of memory (see dmesg)"
-        )
+        name = signal.Signals(-ending.returncode).name
         error = RankLost(
             "torchrun, which starts the ranks, was killed",
-            why,
-            "make host memory free, then start again",
+            f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "
+            "dmesg)",
+            "free host memory, then start again",
         )
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
@@ -218,34 +221,31 @@ def judge(
         error = None
     if result.status == "success" and not error:
         error = _check(run_dir)
-    if (
-        error
-        and error.kind == OutOfMemory.kind
-        and "GPU" in error.what
-        and (expected := expected_memory(job.benchmark, job.config))
-    ):
-        error.do += f"; {expected}"
+    if error and error.kind == OutOfMemory.kind and "GPU" in error.what:
+        expected = expected_memory(job.benchmark, job.config)
+        if expected:
+            error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, facts)
     return error, after
 
 
 def _check(run_dir: Path) -> RunError | None:
+    """Check the log, write check.txt, and return an error if the log does not pass."""
     answer = _captured("submission.check", str(run_dir / "result.txt"))
     try:
         (run_dir / "check.txt").write_text(answer.stdout)
     except OSError as error:  # the verdict is valid without the file
         print_stderr(
-            f"note: check.txt was not written: {error}; ./run_and_time.sh check prints it again"
+            f"note: check.txt could not be written: {error}; ./run_and_time.sh check prints its "
+            "content"
         )
     if answer.returncode == 0:
         return None
     print_stderr(answer.stdout.rstrip())
-    why = (
-        "findings are listed above"
-        if answer.returncode == CheckFailed.exit_code
-        else f"the checks ended with code {answer.returncode}"
-    )
+    why = f"the checks ended with exit code {answer.returncode}"
+    if answer.returncode == CheckFailed.exit_code:
+        why = "the findings are listed above"
     return CheckFailed(
         "the target was reached, but the log failed the checks", why, f"see {run_dir / 'check.txt'}"
     )
@@ -261,7 +261,10 @@ def write_report(folder: Path) -> None:
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
-    # Run in a new session, so that Ctrl-C reaches only the launcher.
+    """Run `python -m module argument`, and return its output and exit code.
+
+    A new session keeps Ctrl-C away from it.
+    """
     command = [sys.executable, "-m", module, argument]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""Directory of a run, created once and never overwritten, with the config and versions that ran."""
+"""Directory of a run, created once and never overwritten, with the run's config and versions."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def fill(folder: Path) -> Path:
 
 
 def missing(run_dir: Path) -> StorageError | None:
-    """Return an error if files of a running run were deleted, moved or unmounted, else None.
+    """Return an error if files of a run were deleted, moved or unmounted while it runs, else None.
 
-    result.txt must exist once rank 0 writes heartbeats, because rank 0 opens the log before that.
+    Rank 0 opens result.txt before it writes its first heartbeat.
     """
-    for path in (run_dir / "ranks", run_dir / "result.txt"):
-        if not path.exists() and (
-            path.name == "ranks" or (run_dir / "ranks" / "rank_0.heartbeat").exists()
-        ):
+    ranks = run_dir / "ranks"
+    expected = [ranks]
+    if (ranks / "rank_0.heartbeat").exists():
+        expected.append(run_dir / "result.txt")
+    for path in expected:
+        if not path.exists():
             return StorageError(
                 f"{path} is gone",
                 "it was deleted or moved during the run",
@@ -81,12 +83,13 @@ def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block, which writes to `path`, into a StorageError."""
     try:
         yield
     except OSError as error:
         what = f"cannot write to {path}: {error.strerror}"
         do = "set LOGDIR to a writable directory with free space"
-        raise StorageError(what, "results must be kept, so nothing was started", do) from None
+        raise StorageError(what, "nothing was started, since results must be kept", do) from None
 
 
 def versions(root: Path, found: Probe) -> dict:
@@ -95,12 +98,14 @@ def versions(root: Path, found: Probe) -> dict:
     Environment variables are left out, since they may hold secrets.
     """
     names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
+    installed = {name: version_of(name) for name in names}
+    changes = git(root, "status", "--porcelain")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in names if (version := version_of(name))},
+        "packages": {name: version for name, version in installed.items() if version},
         "commit": git(root, "rev-parse", "HEAD"),
-        "dirty": None if (status := git(root, "status", "--porcelain")) is None else bool(status),
+        "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in found.devices],
         "driver": found.driver or None,
         "system_tuning": tuning.state(),
@@ -108,24 +113,22 @@ def versions(root: Path, found: Probe) -> dict:
 
 
 def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return known reasons why submission.package would refuse a run that is started now."""
-    found = []
+    """Return the reasons, as far as known, why `package` would refuse a run of this checkout."""
+    reasons = []
     commit = git(root, "rev-parse", "HEAD")
     changes = git(root, "status", "--porcelain")
     if commit is None or changes is None:
-        found.append(
-            f"git names no commit of {root}: there is no git, no repository, or one of another "
-            "owner (git status says which)"
+        reasons.append(
+            f"the commit of {root} is unknown: git is missing, or this is not a repository, or it "
+            "belongs to another user (git status says which)"
         )
     elif changes:
         lines = changes.splitlines()
-        found.append(
-            f"{len(lines)} changed or untracked in the checkout, such as "
-            f"{lines[0].split(maxsplit=1)[-1]}"
-        )
+        first = lines[0].split(maxsplit=1)[-1]
+        reasons.append(f"{len(lines)} changed or untracked files in the checkout, such as {first}")
     if not environment.get("MLPERF_SUBMISSION_ORG"):
-        found.append("MLPERF_SUBMISSION_ORG is not set")
-    return found
+        reasons.append("MLPERF_SUBMISSION_ORG is not set")
+    return reasons
 
 
 def git(root: Path, *arguments: str) -> str | None:

@@ -48,7 +48,7 @@ MAX_FAILURES = 2
 class SeriesRequest:
     """Options of a series: NEXP, SEED, --max-failures and --resume."""
 
-    goal: int  # number of good runs; 0: as many as the resumed series has
+    goal: int  # number of good runs; 0: the goal of the resumed series
     max_failures: int
     seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
@@ -96,14 +96,10 @@ def request_from(
             "correct it, or unset it for a random one",
         )
     if int(count) != 1 or limit or resume:
-        why = (
-            "every run of a series needs its own random seed: a series with chosen seeds cannot "
-            "be submitted"
-        )
         raise ConfigError(
             f"SEED={seed} is for a single run only",
-            why,
-            "unset SEED; or leave out NEXP, --max-failures and --resume",
+            "each run of a series needs a random seed of its own, or it cannot be submitted",
+            "unset SEED, or leave out NEXP, --max-failures and --resume",
         )
     return SeriesRequest(1, 0, int(seed))
 
@@ -117,12 +113,11 @@ def continued(
     WeightsError if the checkpoint's facts are damaged.
     """
     if request.goal != 1 or request.max_failures or request.resume:
-        why = (
-            "it is one run, with the seed of the one before; a series needs its own random seed "
-            "for each run"
-        )
         raise ConfigError(
-            "--continue is for a single run", why, "leave out NEXP, --max-failures and --resume"
+            "--continue is for a single run",
+            "it uses the seed of the run that it continues, but each run of a series needs a "
+            "random seed of its own",
+            "leave out NEXP, --max-failures and --resume",
         )
     folder, facts = newest(run)
     seed = facts["seed"] if request.seed is None else request.seed
@@ -138,7 +133,7 @@ def facts_of(
 ) -> dict:
     """Return the facts that must not change within a series: system, code and configuration.
 
-    The MLPerf rules require this (Benchmark Results).
+    The MLPerf rules require it (section Benchmark Results).
     """
     # Digest of the training code, which also covers changes that are not committed.
     digest = hashlib.sha256()
@@ -160,7 +155,7 @@ def facts_of(
 
 
 class SeriesRunner:
-    """A series and its ledger."""
+    """A series that is running, and its ledger."""
 
     def __init__(self, folder: Path, record: ledger.Record, selection: Selection):
         self.folder = folder
@@ -177,15 +172,15 @@ class SeriesRunner:
 
     def start(self, run_dir: Path, seed: int) -> dict:
         """Enter the start of an attempt in the ledger, and return its line."""
-        name = run_dir.name
-        selection = self.selection
-        about = {
-            "config": selection.log_name,
-            "modified": selection.log_name != selection.path.name,
-            "commit": self.record.facts["commit"],
-        }
         return self.append(
-            "start", attempt=self.record.next_attempt, run=name, seed=seed, started=_now(), **about
+            "start",
+            attempt=self.record.next_attempt,
+            run=run_dir.name,
+            seed=seed,
+            started=_now(),
+            config=self.selection.log_name,
+            modified=self.selection.log_name != self.selection.path.name,
+            commit=self.record.facts["commit"],
         )
 
     def end(self, start: dict, outcome: RunOutcome) -> None:
@@ -195,28 +190,26 @@ class SeriesRunner:
         """
         error = outcome.error
         result = outcome.result
-        minutes = None if result.seconds is None else round(result.seconds / 60, 6)
         ending = {
             "exit_code": 0,
             "kind": "success",
             "reason": outcome.after.what if outcome.after else "",
-        }
-        if error:
-            ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
-        ending |= {
-            "minutes": minutes,
+            "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
             "samples": result.samples,
             "cache": outcome.cache,
             "clock": result.started,
         }
+        if error:
+            ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
         run_dir = self.folder / start["run"]
         with_reserve(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
 
     def seed(self) -> int:
-        """Return 32 bits from the system's random source that no run of this series has used."""
-        while (seed := secrets.randbits(32)) in self.record.seeds:
-            pass
+        """Return a random 32-bit seed that no run of this series has used."""
+        seed = secrets.randbits(32)
+        while seed in self.record.seeds:
+            seed = secrets.randbits(32)
         return seed
 
 
@@ -228,12 +221,12 @@ def run(
     request: SeriesRequest,
     execute: Execute,
 ) -> int:
-    """Start runs until the request is fulfilled, and return the exit code.
+    """Start runs until the request is fulfilled, and return the exit code:
 
-    - 0 if all runs are good and their models were saved as requested
-    - the code of the first failure
+    - 0 if enough runs are good and their models were saved as requested
     - 128 + n after signal n
-    - if all runs are good but a model could not be saved, the code of that failure
+    - the code of this command's first failure if more than `max_failures` runs failed
+    - the code of a failure to save a model, if enough runs are good
 
     Raise ConfigError if no series can be resumed, and StorageError if the ledger or a run directory
     cannot be written.
@@ -286,7 +279,7 @@ def make_attempts(
 
 
 def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
-    """Execute one run. The launcher's own errors become outcomes, so that the ledger has them."""
+    """Execute one run. Turn the launcher's own errors into outcomes, for the ledger."""
     try:
         return execute(run_dir, seed)
     except Exception as error:
@@ -310,6 +303,7 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
 def _open(
     folder: Path, selection: Selection, facts: dict, request: SeriesRequest
 ) -> Iterator[SeriesRunner]:
+    """Start a series, or resume the newest one that lacks runs, and lock it during the block."""
     if not request.resume:
         record = ledger.Record(
             f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
@@ -322,17 +316,16 @@ def _open(
             series.append("series", started=_now(), goal=record.goal, facts=facts)
             yield series
         return
+    unfinished = []
+    for record in reversed(ledger.read(folder / ledger.NAME)):
+        if record.goal > 1 and _lacks_runs(record, request):
+            unfinished.append(record.id)
     running = []
-    for name in [
-        record.id
-        for record in reversed(ledger.read(folder / ledger.NAME))
-        if record.goal > 1 and _lacks_runs(record, request)
-    ]:
+    for name in unfinished:
         with _locked(folder, name) as locked:
             # Read again: the ledger may have changed before the lock was acquired.
-            record = next(
-                record for record in ledger.read(folder / ledger.NAME) if record.id == name
-            )
+            records = ledger.read(folder / ledger.NAME)
+            record = next(record for record in records if record.id == name)
             if locked and _lacks_runs(record, request):
                 yield resume_series(SeriesRunner(folder, record, selection), facts, request)
                 return
@@ -353,9 +346,9 @@ def _open(
 
 @contextlib.contextmanager
 def _locked(folder: Path, name: str) -> Iterator[bool]:
-    """Lock the series `name`; yield False if its launcher is alive.
+    """Lock the series `name` during the block. Yield False if another launcher has locked it.
 
-    A killed launcher leaves the file behind, but not the lock. Raise StorageError if the file
+    A killed launcher leaves the lock file behind, but not the lock. Raise StorageError if the file
     cannot be written.
     """
     path = folder / f"series_{name}.lock"
@@ -384,7 +377,7 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
 def _lacks_runs(record: ledger.Record, request: SeriesRequest) -> bool:
     """Return whether the series needs more runs.
 
-    A larger NEXP reopens a finished series: the rules allow more than ten runs, of which the median
+    A larger NEXP reopens a closed series: the rules allow more than ten runs, of which the median
     window is submitted.
     """
     return not record.closed or request.goal > record.goal
@@ -404,8 +397,8 @@ def resume_series(series: SeriesRunner, facts: dict, request: SeriesRequest) -> 
     if 0 < request.goal < record.goal:
         changed.append(f"NEXP was {record.goal}, now {request.goal}")
     if changed:
-        why = "the runs of a series must be of the same system, code and configuration"
-        do = "undo that, or start a new series without --resume"
+        why = "all runs of a series must have the same system, code and configuration"
+        do = "undo the change, or start a new series without --resume"
         raise ConfigError(f"cannot resume series {record.id}: {'; '.join(changed)}", why, do)
     if request.goal > record.goal:
         series.append("goal", goal=request.goal)
@@ -419,13 +412,14 @@ def resume_series(series: SeriesRunner, facts: dict, request: SeriesRequest) -> 
 
 
 def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
+    """End the attempt that began with line `start`, whose launcher was killed, as lost."""
     run_dir = series.folder / start["run"]
     supervise.kill_processes_of(run_dir, grace_s=supervise.GRACE_S)
     what = f"attempt {start['attempt']}: its launcher ended without an entry in the ledger"
     lost = RankLost(
         what,
-        "it was killed, or the machine went down; the run directory is kept",
-        "nothing: the series continues without it",
+        "it was killed, or the machine went down",
+        "nothing to do: the series continues without this run, whose directory is kept",
     )
     lost.kind = "lost"
     if run_dir.is_dir():

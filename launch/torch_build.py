@@ -1,8 +1,8 @@
 """Builds of torch: which one this machine's GPUs need, and whether the installed one fits.
 
-The builds are cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. The
-module also checks that Triton can compile. It uses only the standard library, because it runs
-before any package is installed.
+The builds are cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) and rocm. This module also checks whether
+Triton can compile. It uses only the standard library, because it runs before any package is
+installed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CUDA12_DRIVER = (525,)
 # Compute capabilities from 10.0 that CUDA 12.8 compiles for. GB300 and B300 (10.3) need 12.9.
 CUDA12_BLACKWELL = ((10, 0), (12, 0))
 UPDATE = (
-    "update the driver to 580 or newer; on a data-center GPU the package cuda-compat-13-0, "
-    "whose folder then stands first in LD_LIBRARY_PATH, does it without a reboot"
+    "update the driver to 580 or newer; on a data-center GPU, you can instead install the package "
+    "cuda-compat-13-0 and put its directory first in LD_LIBRARY_PATH, without a reboot"
 )
 
 

@@ -20,16 +20,17 @@ BETTER = "could be better"
 
 def state(root: Path = Path("/")) -> dict[str, str]:
     """Return "good" or "could be better" for each setting that this host has, by its name."""
-    looked = {setting.name: setting.look(root) for setting in SETTINGS}
-    return {
-        name: "good" if all(file.now == file.want for file in files) else BETTER
-        for name, files in looked.items()
-        if files
-    }
+    states = {}
+    for setting in SETTINGS:
+        files = setting.look(root)
+        if files:
+            is_good = all(file.now == file.want for file in files)
+            states[setting.name] = "good" if is_good else BETTER
+    return states
 
 
 def advice(root: Path = Path("/")) -> str:
-    """Name the settings that could be better, "" for none."""
+    """Name the settings that could be better, "" if there are none."""
     names = ", ".join(name for name, text in state(root).items() if text == BETTER)
     return f"{names} {BETTER} on this host, by AMD's list" if names else ""
 
@@ -38,8 +39,8 @@ def advice(root: Path = Path("/")) -> str:
 def tuned(project: Path) -> Iterator[None]:
     """Apply the settings inside the block, with sudo unless this process runs as root.
 
-    The settings are restored afterwards. They are also restored if this process is killed: that
-    closes its end of the pipe. Raise PreflightError if a setting cannot be applied.
+    The settings are restored afterwards, and also if this process is killed, which closes its end
+    of the pipe. Raise PreflightError if a setting cannot be applied.
     """
     command = HOLD if os.geteuid() == 0 else ["sudo", *HOLD]
     try:
@@ -50,12 +51,12 @@ def tuned(project: Path) -> Iterator[None]:
         raise _untuned(str(error)) from None
     assert process.stdin is not None and process.stdout is not None
     try:
-        said = []
+        messages = []
         while (line := process.stdout.readline()) and line.strip() != HELD:
-            said.append(line.strip())
+            messages.append(line.strip())
         if not line:
-            raise _untuned(f"{' '.join(command)} ended with {process.wait()}")
-        inform(*(f"tuning     {text}" for text in said))
+            raise _untuned(f"{' '.join(command)} ended with exit code {process.wait()}")
+        inform(*(f"tuning     {text}" for text in messages))
         yield
     finally:
         process.stdin.close()
@@ -65,7 +66,7 @@ def tuned(project: Path) -> Iterator[None]:
 
 def _untuned(why: str) -> PreflightError:
     return PreflightError(
-        "--tune cannot make the settings",
+        "--tune cannot apply the settings",
         why,
         "see ./run_and_time.sh tuning check, or run without --tune",
     )

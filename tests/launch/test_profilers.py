@@ -162,7 +162,7 @@ def verb(tmp_path, monkeypatch):
         (["--memory"], 2, "profile --memory needs a GPU"),
         (["--memory", "--with", "nsys"], 2, "not allowed with"),
         (["--with", "nsis"], 2, "did you mean nsys?"),
-        (["--with", ""], 2, "no such profiler"),
+        (["--with", ""], 2, "unknown profiler"),
         (["--with", "nsys '"], 2, "close the quote"),
         (["--with", "rocprofv3"], 18, "rocprofv3 is not on PATH"),
     ],

@@ -90,4 +90,4 @@ def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_p
     monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
     monkeypatch.setenv("PATH", "")
     (no_git,) = run_directory.doubts(checkout, NAMED)
-    assert all("names no commit" in text for text in (none, foreign, no_git))
+    assert all("commit" in text and "unknown" in text for text in (none, foreign, no_git))
