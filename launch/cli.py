@@ -202,21 +202,8 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
     elif first in known:
         name = second or "run"
         benchmark = first
-    elif first.startswith("-"):
-        named = next((word for word in words if word in known or word in COMMANDS), "")
-        do = f"{PROGRAM} {named or _example(known)} {first} ..."
-        raise ConfigError(
-            f"{first} comes before the benchmark or command",
-            "options come after both",
-            do if named else meant(first, EVERYWHERE, do),
-        )
     else:
-        why = f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands"
-        do = meant(first, [*known, *COMMANDS, *EVERYWHERE])
-        if first.lower() in SYNONYMS:
-            line = _with_benchmark(SYNONYMS[first.lower()], "BENCHMARK")
-            do = f"did you mean {PROGRAM} {line}?"
-        raise ConfigError(f"unknown benchmark or command: {first}", why, do)
+        raise _unknown_first(words, known)
     if name not in COMMANDS:
         do = meant(name, COMMANDS)
         if name.lower() in SYNONYMS:
@@ -238,6 +225,25 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         do = meant(second, known) if second else f"{PROGRAM} {_example(known)} {name} ..."
         raise ConfigError(what, f"benchmarks: {', '.join(known)}", do)
     return benchmark, name, rest[1:] if benchmark and second else rest
+
+
+def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
+    """Return the error for a command line whose first word is neither a benchmark nor a command."""
+    first = words[0]
+    if first.startswith("-"):
+        named = next((word for word in words if word in known or word in COMMANDS), "")
+        do = f"{PROGRAM} {named or _example(known)} {first} ..."
+        return ConfigError(
+            f"{first} comes before the benchmark or command",
+            "options come after both",
+            do if named else meant(first, EVERYWHERE, do),
+        )
+    why = f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands"
+    do = meant(first, [*known, *COMMANDS, *EVERYWHERE])
+    if first.lower() in SYNONYMS:
+        line = _with_benchmark(SYNONYMS[first.lower()], "BENCHMARK")
+        do = f"did you mean {PROGRAM} {line}?"
+    return ConfigError(f"unknown benchmark or command: {first}", why, do)
 
 
 def _example(known: Sequence[str]) -> str:

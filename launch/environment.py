@@ -79,18 +79,18 @@ def has_package(name: str) -> bool:
 
 
 def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
-    """Return the Python to run with.
+    """Return the path of a Python with the packages of `path`.
 
-    `folder` is created or extended if the running Python lacks packages of `path`. `wanted`: the
-    build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for this
-    machine's. Raise PreflightError if the environment cannot be made. Raise Interrupted after a
-    signal, which also ends pip.
+    If the running Python lacks some, the virtual environment `folder` is created or extended.
+    `wanted`: the build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for
+    this machine's. Raise PreflightError if the environment cannot be made. Raise Interrupted after
+    a signal, which also ends pip.
     """
     own_torch = has_package("torch") and (not wanted or installed_build() == wanted)
     lacking = []
     for name, line in requirements(path):
-        is_there = own_torch if name == "torch" else has_package(name)
-        if not is_there:
+        is_installed = own_torch if name == "torch" else has_package(name)
+        if not is_installed:
             lacking.append((name, line))
     if not lacking:
         return Path(sys.executable)
@@ -118,14 +118,17 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
                     build = OWN_TORCH
                 build = _install(lacking if own_torch else requirements(path), path, folder, build)
                 stamp = f"{_digest(path, build)} {build} {platform.machine()}"
-                # Written last, so that an incomplete environment has no stamp.
+                # Write it last, so that an incomplete environment has no stamp.
                 _stamp(folder, path).write_text(stamp)
     except OSError as error:
         why = (
             f"{error.strerror or error}, and {sys.executable} lacks "
             f"{', '.join(name for name, _ in lacking)}"
         )
-        do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
+        do = (
+            f"put a Python with the packages of {path.name} first on PATH, or make {folder.parent} "
+            "writable"
+        )
         raise PreflightError(f"cannot create {folder}", why, do) from None
     return python
 
@@ -162,14 +165,14 @@ def _read_stamp(path: Path) -> tuple[str, str, str]:
 
 
 def _require_same_machine(folder: Path) -> None:
-    """Raise PreflightError if `folder` was made on a machine with another processor.
+    """Raise PreflightError if `folder` was made for another processor type.
 
-    It may be in use on that machine.
+    It is not recreated, since it may be in use on such a machine.
     """
     machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")}
     machines -= {"", platform.machine()}
     if machines:
-        what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
+        what = f"{folder} was made for {', '.join(machines)}, but this is {platform.machine()}"
         do = (
             "use a separate clone for each machine, or recreate .venv for this one with "
             "setup --for cpu, cuda or cuda12"
@@ -228,7 +231,9 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
         for name, text in entries.items()
     }
     candidates = needed_by.keys() - installed
-    while more := {name for name in candidates - needed if needed_by[name] & needed}:
+    more = needed
+    while more:
+        more = {name for name in candidates - needed if needed_by[name] & needed}
         needed |= more
     return {name: entries[name] for name in sorted(needed)}
 
@@ -277,9 +282,9 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
 
 
 def _install_rich(folder: Path, path: Path, log_path: Path) -> None:
-    """Install the packages of the command line first, and import them from `folder`.
+    """Install the packages of the command line first, and make them importable from `folder`.
 
-    Later packages take minutes, and get a progress bar.
+    Then rich can show a progress bar while the other packages are installed, which takes minutes.
     """
     required, lock = required_packages(path.with_name(CLI), NO_TORCH)
     entries = locked_entries(required, lock, False)
@@ -302,7 +307,7 @@ def _run_pip(folder: Path, lock: Path, log_path: Path, options: list[str]) -> in
     python = folder / "bin" / "python"
     bar = "raw" if _pip_version(folder) >= RAW_PROGRESS else "off"
     installer = [str(python), "-m", "pip", "install", "--progress-bar", bar]
-    if uv := shutil.which("uv"):  # ten times as fast; the option searches indices in pip's order
+    if uv := shutil.which("uv"):  # ten times as fast; the strategy is that of pip
         installer = [uv, "pip", "install", "--python", str(python)]
         installer += ["--index-strategy", "unsafe-best-match"]
     command = [*installer, "--require-hashes", "--no-deps", *options, "-r", str(lock)]
@@ -393,7 +398,7 @@ def _tail(path: Path) -> list[str]:
 def answers_at(url: str) -> bool:
     """Return whether `url` responds to one quick request.
 
-    Without this check pip would retry an unreachable index for every package.
+    Without this check, pip would retry an unreachable index for every package.
     """
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):
@@ -411,7 +416,9 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
     if folder.exists() and not mark.is_file():
         do = "install requirements.txt into it and activate it, or move it away"
         raise PreflightError(
-            f"{folder} lacks packages", "it was not made by this script, so it is not changed", do
+            f"{folder} lacks packages",
+            "it was not made by this script, so it is not changed",
+            do,
         )
     stamps = [_read_stamp(stamp) for stamp in folder.glob("*.sha256")]
     has_other_torch = build != NO_TORCH and any(

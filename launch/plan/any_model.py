@@ -101,6 +101,29 @@ def parser() -> Parser:
         "--gpu", metavar="KIND", help=f"{', '.join(KINDS)} (default: this machine's)"
     )
     complete(gpu, KINDS)
+    _add_training_options(parser)
+    group = parser.add_argument_group("days on 1 to 512 GPUs")
+    group.add_argument(
+        "--scaling",
+        action="store_true",
+        help="calculate the days for the training tokens on 1 to 512 GPUs, each with --batch "
+        "sequences a step",
+    )
+    scaling.add_options(group)
+    group.add_argument("--json", action="store_true", help="with --scaling: print JSON")
+    group = parser.add_argument_group("MFU of a measured step")
+    group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
+    for name, text in {
+        "params": "number of weights, if --model is not given",
+        "tokens": "tokens per step on all GPUs (default: gpus x batch x seq)",
+        "seconds": "seconds per step",
+        "peak": "dense FLOP/s of one GPU (default: of --gpu at --precision)",
+    }.items():
+        group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
+    return parser
+
+
+def _add_training_options(parser: Parser) -> None:
     parser.add_argument(
         "--gpus",
         type=count,
@@ -139,25 +162,6 @@ def parser() -> Parser:
         help=f"training tokens, to calculate the days (default: {TOKENS_PER_WEIGHT} per weight; "
         "none with --lora)",
     )
-    group = parser.add_argument_group("days on 1 to 512 GPUs")
-    group.add_argument(
-        "--scaling",
-        action="store_true",
-        help="calculate the days for the training tokens on 1 to 512 GPUs, each with --batch "
-        "sequences a step",
-    )
-    scaling.add_options(group)
-    group.add_argument("--json", action="store_true", help="with --scaling: print JSON")
-    group = parser.add_argument_group("MFU of a measured step")
-    group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
-    for name, text in {
-        "params": "number of weights, if --model is not given",
-        "tokens": "tokens per step on all GPUs (default: gpus x batch x seq)",
-        "seconds": "seconds per step",
-        "peak": "dense FLOP/s of one GPU (default: of --gpu at --precision)",
-    }.items():
-        group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
-    return parser
 
 
 def amount(text: str) -> float:

@@ -11,7 +11,11 @@ def workload(benchmark: str, config: RunConfig) -> Workload:
     """Return the workload that the benchmark's rules fix, at the config's global batch."""
     rules = rules_of(benchmark, config)
     batch = config.global_batch_size
-    intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
     return Workload(
-        rules.shape, rules.sequence_length, rules.eval_samples, *intervals, rules.lora_rank
+        shape=rules.shape,
+        sequence_length=rules.sequence_length,
+        eval_samples=rules.eval_samples,
+        eval_interval=rules.eval_interval(batch),
+        first_evaluation=rules.first_evaluation(batch),
+        lora_rank=rules.lora_rank,
     )

@@ -9,7 +9,7 @@ recomputed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -126,9 +126,9 @@ def fit_to_machine(
         kept |= {"offload_layers": "0", "frozen_base": ""}
     roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
     start = limit if "micro_batch_size" in overrides else replace(limit, micro_batch_size=1)
-    fitted_to_gpu = fitting(start, limit, work, roomy, kept) or fitting(
-        start, limit, work, kind, kept
-    )
+    fitted_to_gpu = fitting(start, limit, work, roomy, kept)
+    if fitted_to_gpu is None:
+        fitted_to_gpu = fitting(start, limit, work, kind, kept)
     if fitted_to_gpu is None:
         raise _does_not_fit(benchmark, start, work, kind)
     changes = _changes(config, fitted_to_gpu, overrides)
@@ -163,6 +163,7 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
 def _derive(
     benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int
 ) -> RunConfig:
+    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory."""
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
     if batch.isdigit() and int(batch) % gpus:
@@ -171,9 +172,9 @@ def _derive(
     work = workload(benchmark, start)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
     roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
-    config = fitting(start, file, work, roomy, overrides) or fitting(
-        start, file, work, kind, overrides
-    )
+    config = fitting(start, file, work, roomy, overrides)
+    if config is None:
+        config = fitting(start, file, work, kind, overrides)
     if config is None:
         raise _does_not_fit(benchmark, start, work, kind)
     return config
@@ -182,9 +183,9 @@ def _derive(
 def _start(
     benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]
 ) -> RunConfig:
-    """Return the file's config on these GPUs with micro-batch 1.
+    """Return the file's config for these GPUs, with micro-batch 1 and no layer saved.
 
-    No layer is offloaded or recomputed.
+    Layers are neither offloaded nor recomputed.
     """
     eval_samples = workload(benchmark, file).eval_samples
     sizes = range(file.eval_micro_batch_size, 0, -1)
@@ -224,11 +225,9 @@ def _candidates(
     The configs of a storage differ in their micro-batch, the largest first.
     """
     share = start.global_batch_size // start.world_size
-    sizes = (
-        [start.micro_batch_size]
-        if "micro_batch_size" in overrides
-        else range(file.micro_batch_size, 0, -1)
-    )
+    sizes: Sequence[int] = range(file.micro_batch_size, 0, -1)
+    if "micro_batch_size" in overrides:
+        sizes = [start.micro_batch_size]
     storages: list[dict] = [{}]
     if start.has_key("frozen_base") and "frozen_base" not in overrides:
         fastest = FROZEN_BASE_STORAGE.index(start.frozen_base)
@@ -256,10 +255,10 @@ def fitting(
         if "eval_micro_batch_size" not in overrides:
             smallest = replace(smallest, eval_micro_batch_size=1)
         for key in SAVING_LAYERS:
-            if (
-                key not in overrides
-                and (layers := plan.fewest_layers(smallest, work, kind, key)) is not None
-            ):
+            if key in overrides:
+                continue
+            layers = plan.fewest_layers(smallest, work, kind, key)
+            if layers is not None:
                 return replace(smallest, **{key: layers})  # type: ignore[arg-type]
     return None
 
@@ -295,7 +294,7 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
     return ConfigError(
         f"{gpus} GPUs cannot share a global batch of {batch}",
         "every GPU must get the same number of sequences",
-        f"set DGXNGPU to {' or '.join(counts)}; or use {options}",
+        f"set DGXNGPU to {' or '.join(counts)}, or use {options}",
     )
 
 

@@ -77,46 +77,48 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
 
 
 def memory_peak(config: RunConfig, work: Workload) -> Memory:
-    """Return the memory at the largest of four moments.
+    """Return the memory at the moment of its peak.
 
-    They are the head's backward, the last block's forward, its backward, and an evaluation.
+    Four moments are compared: the head's backward, the last block's forward, its backward, and an
+    evaluation.
     """
     shape = work.shape
     element = BYTES[config.precision]
     tokens = config.micro_batch_size * work.sequence_length
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
-    saved = block = _saved_bytes(config, work)
-    # A module's gradient, and as much again for the modules before, whose reduction is still
+    saved = _saved_bytes(config, work)
+    block = saved
+    # The gradient of a module, and the same again for the one before, whose reduction is still
     # running. LoRA has no such gradients.
     gradient = 0 if work.lora_rank else 2 * element
     forward, backward = _working_bytes(config, work)
     backward = max(backward, attention_backward_bytes(config, shape))
     # The last block is recomputed too, so its forward runs within its backward.
     if _recomputed_layers(config, work) == shape.num_layers:
-        block = saved | {
-            name: saved[name] + size for name, size in _activations(config, work, layers=1).items()
-        }
+        recomputed = _activations(config, work, layers=1)
+        block = saved | {name: saved[name] + size for name, size in recomputed.items()}
         backward = max(backward, forward + element * shape.hidden_size)
     head = _head_bytes_per_token(config, shape)
-    table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
-    layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
+    in_head = {
+        "gradients in flight": shape.vocab_size * shape.hidden_size * gradient,
+        "logits and head": tokens * head,
+    }
+    in_backward = {
+        "gradients in flight": shape.layer_parameters * gradient,
+        "a block's working set": tokens * backward,
+    }
     # Autograd adds the embedding's gradient to the head's, which is kept until then.
     if shape.tied_embedding and not work.lora_rank:
-        layer_in_flight["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
-    evaluated = (
-        config.eval_micro_batch_size
-        * work.sequence_length
-        * max(head, sum(activation_bytes(config, work).values()) + forward)
-    )
+        in_backward["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
+    eval_tokens = config.eval_micro_batch_size * work.sequence_length
+    in_a_block = sum(activation_bytes(config, work).values()) + forward
+    # The optimizer step has freed the gradients.
+    in_evaluation = {"gradients": 0, "logits and head": eval_tokens * max(head, in_a_block)}
     moments = {
-        "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},
+        "the head's backward": state | saved | in_head,
         "a block's forward": state | block | {"a block's working set": tokens * forward},
-        "a block's backward": state
-        | block
-        | layer_in_flight
-        | {"a block's working set": tokens * backward},
-        # The optimizer step has freed the gradients.
-        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},
+        "a block's backward": state | block | in_backward,
+        "an evaluation": state | in_evaluation,
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     return Memory(moment, {name: size for name, size in parts.items() if size})
@@ -125,43 +127,38 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
 def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     """Return the bytes of tensors that live as long as the run.
 
-    Trained weights have an fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4
-    bytes. Pre-training shards them over a node's GPUs (ZeRO-2). Each GPU holds LoRA's adapters
-    whole, and the frozen base as described in `frozen_bytes`.
+    Each trained weight has an fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4
+    bytes. Pre-training shards them over a node's GPUs (ZeRO-2). With LoRA, each GPU holds all
+    adapters, and the frozen base as described in `frozen_bytes`.
     """
     shape = work.shape
     gpus = config.gpus_per_node
-    table = work.shape.vocab_size * work.shape.hidden_size
-    trained = (
-        shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
-    )
-    moments = 2 * BYTES[config.moment_precision]
-    # Copy engines need two buffers for the parts of the largest gradient that other ranks send
-    # (common/sharding/copy_engine.py).
-    received = (
-        2 * (1 - 1 / gpus) * table * BYTES[config.precision]
-        if config.reduce_scatter == "copy_engine"
-        else 0
-    )
+    element = BYTES[config.precision]
+    if work.lora_rank:
+        trained: float = shape.lora_parameters(work.lora_rank)
+        frozen = frozen_bytes(config, shape)
+        quantized = 0
+    else:
+        trained = shape.num_parameters / gpus
+        frozen = 0
+        # Complete on each GPU: in FP8 one byte rowwise and one byte columnwise.
+        per_value = config.linear_format.weight_copies * config.linear_format.operand_bytes(element)
+        quantized = per_value * shape.num_layers * shape.matrix_parameters
+    received = 0.0
+    if config.reduce_scatter == "copy_engine":
+        # Two buffers for the parts of the largest gradient that other ranks send
+        # (common/sharding/copy_engine.py).
+        table = shape.vocab_size * shape.hidden_size
+        received = 2 * (1 - 1 / gpus) * table * element
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels in int32: the evaluation set, and three micro-batches of the prefetcher.
-    copies = config.linear_format.weight_copies * config.linear_format.operand_bytes(
-        BYTES[config.precision]
-    )
-    resident = (
-        (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size)
-        * 2
-        * 4
-        * work.sequence_length
-    )
+    resident_samples = -(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size
+    resident = resident_samples * 2 * 4 * work.sequence_length
     return {
-        "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
+        "weights": 4 * trained + frozen,
         "gradients": 4 * trained,
-        "AdamW moments": moments * trained,
-        # Whole on each GPU: in FP8 one byte rowwise and one byte columnwise.
-        "quantized weights": 0
-        if work.lora_rank
-        else copies * shape.num_layers * shape.matrix_parameters,
+        "AdamW moments": 2 * BYTES[config.moment_precision] * trained,
+        "quantized weights": quantized,
         "symmetric buffers": received,
         "buffers": rope + resident,
     }
@@ -170,27 +167,27 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return the bytes of a frozen base on one GPU (common/sharding/frozen_base.py).
 
-    They are the blocks' matrices, and all other weights whole in bf16. In FP8 a matrix has one byte
-    per value and layout. W^T is stored if layers are gathered and with "replicated_both". In bf16,
-    W serves both passes.
+    The base consists of the blocks' matrices, which may be sharded, and of all other weights in
+    bf16. In FP8, a matrix has one byte per value for W, and one for W^T if that is stored: with
+    "replicated_both", and if layers are gathered. In bf16, W serves both passes.
     """
     storage = config.frozen_base
     gpus = config.gpus_per_node
-    transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
-    per_value = (
-        (2 if transposed else 1) if config.linear_format.stores_fp8 else BYTES[config.precision]
-    )
+    element = BYTES[config.precision]
+    per_value = element
+    if config.linear_format.stores_fp8:
+        stores_transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
+        per_value = 2 if stores_transposed else 1
     matrices = shape.num_layers * shape.matrix_parameters
-    return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[
-        config.precision
-    ] * (shape.num_parameters - matrices)
+    shards = gpus if storage == "sharded" else 1
+    return per_value * matrices / shards + element * (shape.num_parameters - matrices)
 
 
 def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     """Return the bytes of weights in the products' format that `state_bytes` does not include.
 
-    Pre-training: all weights in bf16. LoRA: buffers for layers that are gathered or, in FP8 with W
-    alone, transposed.
+    In pre-training, these are all weights in bf16. With LoRA, they are buffers for layers that are
+    gathered or, in FP8 without a stored W^T, transposed.
     """
     if not work.lora_rank:
         return BYTES[config.precision] * work.shape.num_parameters
@@ -199,13 +196,15 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     fp8 = config.linear_format.stores_fp8
     transposes = fp8 and not gathers and storage != "replicated_both"
     per_value = 1 if fp8 else BYTES[config.precision]
-    return FROZEN_BUFFERS * work.shape.matrix_parameters * per_value if gathers or transposes else 0
+    if not gathers and not transposes:
+        return 0
+    return FROZEN_BUFFERS * work.shape.matrix_parameters * per_value
 
 
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of the logits and the residual stream with its norm and its gradient.
+    """Return the bytes per token of the logits, the last residual stream, its norm and gradient.
 
-    The gradient of the logits overwrites them.
+    The gradient of the logits overwrites the logits.
     """
     return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision]
 
@@ -221,14 +220,13 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     element = BYTES[config.precision]
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
+    swiglu_element = 1 if work.lora_rank and config.linear_format.stores_fp8 else element
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
-        "attention output": shape.attention_size * element
-        + shape.num_heads * 4,  # with its log-sum-exp in fp32
-        "SwiGLU input": 2
-        * ffn
-        * (1 if work.lora_rank and config.linear_format.stores_fp8 else element),
+        # With its log-sum-exp in fp32.
+        "attention output": shape.attention_size * element + shape.num_heads * 4,
+        "SwiGLU input": 2 * ffn * swiglu_element,
     }
     if shape.qk_norm:
         kept["queries and keys before their norm"] = (
@@ -237,11 +235,11 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
     operand = config.linear_format.operand_bytes(element)
-    # If kernels do not quantize operands, the output projection reads the attention output itself.
-    o = shape.attention_size * operand if config.linear_format.in_fp8 else 0
+    # If operands are not quantized, the output projection reads the attention output itself.
+    projection_input = shape.attention_size * operand if config.linear_format.in_fp8 else 0
     return kept | {
         "norm outputs": 2 * hidden * operand,
-        "output projection's input": o,
+        "output projection's input": projection_input,
         "SwiGLU output": ffn * operand,
     }
 
@@ -249,8 +247,9 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
 def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     """Return the peak bytes per token that a block holds only temporarily, in forward and backward.
 
-    Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of
-    the block's result, of SwiGLU's result and, as an operand, of its input.
+    In the forward, these are operands that are not kept, and results of products. The peak of the
+    backward is at SwiGLU, with the gradients of the block's output, of SwiGLU's output and, as an
+    operand, of SwiGLU's input.
     """
     hidden = work.shape.hidden_size
     ffn = work.shape.ffn_hidden_size
@@ -258,24 +257,26 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     operand = config.linear_format.operand_bytes(element)
     # Operands are rowwise only. In FP8 the bf16 gate_up exists in addition to its 8-bit copy.
     if work.lora_rank:
-        forward = operand * ffn + (
-            2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
-        )
-        return forward, element * (hidden + ffn) + operand * 2 * ffn
-    # Operands are rowwise, gradients columnwise. SwiGLU's kept result is freed before its backward.
-    if config.linear_format.in_fp8:
-        return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (
-            element + 4 - 1
-        ) * ffn
-    return 2 * element * hidden, element * (hidden + 2 * ffn)
+        result = 2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
+        forward = operand * ffn + result
+        backward = element * (hidden + ffn) + operand * 2 * ffn
+    elif config.linear_format.in_fp8:
+        # Operands are rowwise, gradients columnwise. SwiGLU's kept output is freed before its
+        # backward.
+        forward = 3 * hidden + ffn + 2 * element * hidden
+        backward = (element + 2) * hidden + (element + 4 - 1) * ffn
+    else:
+        forward = 2 * element * hidden
+        backward = element * (hidden + 2 * ffn)
+    return forward, backward
 
 
 def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes per token that a block holds temporarily at attention's backward.
 
-    They are the gradients of the block's result, of attention's result and of its inputs. On Hopper
-    FlashAttention-4 adds up dQ in fp32, and with grouped heads dK and dV, unless the config pins
-    another engine: 134 MB of dQ per sequence of the 8B, 268 MB of the 70B.
+    They are the gradients of the block's output, of attention's output and of its inputs. On
+    Hopper, FlashAttention-4 also sums dQ in fp32, and with grouped heads dK and dV, unless the
+    config pins another engine. dQ has 134 MB per sequence of the 8B, and 268 MB of the 70B.
     """
     element = BYTES[config.precision]
     gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
@@ -289,6 +290,7 @@ def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:
+    """Return the bytes that `layers` blocks keep for a micro-batch, by kind of tensor."""
     tokens = config.micro_batch_size * work.sequence_length
     return {name: layers * tokens * size for name, size in activation_bytes(config, work).items()}
 
@@ -305,15 +307,10 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     recomputed = _recomputed_layers(config, work)
     tokens = config.micro_batch_size * work.sequence_length
     saved = _activations(config, work, work.shape.num_layers - recomputed)
-    saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))[
-        "SwiGLU input"
-    ]
-    return saved | {
-        "inputs of recomputed layers": recomputed
-        * tokens
-        * work.shape.hidden_size
-        * BYTES[config.precision]
-    }
+    offloaded = _activations(config, work, max(0, offloaded_layers(config, work) - 1))
+    saved["SwiGLU input"] -= offloaded["SwiGLU input"]
+    inputs = recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]
+    return saved | {"inputs of recomputed layers": inputs}
 
 
 def offloaded_layers(config: RunConfig, work: Workload) -> int:
@@ -331,7 +328,7 @@ def host_bytes(config: RunConfig, work: Workload) -> int:
 
 
 def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
-    """Return the largest micro-batch that fits, all else unchanged, or 0 if none does.
+    """Return the largest micro-batch that fits if nothing else changes, or 0 if none does.
 
     It need not divide the global batch.
     """
@@ -350,7 +347,10 @@ def largest(good: Callable[[int], bool]) -> int:
         high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
+        if good(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -373,11 +373,11 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
     return None
 
 
-# Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on
-# 2 H200s. Assumed everywhere.
+# Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
+# Assumed for every model and GPU.
 BF16_OVER_FP8 = 1.41
-# Ratio to the forward's FLOPs. Flash attention computes the scores again (arXiv:2205.14135). MFU
-# counts a ratio of 2.
+# FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
+# (arXiv:2205.14135). MFU counts a ratio of 2.
 ATTENTION_BACKWARD = 2.5
 
 
@@ -408,11 +408,16 @@ def products_seconds_per_token(
     linears = 2 * shape.matmul_parameters - head
     attention = shape.attention_flops_per_token(work.sequence_length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
-    passes = (2 if work.lora_rank else 3) if training else 1
+    # Products for each weight, and FLOPs of attention as a multiple of the forward's.
+    passes = 1
+    adapter_passes = 1
+    attention_passes = 1.0
+    if training:
+        passes = 2 if work.lora_rank else 3
+        adapter_passes = 3
+        attention_passes = 1 + ATTENTION_BACKWARD
     in_fp8 = linears * (passes + recomputed)
-    in_bf16 = adapters * (3 if training else 1) + attention * (
-        (1 + ATTENTION_BACKWARD if training else 1) + recomputed
-    )
+    in_bf16 = adapters * adapter_passes + attention * (attention_passes + recomputed)
     in_bf16 += head * passes
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
@@ -426,27 +431,21 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
-    step_s = (
-        step_tokens
-        * slowdown
-        * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
-    )
+    token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    step_s = step_tokens * slowdown * token_s
     per_pass = config.world_size * config.eval_micro_batch_size
+    eval_passes = -(-work.eval_samples // per_pass)
     # Tokens on one GPU, including padding.
-    eval_tokens = (
-        -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length
-    )
+    eval_tokens = eval_passes * config.eval_micro_batch_size * work.sequence_length
     eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
-    minutes = (
-        None
-        if samples is None
-        else minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
-    )
+    minutes = None
+    if samples is not None:
+        minutes = minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
     return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
 
 
 def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:
-    """Return the minutes of training and of the evaluations on the way.
+    """Return the minutes of training, including the evaluations.
 
     The number of evaluations is the mean over whole intervals.
     """
