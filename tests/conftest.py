@@ -1,6 +1,4 @@
-"""What several test files share: a process group of one, tiny token files, and one pair of ranks
-that does all that needs two.
-"""
+"""Shared fixtures: a process group of one rank, small token files, and one pair of ranks."""
 
 import fcntl
 import json

@@ -1,6 +1,4 @@
-"""Every shipped config loads, fits its name, its rules and its GPU; a broken config is refused with
-one clear error.
-"""
+"""Test that every shipped config is valid, and that a broken one is refused with one error."""
 
 import tomllib
 from dataclasses import MISSING, fields, replace

@@ -1,6 +1,4 @@
-"""Each Instinct kind, from what its driver and torch say to the first screen, preflight and the
-self-test; no such GPU is at hand.
-"""
+"""Test each Instinct kind from its driver's output to the first screen, preflight and self-test."""
 
 import argparse
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The list of what is known to fail: every entry is well-formed, and fixtures of versions meet the
-right ones on the right GPU.
-"""
+"""Test that entries of the known issues are well-formed and match the right versions and GPUs."""
 
 import re
 
@@ -111,9 +109,8 @@ def test_versions_meet_their_issues(kind, changed, names, refuses):
 
 def test_an_unknown_newer_version_only_warns(monkeypatch):
     versions = versions_of("MI355X", {"triton": "4.1.0"})
-    assert known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True) == [
-        "triton 4.1.0 is newer than the list of known issues"
-    ]
+    (note,) = known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True)
+    assert "triton 4.1.0" in note and "newer" in note
     assert judge_known_issues(KINDS["MI355X"], versions, {}).verdict == "warn"
     open_ended = known_issues.KnownIssue(
         "never-fixed",

@@ -1,6 +1,4 @@
-"""The layout of this repository: its folders, one direction of imports, and what no file may
-contain.
-"""
+"""Test the layout of this repository: folders, direction of imports, and forbidden content."""
 
 import ast
 import dataclasses

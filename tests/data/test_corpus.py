@@ -1,6 +1,4 @@
-"""The miniature's text and vocabulary: the same every time, nothing shared between train and
-validation, nothing unknown.
-"""
+"""Test the miniature's text and vocabulary: reproducible, disjoint splits, no unknown tokens."""
 
 import sys
 

@@ -1,8 +1,7 @@
-"""The order of the training samples against an independent witness: GPTDataset of megatron-core
-itself.
+"""Compare the order of training samples with GPTDataset of megatron-core.
 
-megatron-core is a pinned test dependency: where it is missing these tests fail, because a skipped
-check would look like a passed one. MEGATRON_WITNESS=0 says aloud that the witness is not wanted.
+megatron-core is a pinned test dependency. Without it these tests fail instead of being skipped.
+Set MEGATRON_WITNESS=0 to leave them out.
 """
 
 import time

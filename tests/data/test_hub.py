@@ -1,6 +1,4 @@
-"""`prepare fetch --download` against a server on this machine that speaks as the hub does, through
-the real huggingface_hub; kills in the middle.
-"""
+"""Test `prepare fetch --download` with the real huggingface_hub, a local server and SIGKILL."""
 
 import contextlib
 import hashlib
@@ -223,11 +221,7 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     hub.pause_s = 0.0
     code, err = finish(start(hub, tmp_path))
     assert code == 0 and whole(hub, tmp_path), err
-    assert (
-        hub.ranges == 1
-        and "bytes, as regisss/" in err
-        and "The weights have not been downloaded" in err
-    )
+    assert hub.ranges == 1 and "bytes, as regisss/" in err and "weights" in err
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == sorted(
         DATA_FILES.values()
     )

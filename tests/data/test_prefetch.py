@@ -1,6 +1,4 @@
-"""Prefetcher: the same batches in the same order, errors of the reader where they are wanted, and a
-thread that ends with the process.
-"""
+"""Test Prefetcher: the order of batches, errors of the reader, and the end of its thread."""
 
 import itertools
 import time

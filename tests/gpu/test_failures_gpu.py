@@ -1,6 +1,4 @@
-"""What tests/training/test_evidence.py and tests/throughput/test_memory_profile.py check with
-made-up GPUs, on real ones.
-"""
+"""Repeat checks of test_evidence.py and test_memory_profile.py on real GPUs."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""FLUX's transformer on GPUs: the attention that the order of backends chooses, and the search for
-the largest batch where memory ends.
-"""
+"""Test FLUX's transformer on GPUs: its attention backend and the search for the largest batch."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The kernels at the sizes of the two benchmarks, against plain torch on the same GPU.
+"""Compare the kernels with plain torch on a GPU, at the sizes of both benchmarks.
+
 tests/kernels runs them at small sizes.
 """
 

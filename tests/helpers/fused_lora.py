@@ -1,6 +1,4 @@
-"""Fused LoRA blocks whose frozen weights are in memory: one with the weights of a plain block, and
-a whole Llama.
-"""
+"""Build fused LoRA blocks, and a Llama of them, with frozen weights in memory."""
 
 import torch
 from plain_block import Block, LoRALinear

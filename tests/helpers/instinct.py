@@ -1,5 +1,6 @@
-"""Every Instinct kind as its driver and torch show it: from reports and from AMD's PCI device
-numbers, never seen by us.
+"""Describe every Instinct kind as its driver and torch would.
+
+The values come from reports and from AMD's PCI device numbers, not from machines of ours.
 """
 
 from __future__ import annotations

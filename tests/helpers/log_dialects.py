@@ -1,9 +1,8 @@
-"""Logs as other submitters write them, made from the records of a synthetic log: what official
-tools accept and RunLog never writes.
+"""Rewrite a synthetic log as other submitters log: accepted by official tools, unlike RunLog.
 
-Seen in accepted submissions: `srun -l` puts the rank before the token; mlperf_common logs a block's
-size as its samples_count; NeMo logs accumulation steps as a float and train_samples after run_stop;
-each rank logs its own init_start; the disclosure keys came later.
+Accepted submissions contain all of these. `srun -l` puts the rank before the token. mlperf_common
+logs the size of a block as its samples_count. NeMo logs accumulation steps as a float, and
+train_samples after run_stop. Each rank logs its own init_start. The disclosure keys came later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The blocks as their formulas say, in torch's own operations under autograd: what the fused blocks
-are tested against.
+"""Plain blocks: the formulas in torch operations under autograd, to test the fused blocks against.
 
-Legend of tensor names: B batch, S sequence, D hidden.
+Dimensions in tensor names: B batch, S sequence, D hidden.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The RCP test by formulae of our own: the second opinion that the official verdict is held
-against.
+"""Compute the RCP test from its formulas, to check the verdict of the official tools.
 
-The rule (MLPerf Training rules, "Reference Convergence Points"; mlcommons/logging, rcp_checker):
-per global batch the reference ran 20 times. A submission that converges so much faster that chance
-alone would do it in less than 5 % of the cases fails; one that is a little faster is brought back
-to the reference's mean by a factor on its score; a slower one keeps its time.
+The rule is in the MLPerf Training rules ("Reference Convergence Points") and rcp_checker.py of
+mlcommons/logging. The reference ran 20 times for each global batch. A submission fails if it
+converges so fast that chance alone would do so in less than 5 % of all cases. If it is a little
+faster than the reference, a factor on its score brings it back to the reference's mean. If it is
+slower, its time counts unchanged.
 
-The formulae below are the official ones, down to the order of operations, so that the numbers are
-equal to the last digit that the official tools print; the code is our own. Everything counts
-training sequences. Standard library only.
+The formulas and the order of operations are the official ones, so the numbers agree to the last
+digit that the official tools print. The code is our own. All counts are training sequences. Uses
+only the standard library.
 """
 
 from __future__ import annotations

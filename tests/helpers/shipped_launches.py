@@ -1,5 +1,6 @@
-"""Every launch of a Triton kernel that the two benchmarks and Qwen3 make, on meta tensors: for
-compiling.py, which compiles instead of running.
+"""Launch every Triton kernel of the two benchmarks and of Qwen3 on meta tensors.
+
+compiling.py compiles these launches instead of running them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A compute and a side stream whose work a test executes later, in any order that the events
-allow.
-"""
+"""Simulate a compute stream and a side stream that run their work in any order events allow."""
 
 import random
 

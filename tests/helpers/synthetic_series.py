@@ -1,8 +1,7 @@
-"""Series for the tests: run directories and a ledger as the launcher leaves them, their logs
-written by the real RunLog and rules.
+"""Write series for the tests: run directories and a ledger as the launcher writes them.
 
-Losses are invented, times come from a clock that the test turns, so that ten runs of an hour cost a
-second.
+The real RunLog and rules write the logs. The losses are invented. The test advances the clock, so
+that ten runs of an hour take a second.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose
-trainer misbehaves as told.
+"""Create a project with the real launcher and a toy benchmark whose trainer fails on request.
 
-The environment variable TOY is one of
+The environment variable TOY selects what its ranks do:
+
 good                      succeed
 wait                      wait to be stopped
-held                      wait while there is a file hold_<attempt> where the launcher was started
+held                      wait while a file hold_<attempt> exists in the launcher's directory
 fail, kill, hang          rank VICTIM (default: 1) fails, is killed, or falls behind
 unsaved, killed in save   fail, or be killed, while the model is saved (--save)
 late                      fail after a successful run

@@ -1,5 +1,6 @@
-"""Attention by optional packages, through stand-ins for them that compute by SDPA. tests/gpu runs
-FlashAttention-4; AITER was never run by us.
+"""Test attention by optional packages, with stand-ins for them that compute with SDPA.
+
+tests/gpu runs FlashAttention-4. AITER has not been run.
 """
 
 import sys

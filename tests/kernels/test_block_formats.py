@@ -1,5 +1,6 @@
-"""Block formats against torchao bit for bit, where its rules are ours; and what differs:
-infinities, and blocks of numbers near fp32's smallest.
+"""Compare block formats with torchao bit for bit where the rules agree, and test where they differ.
+
+They differ for infinities and for blocks of numbers close to the smallest of fp32.
 """
 
 import math

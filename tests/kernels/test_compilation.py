@@ -1,6 +1,4 @@
-"""Compile every Triton kernel for each GPU architecture, without a GPU: the kernels, forms and
-settings that are shipped.
-"""
+"""Compile every Triton kernel, with its shipped settings, for each GPU architecture on a CPU."""
 
 import ast
 import inspect

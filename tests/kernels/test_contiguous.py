@@ -1,5 +1,6 @@
-"""Every launcher refuses tensors whose strides its kernel does not read: it would compute with
-other elements, or with foreign memory.
+"""Test that every launcher refuses tensors with strides that its kernel does not support.
+
+The kernel would compute with other elements, or read memory out of bounds.
 """
 
 import pytest

@@ -1,6 +1,4 @@
-"""The engine of products by cuBLASLt, with a library in its place that computes what its
-descriptors say and notes what it was asked.
-"""
+"""Test products by cuBLASLt with a fake library that computes what its descriptors say."""
 
 import ctypes
 from pathlib import Path

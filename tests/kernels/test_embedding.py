@@ -1,6 +1,4 @@
-"""An embedding's gradient by rows: the kernel against the reference, and the reference against
-torch's dense gradient.
-"""
+"""Compare the sparse gradient of an embedding with the reference, and that with torch."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""FP8 products without transposes, as on compute capability 10.x: here of a CPU, whose products
-take every layout, too.
+"""Test FP8 products without transposes, as on compute capability 10.x, on a CPU.
+
+A CPU's products support every layout, too.
 """
 
 import pytest

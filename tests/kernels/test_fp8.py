@@ -1,6 +1,4 @@
-"""FP8 state: formats, scales and their history, cast weights; and the three products of a linear
-layer.
-"""
+"""Test FP8 scales and their history, cast weights, and the three products of a linear layer."""
 
 import math
 

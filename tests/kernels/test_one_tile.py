@@ -1,6 +1,4 @@
-"""Both layouts from one tile, as kernels write them on AMD: the columns are the rows, in every
-mode, and no second kernel runs.
-"""
+"""Test that kernels write both layouts from one tile on AMD, equal and without a second kernel."""
 
 import pytest
 import torch

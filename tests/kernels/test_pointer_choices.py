@@ -1,8 +1,7 @@
-"""No Triton kernel chooses between pointers at run time: AMD's compiler of Triton 3.6 ends with an
-assertion there.
+"""Test that no Triton kernel selects a pointer at run time.
 
-Later ones end so too where only one of the tensors has 2 GiB (triton#9859). Loads belong into the
-branches; values may leave them.
+AMD's compiler of Triton 3.6 aborts with an assertion. Later versions abort, too, if only one of the
+tensors has 2 GiB (triton#9859). Each branch must load for itself and may return the value.
 """
 
 import ast

@@ -1,6 +1,4 @@
-"""RMSNorm of query and key heads with RoPE, forward in place and backward to a quantized gradient:
-the kernels against an fp64 truth.
-"""
+"""Compare the kernels for RMSNorm of query and key heads with RoPE to fp64."""
 
 import pytest
 import torch

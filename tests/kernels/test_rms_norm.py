@@ -1,6 +1,4 @@
-"""RMSNorm with the residual add, forward and backward: as exact as plain torch, and quantized
-results as the reference's.
-"""
+"""Compare the kernels for RMSNorm with residual add to plain torch and to the reference."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""RoPE on the packed projection, forward in place and backward to a quantized gradient: the kernels
-against an fp64 truth and the reference.
-"""
+"""Compare the kernels for RoPE on the packed projection to fp64 and to the reference."""
 
 import pytest
 import torch

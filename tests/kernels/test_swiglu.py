@@ -1,6 +1,4 @@
-"""SwiGLU with quantized results: the kernels against an fp64 truth, against the reference, and in
-every combination of launches.
-"""
+"""Compare the SwiGLU kernels to fp64 and to the reference, for every combination of launches."""
 
 import itertools
 

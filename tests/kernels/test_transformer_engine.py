@@ -1,6 +1,4 @@
-"""Products by Transformer Engine, through a stand-in with the signatures of 2.20.2 and ROCm's
-fork.
-"""
+"""Test products by Transformer Engine, with a stand-in for versions 2.20.2 and ROCm's fork."""
 
 import os
 import sys

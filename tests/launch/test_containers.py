@@ -1,8 +1,7 @@
-"""Dockerfile, run_with_docker.sh and run.sub: linted, and what they print for each GPU and engine.
-No engine and no Slurm is needed.
+"""Lint Dockerfile, run_with_docker.sh and run.sub, and test what they print for each GPU.
 
-What a container engine would do is played by a stand-in on PATH, for what must hold of it: signals,
-exit codes, and its own container only.
+Neither a container engine nor Slurm is needed. A stand-in on PATH plays the engine to test signals,
+exit codes, and that only the own container is stopped.
 """
 
 import fnmatch

@@ -1,8 +1,7 @@
-"""Faults, made from outside on real runs of the miniature: exit code, message, log and failure.json
-must tell the truth.
+"""Inject faults into real runs of the miniature and check exit code, message, log and failure.json.
 
-Nothing in the program knows of these tests: files are damaged, processes killed or stopped, limits
-set, values overridden.
+The program does not know these tests: they damage files, kill or stop processes, set limits and
+override values.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves
-as told, under real torchrun.
-"""
+"""Test whole runs of a toy benchmark that fails on request, from command line to exit code."""
 
 import argparse
 import errno
@@ -268,20 +266,20 @@ def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["dance"], 2, "unknown command: dance"),
+        (["dance"], 2, "dance"),
         (["score", "results"], 2, "./run_and_time.sh score"),
-        (["merge"], 2, "toy has no command merge"),
+        (["merge"], 2, "merge"),
         (["--set", "micro_batch_size=3", "--print"], 2, "not a multiple"),
-        (["--config", "absent.toml"], 2, "no such config"),
-        (["--config", ""], 2, "--config names no file"),
-        (["--config", "."], 2, "the config cannot be read"),
-        (["--config", "x" * 300], 2, "the config cannot be read"),
+        (["--config", "absent.toml"], 2, "absent.toml"),
+        (["--config", ""], 2, "--config"),
+        (["--config", "."], 2, "config"),
+        (["--config", "x" * 300], 2, "config"),
         (["--set", "hang_timeout_s=inf"], 2, "hang_timeout_s = inf"),
         (["--set", "eval_micro_batch_size=65"], 2, "eval_micro_batch_size = 65"),
         (["--set", "max_samples=8"], 2, "max_samples = 8"),
-        (["--device", "cuda"], 18, "no GPU is visible"),
-        (["--set", "miniature=false"], 15, "data files are missing"),
-        (["run", "--steps", "3"], 2, "unknown option: --steps"),
+        (["--device", "cuda"], 18, "GPU"),
+        (["--set", "miniature=false"], 15, "t.bin"),
+        (["run", "--steps", "3"], 2, "--steps"),
     ],
 )
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):

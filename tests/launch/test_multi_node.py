@@ -1,9 +1,8 @@
-"""Two "nodes" on this machine: two launches of run_and_time.sh that find each other as two hosts
-would.
+"""Run two launches of run_and_time.sh on this machine as two nodes.
 
-Once with real torchrun, gloo and trainer, to the losses of one process. What the launchers do, also
-when a node fails, is tested with stand-ins for torchrun and the trainer, which start within a
-second; the launchers' store is the real one.
+One test uses real torchrun, gloo and trainer and compares the losses with one process. The others,
+including failures of a node, use stand-ins for torchrun and the trainer that start within a second.
+The launchers' store is always the real one.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What happens to a run from outside: its readers, its disk, its directory, torchrun, the launcher
-itself. The toy under a stand-in for torchrun.
+"""Test what affects a run from outside: its readers, disk, directory, torchrun and launcher.
 
-Each test looks at the exit code, the message, the ledger and what is left running.
+The toy runs under a stand-in for torchrun. Each test checks the exit code, the message, the ledger
+and the processes left running.
 """
 
 import errno

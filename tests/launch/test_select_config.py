@@ -57,10 +57,10 @@ def test_no_gpu_is_the_miniature():
 @pytest.mark.parametrize(
     ("found", "environment", "words"),
     [
-        (H200X4, {"DGXSYSTEM": "MI300X_1x8"}, "the config is for MI300X, .* H200"),
-        (H200X4, {"DGXSYSTEM": "H200_1x8"}, "needs 8 GPUs"),
-        (H200X4, {"DGXSYSTEM": "H200"}, "no config H200"),
-        (H200X4, {"DGXNGPU": "3"}, "3 GPUs cannot share a global batch of 16"),
+        (H200X4, {"DGXSYSTEM": "MI300X_1x8"}, "MI300X.* H200"),
+        (H200X4, {"DGXSYSTEM": "H200_1x8"}, "8 GPUs"),
+        (H200X4, {"DGXSYSTEM": "H200"}, "H200"),
+        (H200X4, {"DGXNGPU": "3"}, "3 GPUs .*16"),
         (H200X4, {"DGXNGPU": "two"}, "DGXNGPU=two"),
         (H200X4, {"DGXNGPU": "2", "DGXSYSTEM": "H200_1x4"}, "DGXNGPU=2"),
     ],
@@ -289,9 +289,7 @@ def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a
         "common.known_issues.installed", lambda driver: {"rocm": "7.13.26183", "driver": driver}
     )
     mi355x = Probe("amd", (Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256),) * 8)
-    with pytest.raises(
-        PreflightError, match=re.escape("rocm 7.13.26183 is known to compute wrongly on MI355X")
-    ):
+    with pytest.raises(PreflightError, match=r"rocm 7\.13\.26183 .*MI355X"):
         select(mi355x)
     for chosen in (
         select(mi355x, measurement=True),

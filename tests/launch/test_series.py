@@ -1,8 +1,7 @@
-"""Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two
-series at once. Nothing is lost, nothing mixed.
+"""Test series through run_and_time.sh: failures, a killed launcher, and two series at once.
 
-The toy of tests/helpers/toy.py under a stand-in for torchrun, and one pair of runs of the real
-miniature.
+Most tests use the toy of tests/helpers/toy.py under a stand-in for torchrun. One pair of runs is of
+the real miniature.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Which build of torch fits a machine, played by a fake nvidia-smi and a fake /sys, and what Triton
-needs to compile.
-"""
+"""Test the selection of a torch build, with a fake nvidia-smi and /sys, and Triton's needs."""
 
 import os
 import subprocess

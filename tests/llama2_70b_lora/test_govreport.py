@@ -1,6 +1,4 @@
-"""GovReport at run time: order, batches, labels as Hugging Face means them, and files that are not
-what the rules say.
-"""
+"""Test reading GovReport: order, batches, labels as in Hugging Face, and invalid files."""
 
 import os
 import subprocess
@@ -192,37 +190,37 @@ def other_columns(ids, labels):
 FILES = {
     "truncated": (
         lambda path: os.truncate(path, path.stat().st_size - 40),
-        "cannot be read as GovReport",
+        "GovReport",
     ),
-    "empty": (lambda path: os.truncate(path, 0), "cannot be read as GovReport"),
-    "overwritten": (rewritten, "cannot be read as GovReport|position|tokens|input_ids"),
-    "text": (lambda path: path.write_text("input_ids,labels\n"), "cannot be read as GovReport"),
-    "missing": (lambda path: path.unlink(), "cannot be read as GovReport: .*No such file"),
+    "empty": (lambda path: os.truncate(path, 0), "GovReport"),
+    "overwritten": (rewritten, "GovReport|position|tokens|input_ids"),
+    "text": (lambda path: path.write_text("input_ids,labels\n"), "GovReport"),
+    "missing": (lambda path: path.unlink(), "No such file"),
     "no labels": (
         lambda path: parquet.write_table(parquet.read_table(path).drop_columns("labels"), path),
-        "cannot be read as GovReport",
+        "GovReport",
     ),
-    "text column": (other_columns(["a"], ["b"]), "cannot be read as GovReport"),
+    "text column": (other_columns(["a"], ["b"]), "GovReport"),
     "texts": (
         other_columns([["1"] * LENGTH], [["1"] * LENGTH]),
-        "input_ids has values of type string",
+        "input_ids .*string",
     ),
-    "holes": (other_columns([[None] * LENGTH], [[1] * LENGTH]), "input_ids has values of type"),
+    "holes": (other_columns([[None] * LENGTH], [[1] * LENGTH]), "input_ids"),
     "missing rows": (
         other_columns([None, [1] * LENGTH], [[1] * LENGTH] * 2),
-        "row 0: expected 12 input_ids, got nan",
+        "row 0: .*12 input_ids.* nan",
     ),
     "unequal": (
         other_columns([[1] * LENGTH], [[1] * (LENGTH - 1)]),
-        "row 0: expected 12 labels, got 11",
+        "row 0: .*12 labels.* 11",
     ),
     "too wide": (
         other_columns([[2**32 + 1] * LENGTH], [[1] * LENGTH]),
-        "cannot be read as GovReport: Integer value 4294967297",
+        "4294967297",
     ),
     "too few": (
         other_columns([[1] * LENGTH] * 9, [[1] * LENGTH] * 9),
-        "expected 10 sequences, got 9",
+        "10 sequences.* 9",
     ),
 }
 
@@ -241,32 +239,32 @@ ROWS_WRONG = {
     "id too high": (
         (slice(None), 3),
         VOCAB,
-        "row 4, position 3: expected a token id from 0 to 60, got 61",
+        "row 4, position 3: .*0 to 60.* 61",
     ),
     "id negative": (
         (slice(None), 3),
         -1,
-        "row 4, position 3: expected a token id from 0 to 60, got -1",
+        "row 4, position 3: .*0 to 60.* -1",
     ),
     "label of another token": (
         (1, 3),
         2,
-        "row 4, position 3: expected the token id of the same position or -100 as label, got 2",
+        "row 4, position 3: .*-100.* 2",
     ),
     "label negative": (
         (1, 3),
         -1,
-        "row 4, position 3: expected the token id of the same position or -100 as label, got -1",
+        "row 4, position 3: .*-100.* -1",
     ),
     "all masked": (
         (1, slice(None)),
         -100,
-        "labels are masked .* row 4",
+        "masked.* row 4",
     ),
     "all masked but the first": (
         (1, slice(1, None)),
         -100,
-        "labels are masked .* row 4",
+        "masked.* row 4",
     ),
 }
 

@@ -1,5 +1,6 @@
-"""LoRA continues from a checkpoint bit for bit, dropout included; the frozen base is not in it.
-tests/training/test_checkpoint.py does it on two ranks.
+"""Test that LoRA continues bit for bit, dropout included, without the base in the checkpoint.
+
+tests/training/test_checkpoint.py does so on two ranks.
 """
 
 from dataclasses import replace

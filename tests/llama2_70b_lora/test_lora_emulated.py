@@ -1,6 +1,4 @@
-"""LoRA by its own trainer in an emulated block format: with every storage of the base, healed to
-what the base is stored in.
-"""
+"""Test the LoRA trainer in an emulated block format, for every storage of the base."""
 
 import pytest
 from tiny import LORA, lora_steps

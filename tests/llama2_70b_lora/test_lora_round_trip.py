@@ -1,5 +1,6 @@
-"""Checkpoint in either layout -> the trainer's run -> peft adapter -> PeftModel and merged
-checkpoint, with the same logits; and a closed-division log of the real loop and rules.
+"""Test the way from a checkpoint through a run to a peft adapter and a merged checkpoint.
+
+All of them give the same logits. A closed-division log is written by the real loop and rules.
 """
 
 import gc

@@ -1,6 +1,4 @@
-"""What the closed division fixes for llama2_70b_lora, against the numbers of the rules; its
-learning rate against transformers.
-"""
+"""Test the constants of the closed division, and the learning rate against transformers."""
 
 import math
 

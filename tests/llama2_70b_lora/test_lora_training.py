@@ -1,6 +1,4 @@
-"""LoRA on the frozen base: loaded alike on any ranks, trained on two ranks as on one, with the same
-bits from every storage.
-"""
+"""Test LoRA on the frozen base: equal on one and two ranks, and bit for bit for every storage."""
 
 import json
 import os

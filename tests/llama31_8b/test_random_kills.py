@@ -1,6 +1,4 @@
-"""SIGKILL at random moments of `prepare convert` and of --save: what has a final name is whole and
-right; everything else is made anew.
-"""
+"""Kill `prepare convert` and --save at random moments: every file with a final name is complete."""
 
 import os
 import random

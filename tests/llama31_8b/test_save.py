@@ -1,6 +1,4 @@
-"""`--save`: what a run leaves in model/ is what transformers loads; nothing half-made has that
-name; and a failure leaves the run good.
-"""
+"""Test `--save`: transformers loads model/, and a failed save leaves the run valid."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""Adapters: only they train, the base keeps its bits, ranks and micro-batches change nothing,
-dropout only in training.
-"""
+"""Test adapters: only they train, on any ranks and micro-batches, with dropout in training only."""
 
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""Blocks in an emulated block format against plain ones whose linears quantize by themselves, and
-healing.
-"""
+"""Compare blocks in an emulated block format with plain blocks that quantize, and test healing."""
 
 from dataclasses import replace
 

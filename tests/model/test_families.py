@@ -1,6 +1,4 @@
-"""Shapes of public models: their totals against published ones, and a config.json against what
-transformers writes.
-"""
+"""Compare shapes of public models with published totals and with configs of transformers."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is
-kept, what is asked of the base.
-"""
+"""Compare the hand-written LoRA block with autograd: values, masks, FP8, and memory."""
 
 from dataclasses import replace
 

@@ -1,8 +1,7 @@
-"""The Llama with adapters against transformers with peft: logits, loss, adapter gradients, and
-twenty optimizer steps.
+"""Compare the Llama with adapters to transformers with peft: logits, loss, gradients, 20 steps.
 
-peft adapts query, key and value apart; with one A for the three and the rows of our B, it computes
-the same function.
+peft adapts query, key and value separately. With one A for all three and the rows of our B, it
+computes the same function.
 """
 
 import itertools

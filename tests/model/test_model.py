@@ -1,6 +1,4 @@
-"""The Llama against transformers' Llama, Mistral and Qwen3; its initial weights; its parameter and
-FLOP counts.
-"""
+"""Compare the Llama with transformers' Llama, Mistral and Qwen3; test its weights and counts."""
 
 import math
 import os

@@ -1,6 +1,4 @@
-"""A tied embedding under our optimizer: one weight, whose gradient is the sum of both uses, as
-transformers computes it; on one rank and on two.
-"""
+"""Test a tied embedding: one weight whose gradient sums both uses, on one and two ranks."""
 
 from dataclasses import replace
 

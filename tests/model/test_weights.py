@@ -1,6 +1,4 @@
-"""The base's loader: both layouts, any sharding, nothing read twice; and what it refuses before a
-byte is copied.
-"""
+"""Test the loader of base weights: both layouts, any sharding, single reads, invalid files."""
 
 import hashlib
 import json
@@ -215,7 +213,7 @@ def only_pickles(folder):
 DAMAGE = {
     "missing shard": (
         lambda d: (d / LAST).unlink(),
-        "tensors of model.safetensors.index.json are in no file: ",
+        "model.safetensors.index.json",
     ),
     "missing shard and index": (
         lambda d: [(d / name).unlink() for name in (LAST, checkpoint_names.INDEX)],
@@ -269,7 +267,7 @@ DAMAGE = {
     ),
     "a tensor in the index alone": (
         lambda d: change_index(d, lambda m: m.update({"model.more.weight": LAST})),
-        "1 tensors of model.safetensors.index.json are in no file: model.more.weight",
+        "model.more.weight",
     ),
     "a tensor twice": (
         lambda d: shutil.copy(d / FIRST, d / LAST),
@@ -290,17 +288,17 @@ DAMAGE = {
     ),
     "heads": (
         lambda d: change_json(d / "config.json", "num_attention_heads", 2),
-        "num_attention_heads is 2, this model has 4",
+        "num_attention_heads is 2",
     ),
     "rotation": (
         lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
-        "rope_theta is 500000.0, this model has 10000.0",
+        "rope_theta is 500000.0",
     ),
-    "pickles only": (only_pickles, "has no safetensors files"),
+    "pickles only": (only_pickles, "safetensors files"),
     "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "JSON"),
     "index without a map": (
         lambda d: (d / checkpoint_names.INDEX).write_text("{}"),
-        "are in no file",
+        checkpoint_names.INDEX,
     ),
 }
 

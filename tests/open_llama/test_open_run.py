@@ -1,6 +1,4 @@
-"""The page's example in small: a folder of text, a model, its loss by `eval`, text, and weights of
-a checkpoint.
-"""
+"""Run the documented example in small: text, a model, `eval`, and weights of a checkpoint."""
 
 import json
 import os

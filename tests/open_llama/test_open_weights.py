@@ -1,6 +1,4 @@
-"""Weights of open_llama in and out: what starts a run is what the files hold, and `eval` adds
-adapters as training does.
-"""
+"""Test loading and saving weights of open_llama, and `eval` with adapters."""
 
 import json
 from functools import partial

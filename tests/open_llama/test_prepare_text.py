@@ -1,6 +1,4 @@
-"""`open_llama prepare text`: every kind of input gives the same tokens, split by document, on any
-number of processes.
-"""
+"""Test `open_llama prepare text`: equal tokens from every kind of input and number of processes."""
 
 import gzip
 import json

@@ -1,6 +1,4 @@
-"""The reader of MLPerf logs: what a record is, in whose dialect, and what a file that is no log is
-called.
-"""
+"""Test the reader of MLPerf logs: records, dialects, and errors for files that are not logs."""
 
 import gzip
 import json

@@ -1,6 +1,4 @@
-"""The frozen base: every storage gives the same bits, and no buffer is overwritten while it is
-read.
-"""
+"""Test the frozen base: equal bits from every storage, and no buffer overwritten while in use."""
 
 import random
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Symmetric memory: every rank's buffers are mapped, multicast stays off, and a node without peer
-access is refused.
-"""
+"""Test symmetric memory: mapped buffers, no multicast, and an error without peer access."""
 
 import os
 from unittest import mock

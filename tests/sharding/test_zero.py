@@ -1,8 +1,6 @@
-"""ZeRO-2 against plain tensors: on one rank, two, two nodes of one, by NCCL's way and by copy
-engines; and what it refuses.
+"""Compare ZeRO-2 with plain tensors on one rank, two ranks and two nodes.
 
-That two ranks train as one process does is in test_loop.py; several nodes are in
-test_multi_node.py.
+test_loop.py tests that two ranks train as one process does. test_multi_node.py tests several nodes.
 """
 
 import gc

@@ -1,8 +1,7 @@
-"""Advice by symptom: a healthy run on H200s gets none; each symptom, planted in it, gets its own,
-with its number.
-"""
+"""Test advice: none for a healthy run on H200s, and the right one, with its number, per symptom."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -122,12 +121,10 @@ def test_heat_and_power_brake(run):
 def test_a_clock_far_below_the_others(run):
     run.gpu(7, clock_mhz=1400)
     (said,) = run.symptoms()
-    assert said.startswith("GPU 7: median clock 1,400 MHz, 14% below the median GPU's")
+    assert re.match(r"GPU 7: .*clock 1,400 MHz.* 14%", said)
     run.gpu(0, seconds=1, clock_mhz=1980)  # between two steps
     (found,) = advice(read_attempt(run.folder / "result.txt"))
-    assert found.worth.startswith("at most 15% of a step"), (
-        "the fastest median, not the highest sample"
-    )
+    assert " 15% " in found.worth, "the fastest median, not the highest sample"
 
 
 def test_fragmentation(run):

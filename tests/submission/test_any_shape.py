@@ -1,6 +1,4 @@
-"""Ledgers and logs of any shape: check, score, report, package and resume end with an exit code of
-the project, never with a traceback.
-"""
+"""Test that check, score, report, package and resume survive ledgers and logs of any shape."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The system description: machines as trees of files, what they tell, and what has to be asked
-for.
-"""
+"""Test the system description: machines as trees of files, their values, and missing values."""
 
 import json
 

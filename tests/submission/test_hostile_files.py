@@ -1,6 +1,4 @@
-"""Files that mean harm, read by the commands here: one line of error, never a traceback, never a
-hang.
-"""
+"""Test that hostile files cause one error, without a traceback and without a hang."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Our own rules on synthetic logs, without the official checker: what is found, where, and what is
-left alone.
-"""
+"""Test our own log rules on synthetic logs, without the official checker."""
 
 import pytest
 from log_dialects import processes, srun

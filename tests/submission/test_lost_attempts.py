@@ -1,6 +1,4 @@
-"""Which attempts count: one answer from score, package and report, whatever became of a launcher
-(docs/submission.md has the table).
-"""
+"""Test that score, package and report count the same attempts (table in docs/submission.md)."""
 
 import json
 

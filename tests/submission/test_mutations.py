@@ -1,6 +1,4 @@
-"""Every way to spoil a log that was seen to mislead an official tool, in two dialects: `check`
-names line, rule, source and severity.
-"""
+"""Test that `check` finds each mutation of a log that misled an official tool, in two dialects."""
 
 import pytest
 from log_dialects import DIALECTS, write

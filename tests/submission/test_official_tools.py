@@ -1,6 +1,4 @@
-"""The compliance checker, called in this process: what it says of our logs, by line and rule, and
-what a crash of it becomes.
-"""
+"""Test the compliance checker in this process: its findings by line and rule, and its crashes."""
 
 import importlib.metadata
 import importlib.resources

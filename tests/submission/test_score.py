@@ -1,6 +1,4 @@
-"""The score of a series: as the official tools compute it, from our logs and from other people's,
-and what a difference is made of.
-"""
+"""Test the score of a series, against the official tools and on logs of other submitters."""
 
 import json
 import math
@@ -478,7 +476,7 @@ def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     assert [window.score for window in windows] == [104.5, 104.5, 105.5, 109.0]
     assert ten_runs(found).runs == windows[2].runs  # of two in the middle the slower
     printed = text(capsys, folder)
-    assert printed.count("not in the median window") == 3 and "median of 4 windows of 10" in printed
+    assert printed.count("not in the median") == 3 and "4 windows of 10" in printed
     assert evaluate(capsys, folder)["result"]["score"] == 105.5
 
 
@@ -584,9 +582,8 @@ def test_an_epoch_around_everything_stands_for_blocks(tmp_path):
 def test_one_step_behind_is_noted(amd):
     run = read_run(amd / "result_0.txt")
     assert (run.samples, run.trained) == (172_000, 172_032)
-    assert run.notes == [
-        "the last evaluation is logged at 172,000 sequences, the blocks end at 172,032"
-    ]
+    (note,) = run.notes
+    assert "172,000" in note and "172,032" in note
 
 
 def test_the_first_block_of_a_run_is_not_in_the_steady_throughput(tmp_path):
@@ -744,7 +741,7 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
     assert score.main([*map(str, arguments)]) == 2
     said = capsys.readouterr().err
     assert (
-        "differ in org: An Organisation, Somebody Else" if what == "two submitters" else "same run"
+        "org: An Organisation, Somebody Else" if what == "two submitters" else "same run"
     ) in said
     assert len(said.splitlines()) == 3
 

@@ -1,8 +1,7 @@
-"""Ten closed logs of each benchmark by the real loop, RunLog and rules, through all official tools
-of three rounds.
+"""Check ten closed logs of each benchmark, written by the real loop, with tools of three rounds.
 
-Only the step and the evaluation are scripted; what they return decides when the loop stops. The
-minutes are those of the script.
+Only the step and the evaluation are scripted. Their results decide when the loop stops, and the
+script sets the times.
 """
 
 import gc

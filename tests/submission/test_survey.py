@@ -1,6 +1,4 @@
-"""The survey of a results repository: a small synthetic one, judged by the official tools and by
-us.
-"""
+"""Test the survey of a small synthetic results repository."""
 
 import json
 import re
@@ -60,11 +58,8 @@ def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     assert re.search(r" passed +CLEAN .* -$", rows["good"])
     assert re.search(r" passed +ACCEPTED .* cache_clear \(warning\) 10$", rows["not_cleared"])
     assert "2 files" in rows["two_refused"] and "NOT CLEAN" in rows["two_refused"]
-    assert (
-        "3 sets, 30 logs; the compliance checker passes 28" in output
-        and "0 refused" in output
-        and "1 NOT CLEAN" in output
-    )
+    assert re.search(r"3 sets, 30 logs; .* 28\b", output)
+    assert "0 refused" in output and "1 NOT CLEAN" in output
 
 
 def test_a_score_that_is_not_the_official_one_is_said(results, capsys, monkeypatch):

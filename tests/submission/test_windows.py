@@ -1,9 +1,8 @@
-"""The rule for more than ten runs: twelve patterns, worked out by hand from the text of the rules,
-and one answer from every command.
+"""Test the rule for more than ten runs with twelve patterns computed by hand.
 
-The rules, "Scoring": a set of ten consecutive runs that would be invalid counts as infinite in the
-median; if the median set is invalid, so is the result. A failed run, missed or killed, counts as
-infinite and may be the one run that is dropped.
+The rules ("Scoring") say: a set of ten consecutive runs that would be invalid counts as infinite in
+the median. If the median set is invalid, so is the result. A failed run, missed or killed, counts
+as infinite and may be the one run that is dropped.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The command line of `throughput`: names, options, directories, and what every measurement
-declares of its rows.
-"""
+"""Test the command line of `throughput`: names, options, directories, and declared columns."""
 
 import importlib
 import json

@@ -1,6 +1,4 @@
-"""`throughput flux` on this CPU: rows, the search for the largest batch with a rank that runs out
-of memory, what is refused; training learns.
-"""
+"""Test `throughput flux` on a CPU: rows, the search for the largest batch, errors, and training."""
 
 import argparse
 import gc

@@ -1,6 +1,4 @@
-"""FLUX's transformer against diffusers' FluxTransformer2DModel: outputs, every parameter's
-gradient, parameter counts; and its FLOPs.
-"""
+"""Compare FLUX's transformer with diffusers: outputs, gradients, parameter counts and FLOPs."""
 
 from dataclasses import replace
 

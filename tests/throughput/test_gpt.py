@@ -1,6 +1,4 @@
-"""The GPT against Hugging Face's, its sizes against the published ones, and the search for the
-largest batch. On a CPU.
-"""
+"""Compare the GPT with Hugging Face's, and test its sizes and the search for the largest batch."""
 
 import argparse
 
@@ -222,9 +220,10 @@ def test_a_doubled_batch_may_be_the_largest_and_is_measured_once(result, monkeyp
 
     monkeypatch.setattr(gpt, "timed_steps", timed_steps)
     gpt.measure(options(device="cuda", model="tiny", sweep=True), result)
-    assert [(row["batch"], row.get("error", row.get("mark"))) for row in result.rows] == [
-        *((1, ""), (2, ""), (4, "largest that fits, most tokens/s"), (8, "out of memory"))
-    ]
+    assert [row["batch"] for row in result.rows] == [1, 2, 4, 8]
+    assert [row.get("mark") for row in result.rows[:2]] == ["", ""]
+    assert "largest" in result.rows[2]["mark"] and "most tokens/s" in result.rows[2]["mark"]
+    assert result.rows[3]["error"] == "out of memory"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""What drivers say of the links between GPUs, read from text, and the rows and the picture made of
-it. No GPU is needed.
-"""
+"""Test the links between GPUs, parsed from the output of drivers, and their rows and picture."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""`throughput llama`: which settings a model gets, without a GPU; what it writes where memory is
-full; and whole runs on a CPU.
-"""
+"""Test `throughput llama`: settings per model, rows if memory is full, and whole runs on a CPU."""
 
 import argparse
 import json

@@ -1,6 +1,4 @@
-"""profile --memory: a history in the fields of torch.cuda.memory._snapshot, made by hand; a real
-one needs a GPU.
-"""
+"""Test `profile --memory` with a hand-made torch.cuda.memory._snapshot."""
 
 import json
 from types import SimpleNamespace

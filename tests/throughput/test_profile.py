@@ -1,7 +1,6 @@
-"""The profile verb: names to classes, instants to kernels, traces to events, and the verb itself on
-the miniature.
+"""Test the profile command: kernel classes, traces, and the whole command on the miniature.
 
-The GPU traces here are made by hand after those of torch's profiler; the real one is a CPU's.
+The GPU traces are made by hand after those of torch's profiler. The real trace is a CPU's.
 """
 
 import ast

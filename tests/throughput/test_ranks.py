@@ -1,6 +1,4 @@
-"""What a run of ranks tells: what was measured, which error ended it, and on stderr the place of a
-failure that nobody expects.
-"""
+"""Test the result of a measurement on several ranks: values, errors, and their source."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Other launch settings of kernels: which are tried, that one that computes wrongly gets no time,
-and that the shipped one is marked.
-"""
+"""Test other launch settings of kernels: the candidates, wrong results, the shipped setting."""
 
 import os
 

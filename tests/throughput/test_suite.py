@@ -1,6 +1,4 @@
-"""`throughput suite`: parts in processes of their own, a crash is a row, and it goes on where it
-was interrupted.
-"""
+"""Test `throughput suite`: separate processes, rows for failed parts, and continuation."""
 
 import argparse
 import importlib
@@ -66,7 +64,7 @@ def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monke
     table = (tmp_path / "s" / "table.md").read_text()
     assert "| broken | failed, exit code 2: --shape 0x0x0" in table, "the page says why"
     assert "| mlp | succeeded |" in table and "Date" in table
-    assert "## mlp: Training steps of an MLP" in table
+    assert "## mlp:" in table
     assert "MI350X" not in table, "nothing is published for a CPU"
     assert (tmp_path / "s" / "page.html").is_file() and (
         tmp_path / "s" / "mlp" / "page.html"

@@ -1,5 +1,6 @@
-"""Draw docs/screens/kernel_time.svg from the tables of docs/results.md: `python3 -m
-tests.tools.pictures`. Needs matplotlib.
+"""Draw docs/screens/kernel_time.svg from the tables of docs/results.md (needs matplotlib).
+
+python3 -m tests.tools.pictures
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""300 random configs, 300 random command lines and 60 damaged checkpoints: each is taken, or
-refused by an error of this project.
-"""
+"""Test that 300 configs, 300 command lines and 60 damaged checkpoints work or fail cleanly."""
 
 import contextlib
 import io

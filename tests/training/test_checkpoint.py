@@ -1,6 +1,4 @@
-"""Checkpoints: a run that continues is the run that was not interrupted, bit for bit; and what
-cannot be continued is refused.
-"""
+"""Test checkpoints: a continued run equals an uninterrupted one bit for bit; invalid ones fail."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""SIGKILL at random moments of saving and of loading: what lies there afterwards is a whole
-checkpoint of a known step, or none.
-"""
+"""Kill saving and loading at random moments: a complete checkpoint remains, or none."""
 
 import contextlib
 import os

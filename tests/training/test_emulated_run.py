@@ -1,6 +1,4 @@
-"""The real trainer in an emulated block format with healing: log, warm-up, records; and the
-miniature reaches its target so.
-"""
+"""Test the real trainer in an emulated block format with healing: log, warm-up, records, target."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,6 +1,4 @@
-"""The real trainer in FP8, from the log's first line to its last: warm-up and exact restore,
-training, evaluation, what is disclosed.
-"""
+"""Test the real trainer in FP8: warm-up and exact restore, training, evaluation, disclosure."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""What a rank says about its end: the kind of a failure, who is to blame, and a log that is
-closed.
-"""
+"""Test how a rank ends: the kind of failure, the rank at fault, and a closed log."""
 
 import errno
 import json

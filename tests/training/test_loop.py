@@ -1,6 +1,4 @@
-"""The loop in real runs of the real trainer with a tiny model: curves, evaluations, the end, the
-clock, and a full closed log.
-"""
+"""Test the training loop with the real trainer and a tiny model: curves, evaluations, end, log."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""What ships is what runs: a run of the miniature builds the classes that every GPU config
-builds.
-"""
+"""Test that the miniature builds the same classes as every GPU config."""
 
 from dataclasses import replace
 

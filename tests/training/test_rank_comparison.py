@@ -1,6 +1,4 @@
-"""A slow rank is named: the comparison on lists, over two real ranks, in a run's loop; the times of
-blocks with a fake clock, and on a GPU.
-"""
+"""Test that a slow rank is named: on lists, over two ranks, in the loop, and with block times."""
 
 import io
 import json
@@ -94,10 +92,8 @@ def test_the_slow_one_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
         "block_ms": [0.2, *EightRanks.others[1:]],
         "slow": [3],
     }
-    assert (
-        screen.getvalue().startswith("SLOW: rank 3 takes 30.0% longer than the median rank")
-        and screen.getvalue().count("\n") == 1
-    )
+    (line,) = screen.getvalue().splitlines()
+    assert line.startswith("SLOW: rank 3 ") and "30.0%" in line
 
 
 def test_equal_ranks_are_recorded_and_not_shown(tmp_path):

@@ -1,8 +1,7 @@
-"""An update rule and a number format that only this file knows, through the real trainers: one
-rank, two ranks, checkpoints.
+"""Train with an update rule and a number format that only this file defines.
 
-No file of the package names them. A benchmark's rules choose the one, a config's key `linear` the
-other.
+They run through the real trainers on one and two ranks and with checkpoints. No file of the package
+names them: the rules select the update rule, and the config key `linear` selects the format.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The self-test on a CPU: nothing is found wrong where nothing is, and each planted fault is found
-and named.
-"""
+"""Test the self-test on a CPU: no finding without a fault, and each planted fault named."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Documentation as text for a long run: what is left of a page, which pages count, and that the
-order of packages does not.
-"""
+"""Test the documentation text: extraction from pages, selection, and independence of order."""
 
 import gzip
 import shutil

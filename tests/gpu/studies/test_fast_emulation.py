@@ -1,6 +1,4 @@
-"""The study's kernels round as the plain emulation does, bit for bit, and its stochastic rounding
-has the right mean.
-"""
+"""Compare the study's kernels with the plain emulation, and test stochastic rounding."""
 
 import fast_emulation
 import pytest

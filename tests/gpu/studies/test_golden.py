@@ -1,9 +1,8 @@
-"""Golden losses: 100 steps at the 8B's width, fixed seed and text, as recorded by `convergence.py
---golden`.
+"""Compare 100 steps at the 8B's width with the losses of `convergence.py --golden`.
 
-A change that computes nothing new leaves them as they are, but for the order in which attention's
-backward adds up, which differs from run to run: within 0.2 % for the first ten steps and, the mean
-of the last ten, within 0.5 %.
+A change that computes nothing new may change them only by the order in which the backward pass of
+attention adds, which differs from run to run: by 0.2 % in the first ten steps and by 0.5 % in the
+mean of the last ten.
 """
 
 import json

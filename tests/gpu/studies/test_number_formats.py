@@ -1,6 +1,4 @@
-"""The study of number formats: its table, and in miniature that each run is what its name says and
-that a later call goes on.
-"""
+"""Test the study of number formats: its table, the format of each run, and continuation."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The text that golden losses are computed on."""
+"""Test the synthetic text of the golden losses."""
 
 from convergence import synthetic_batches
 

@@ -1,6 +1,4 @@
-"""A timed run of `toy_benchmark`: every weight trains, each step takes the next rows of the
-file.
-"""
+"""Train `toy_benchmark`: all weights train, and each step reads the next rows of the file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The sampler beside a run: what it writes with a fake nvidia-smi, that it never disturbs a run,
-and what the report makes of it.
-"""
+"""Test the GPU sampler with a fake nvidia-smi: its output, its failures, and the report."""
 
 import json
 import os

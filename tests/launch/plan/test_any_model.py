@@ -1,6 +1,4 @@
-"""`plan` without a benchmark: known questions with their arithmetic, published peaks, MFU by hand,
-and the command line.
-"""
+"""Test `plan` without a benchmark: memory, published peaks, MFU and the command line."""
 
 import json
 import os
@@ -63,11 +61,8 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
     ] == pytest.approx(109e9, rel=0.01)
     assert sharded["SwiGLU input"] == 126 * 8192 * 2 * 53248 * 2 > 192 * GIB
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora")
-    assert code == 12 and "812 GB in bf16" in text and "SwiGLU input (204.8 GiB)" in text
-    assert (
-        "--seq 1536" in text
-        and "base sharded, all layers recomputed; this package does not support" in text
-    )
+    assert code == 12 and "812 GB" in text and "204.8 GiB" in text
+    assert "--seq 1536" in text and "does not support" in text
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1536")
     assert code == 0 and "It fits" in text
     assert planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1600")[0] == 12
@@ -165,10 +160,7 @@ def test_70b_full_training_on_8_gpus(capsys):
     assert sharded["gathered weights"] == 2 * (3 * shape.layer_parameters + 128256 * 8192) < 8e9
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI300X")
     assert code == 12 and "gathered weights (131.4 GiB)" in text
-    assert (
-        "--gpu MI350X" in text
-        and "parameters sharded too, all layers recomputed; this package" in text
-    )
+    assert "--gpu MI350X" in text and "recomputed" in text
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI350X")
     assert code == 0 and "all layers recomputed:" in text and " 2.3 left." in text
 

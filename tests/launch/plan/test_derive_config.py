@@ -1,6 +1,4 @@
-"""Derived configs: every kind and number of GPUs without a file, the order of the options, and what
-stays as it is.
-"""
+"""Test derived configs: every GPU kind and count without a file, and the order of the options."""
 
 from dataclasses import fields, replace
 

@@ -1,6 +1,4 @@
-"""Preflight of several nodes: judgments on made-up facts, and five network namespaces of this
-machine as hosts.
-"""
+"""Test the preflight of several nodes: verdicts on made-up values, and five network namespaces."""
 
 import itertools
 import json

@@ -1,6 +1,4 @@
-"""The preflight: each check judged on values that were never measured, and the whole verb once on
-this CPU.
-"""
+"""Test each preflight check on made-up values, and the whole command once on this CPU."""
 
 import argparse
 import json
@@ -760,9 +758,8 @@ def test_gpus_that_are_not_those_of_the_config_are_not_measured(monkeypatch):
         and rows["health and speed of the GPUs"].verdict == "skipped"
     )
     rows = on_gpus(monkeypatch, (replace(H200, partition="MIG"),) * 2, None)
-    assert [(row.verdict, row.value) for row in rows.values()] == [
-        ("refuse", "a GPU is partitioned: partition mode MIG")
-    ]
+    (row,) = rows.values()
+    assert row.verdict == "refuse" and "MIG" in row.value
 
 
 def test_ranks_that_failed_are_not_compared(monkeypatch):

@@ -1,6 +1,4 @@
-"""Ranks on the CPUs of their GPU's NUMA node: fixtures of /sys, and a process that is really
-bound.
-"""
+"""Test binding ranks to the CPUs of their GPU's NUMA node: a fake /sys, and a real process."""
 
 import os
 import subprocess

@@ -1,7 +1,6 @@
-"""GEMM tuning: its files, the proof of a solution, the verbs; on a GPU, the whole way with
-TunableOp.
+"""Test GEMM tuning: its files, the check of a solution, its commands, and TunableOp on a GPU.
 
-On a CPU a fake TunableOp keeps the table and torch does the arithmetic.
+On a CPU, a fake TunableOp keeps the table and torch does the arithmetic.
 """
 
 import argparse
