@@ -47,8 +47,9 @@ def processes():
 
 
 def made_once(tmp_path_factory, name, make):
-    """The folder that make(folder) filled for the first of pytest's processes that asked; the
-    others wait for it. Only to be read.
+    """Return the folder that make(folder) fills in the first of pytest's processes.
+
+    The other processes wait for it. Tests must only read it.
     """
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -100,7 +101,7 @@ def tiny_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory, tiny_data):
-    """What two gloo processes found, by rank: see tiny.everything."""
+    """Results of two gloo ranks, by rank (see tiny.everything)."""
     from ranks import call_on_ranks
 
     def find(folder):
@@ -112,7 +113,7 @@ def two_ranks(tmp_path_factory, tiny_data):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With -m quick, run the first case only of each test function."""
+    """Run only the first case of each test function with -m quick."""
     if config.option.markexpr != "quick":
         return
     first: dict[str, pytest.Item] = {}

@@ -161,9 +161,7 @@ def test_config_fits_the_memory_of_its_gpu(path):
 
 @each_benchmark
 def test_the_smallest_memory_keeps_a_reserve(benchmark):
-    """torch reserves up to 5 % more than it allocates where it can, and 8 ranks of NCCL hold memory
-    that one GPU does not.
-    """
+    """torch reserves up to 5 % more than it allocates, and 8 ranks of NCCL need more than one."""
     config = read(ROOT / "configs" / benchmark / "H100_1x8.toml")
     assert plan.memory_peak(config, workload(benchmark, config)).needed <= 0.95 * plan.usable_bytes(
         KINDS["H100"]

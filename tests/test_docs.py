@@ -132,8 +132,9 @@ def blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of this repository in the code blocks and code spans of a page,
-    without variables and comments.
+    """Return the words of each command of this repository on a page.
+
+    Reads code blocks and code spans, and leaves out variables and comments.
     """
     lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(

@@ -43,9 +43,7 @@ def probe(folder: Path, card, count: int = 8):
 
 
 def rank(number: int, card, **changed) -> Measured:
-    """As torch for ROCm sees the card: its own spelling of the name, the whole architecture, and a
-    little less memory.
-    """
+    """Device as torch for ROCm reports it: spelling, full architecture, a little less memory."""
     kind = KINDS[card.kind]
     facts = {
         "phase": "done",

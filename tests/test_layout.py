@@ -96,8 +96,9 @@ def name_of(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.job` ->
-    `launch`.
+    """Return the package of a module: `common.kernels.rope` -> `common.kernels`.
+
+    `common.errors` -> `common`, `launch.job` -> `launch`.
     """
     parts = module.split(".")
     deep = parts[0] == "common" and len(parts) > 1 and (ROOT / "common" / parts[1]).is_dir()
@@ -156,9 +157,7 @@ def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
 
 
 def circle_in(files: dict[Path, set[Path]]) -> list[Path]:
-    """Return the files of one circle, in the order in which they import each other; none if there
-    is no circle.
-    """
+    """Return the files of one import cycle in order, or none."""
     try:
         list(graphlib.TopologicalSorter(files).static_order())
     except graphlib.CycleError as error:
@@ -167,9 +166,7 @@ def circle_in(files: dict[Path, set[Path]]) -> list[Path]:
 
 
 def test_no_circle_between_files():
-    """Imports in functions and under TYPE_CHECKING count: a circle that they hide is still one for
-    a reader.
-    """
+    """Imports in functions and under TYPE_CHECKING count, too."""
     assert circle_in({path: imported_files(path, type_checking=True) for path in SOURCES}) == []
 
 
@@ -251,9 +248,7 @@ def has_any(annotation: ast.expr) -> bool:
 
 
 def guesses(call: ast.Call) -> bool:
-    """Whether it is hasattr, or getattr with a default, on rules or a config: by its name, or by
-    the name of the option.
-    """
+    """Return whether a call is hasattr, or getattr with a default, on rules or a config."""
     function = ast.unparse(call.func)
     if function != "hasattr" and (function != "getattr" or len(call.args) < 3):
         return False
@@ -448,7 +443,7 @@ def calls(path: Path):
 
 
 def unsafe(call: ast.Call) -> str:
-    """What is wrong with a call that could run code from a file or the network; "" if nothing."""
+    """Return why a call could run code from a file or the network, or ""."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     function = ast.unparse(call.func)
     for name in ("allow_pickle", "trust_remote_code"):

@@ -69,9 +69,7 @@ CORPORA = {
 
 
 def requests(one_pass):
-    """Numbers of samples around the turns of the rule: within a pass, over its end, below and above
-    80 % of the last pass.
-    """
+    """Numbers of samples within a pass, across its end, and around 80 % of the last pass."""
     wanted = [
         1,
         one_pass // 2,
@@ -136,9 +134,7 @@ def _has_separate_final_epoch(lengths, sequence_length, num_samples):
 
 
 def test_order_of_empty_documents_equals_megatrons_tokens(megatron, tmp_path):
-    """Our writer refuses empty documents, but a file may hold them: the tokens of every sample must
-    still be Megatron's.
-    """
+    """A file may hold empty documents, although our writer refuses them."""
     lengths = np.random.RandomState(3).randint(0, 3, 300)
     prefix = write_corpus(tmp_path / "full", lengths[lengths > 0])
     write_empty_documents_into(prefix, lengths)
@@ -167,8 +163,9 @@ def write_empty_documents_into(prefix, lengths):
 
 @pytest.mark.parametrize("seed", [1, 1234])
 def test_the_references_code_shuffles_its_evaluation_set(megatron, tmp_path, seed):
-    """What README.md says of it: Megatron orders the validation split as the training split, so
-    other seeds evaluate on other sequences.
+    """Megatron orders the validation split like the training split.
+
+    Other seeds therefore evaluate on other sequences, as README.md says.
     """
     prefix = write_corpus(tmp_path / "v", CORPORA["mixed"](np.random.RandomState(0)))
     one_pass = sequences_in(prefix, 16)
@@ -264,8 +261,9 @@ def test_too_little_data_is_refused(tmp_path):
 
 
 def test_order_of_two_million_documents_is_vectorized(tmp_path):
-    """45 million take about 3 s; a Python loop over documents would need seconds for these 2
-    million already.
+    """A Python loop over 2 million documents would take seconds.
+
+    The vectorized code takes about 3 s for 45 million.
     """
     lengths = np.random.RandomState(0).randint(50, 800, 2_000_000).astype("<i4")
     index = Index(

@@ -196,7 +196,7 @@ def on_disk(folder) -> int:
 
 
 def kill(process, folder, size: int) -> None:
-    """When `size` bytes more than now are on disk, or it has ended."""
+    """Kill the process once `size` more bytes are on disk, unless it has ended."""
     size += on_disk(folder)  # nothing is writing yet
     while process.poll() is None:
         with contextlib.suppress(
@@ -327,9 +327,7 @@ def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
 
 @pytest.mark.slow
 def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
-    """50 kills at random points, of the beginning of the process too; then everything is there, and
-    little came twice.
-    """
+    """Kill at 50 random points, then expect all files and few repeated bytes."""
     when, kills = random.Random(7), 0
     total = sum(len(content) for content in hub.files.values())
     hub.pause_s = 0.01

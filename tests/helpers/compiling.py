@@ -108,9 +108,7 @@ def kernel_modules() -> list[ModuleType]:
 
 
 class Recorder:
-    """Takes the place of the Triton kernel `name` in its module: a launch is compiled, once for
-    each form, and not run.
-    """
+    """Stand-in for the Triton kernel `name`: compiles each form of its launches, runs none."""
 
     def __init__(self, arch: str, kernel: Any, name: str = ""):
         self.arch, self.kernel, self.forms = arch, kernel, set()
@@ -160,8 +158,9 @@ class Recorder:
         }
 
     def is_pipelined(self, source: Any, made: Any, options: dict) -> bool:
-        """Whether a loop has more than one stage by Triton's default, which is two on AMD: loops
-        with a product whose own number is not given.
+        """Return whether a loop has more than one stage by Triton's default.
+
+        On AMD these are loops with a product and without a number of stages of their own.
         """
         import triton
         from triton.backends.compiler import GPUTarget
@@ -176,8 +175,8 @@ class Recorder:
 
 
 def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any, list]:
-    """(Triton's name of the type, the value if it is a constant, attributes) of a launch's
-    argument, as Triton's launcher has them.
+    """Return (Triton type, value if constant, attributes) of an argument, as Triton's launcher
+    does.
     """
     import torch
     import triton.language as tl
@@ -221,8 +220,10 @@ POINTERS = {
 
 
 def spills(asm: Any, backend: str) -> int:
-    """Registers spilled on AMD, by the assembly's metadata. On NVIDIA bytes of a thread's local
-    memory, from the machine code, as PTX has any number of registers.
+    """Return the registers spilled on AMD, or the bytes of local memory per thread on NVIDIA.
+
+    AMD's number is in the metadata of the assembly. PTX has unlimited registers, so NVIDIA's is
+    read from the machine code.
     """
     if backend == "hip":
         counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", asm["amdgcn"])

@@ -52,9 +52,7 @@ class MemoryBase:
 
 
 def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
-    """A block with weights as at the start of training, and adapters of which B is already a little
-    off zero.
-    """
+    """Return a block with initial weights, and adapters whose B is slightly off zero."""
     torch.manual_seed(1)
     block = Block(shape)
     std = (
@@ -97,9 +95,7 @@ def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
 
 
 def lora_llama(source, rank, alpha, dropout=0.0):
-    """Return a Llama with the frozen weights of `source` and undefined adapters, which alone
-    train.
-    """
+    """Return a Llama with the frozen weights of `source` and uninitialized trainable adapters."""
     shape, settings = source.shape, AdapterSettings(rank, alpha, dropout)
     linear = LinearLayers()
     blocks = []

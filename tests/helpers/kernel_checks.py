@@ -27,8 +27,9 @@ def sqnr_db(value, truth):
 
 
 class UnroundedQuantizer(Quantizer):
-    """Stores the scaled and clamped value itself, in fp32: Triton's interpreter rounds wrongly to
-    e4m3 (127 becomes 64).
+    """Quantizer that stores the scaled and clamped value in fp32.
+
+    Triton's interpreter rounds wrongly to e4m3 (127 becomes 64).
     """
 
     largest = 2.0

@@ -27,9 +27,7 @@ OURS = {
 
 
 def srun(log: list[dict]) -> list[dict]:
-    """One record less of ours, blocks by size, a float, a time that goes back, a key after
-    run_stop.
-    """
+    """Drop a record, log blocks by size, a float, an earlier time, and a key after run_stop."""
     benchmark = log[find(log, "submission_benchmark")]["value"]
     changed = [
         dict(record)
@@ -56,14 +54,12 @@ def srun(log: list[dict]) -> list[dict]:
 
 
 def older(log: list[dict]) -> list[dict]:
-    """As `srun`, of a round that knew no disclosure keys."""
+    """Rewrite the log as `srun` does, for a round without disclosure keys."""
     return [record for record in srun(log) if record["key"] not in DISCLOSURE_KEYS]
 
 
 def processes(log: list[dict]) -> list[dict]:
-    """Two ranks log what comes before the clock, and each evaluation, at slightly different
-    times.
-    """
+    """Let two ranks log the initialization and each evaluation, at slightly different times."""
     changed = []
     for record in older(log):
         changed.append(record)

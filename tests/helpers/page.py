@@ -7,9 +7,7 @@ from urllib.parse import unquote
 
 
 class Page(HTMLParser):
-    """Collects tags, links, the data of charts and scripts, and fails on a tag that is not closed
-    in order.
-    """
+    """Parser that collects tags, links, chart data and scripts, and fails on unclosed tags."""
 
     VOID = ("meta", "br", "wbr", "link")
 

@@ -32,9 +32,7 @@ POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the p
 
 @dataclass(frozen=True)
 class Point:
-    """What the reference needs at one global batch; sequences, except for the batch and the
-    counts.
-    """
+    """Sequences that the reference needs at one global batch."""
 
     batch: int
     mean: float  # without the best and the worst run
@@ -50,15 +48,16 @@ class Point:
 
     @property
     def threshold(self) -> float:
-        """The number that a mean is compared with: `minimum`, after the official detour through the
-        speed-up.
+        """Return the number that a mean is compared with.
+
+        It is `minimum` after the official calculation by way of the speed-up.
         """
         return self.mean / self.max_speedup
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the RCP test says about a series."""
+    """Result of the RCP test for a series."""
 
     points: str  # pruned or full
     passed: bool
@@ -69,12 +68,13 @@ class Verdict:
 
 
 def judge(benchmark: str, batch: int, samples: Sequence[float], points: str = "pruned") -> Verdict:
-    """The verdict over the runs of a series. `samples`: sequences to the target of each,
-    NOT_CONVERGED where it was not reached.
+    """Return the verdict on the runs of a series.
 
-    At least three runs; two or more that did not converge fail. Batches between two points are
-    interpolated; below the smallest the series is held against the smallest; above the largest
-    there is nothing to hold it against, and it fails.
+    `samples` holds the sequences of each run to the target, or NOT_CONVERGED.
+
+    Needs at least three runs. Two or more that did not converge fail. Batches between two points
+    are interpolated. A batch below the smallest is compared with the smallest, and one above the
+    largest fails, because there is no reference.
     """
     mean = trimmed_mean(samples)
     if sum(value >= NOT_CONVERGED for value in samples) > 1:
@@ -144,8 +144,11 @@ def _interpolated(batch: int, low: Point, high: Point) -> Point:
 
 
 def pruned(points: list[Point]) -> list[Point]:
-    """Without the points that would make the test too easy: batches below that of the fastest
-    point, and every point that is slower than the line between its neighbours."""
+    """Remove the points that would make the test too easy.
+
+    These are batches below that of the fastest point, and every point that is slower than the line
+    between its neighbors.
+    """
     fastest = min(points, key=lambda point: point.mean)
     kept = [point for point in points if point.batch >= fastest.batch]
     index = 1
@@ -162,11 +165,11 @@ def pruned(points: list[Point]) -> list[Point]:
 
 @cache
 def _minimum(mean: float, sigma: float, counted: int) -> float:
-    """The lowest mean that a pooled t-test does not call faster than the reference, both with the
-    reference's sigma.
+    """Return the lowest mean that a pooled t-test, with the reference's sigma, does not call
+    faster.
 
-    By bisection between 0 and `mean`, because the official number is where that stops, up to
-    TOLERANCE beside mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
+    The official number is where a bisection between 0 and `mean` stops, which is up to TOLERANCE
+    from mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
     """
     runs = SUBMISSION_RUNS - 2
     margin = (
@@ -185,9 +188,7 @@ def _minimum(mean: float, sigma: float, counted: int) -> float:
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """The t that Student's distribution with `freedom` degrees stays below with `probability`, from
-    0.5 to 1 exclusive.
-    """
+    """Return the quantile of Student's distribution for a `probability` in [0.5, 1)."""
     low, high = 0.0, 1e6
     while (middle := (low + high) / 2) not in (low, high):
         if 1 - t_tail(middle, freedom) < probability:
@@ -198,8 +199,9 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_tail(t: float, freedom: int) -> float:
-    """P(T > t) for t >= 0: I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17;
-    Abramowitz, Stegun 26.7.1).
+    """Return P(T > t) for t >= 0.
+
+    I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17; Abramowitz, Stegun 26.7.1).
     """
     square = t * t
     return (
@@ -211,8 +213,9 @@ def t_tail(t: float, freedom: int) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF
-    8.17.22.
+    """Return the regularized incomplete beta function I_x(a, b), y = 1 - x.
+
+    Uses the continued fraction DLMF 8.17.22.
     """
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0

@@ -50,7 +50,7 @@ class Quantizers:
         self.scaling.allocate(META)
 
     def in_all_modes(self, launch: Callable[[], object]) -> None:
-        """In the first step, in later ones and in an evaluation."""
+        """Run in the first step, in later steps and in an evaluation."""
         for two_pass, recording in ((True, True), (False, True), (False, False)):
             for quantizer in self.scaling.quantizers:
                 quantizer.two_pass, quantizer.recording = two_pass, recording
@@ -146,8 +146,9 @@ def launch_finish(shape: ModelShape, quantizers: Quantizers) -> None:
 
 
 def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
-    """Both precisions of full training, and the adapters': they take the gradient in bf16 and train
-    no norm.
+    """Launch both precisions of full training, and LoRA, which trains no norm.
+
+    LoRA takes the gradient in bf16.
     """
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
@@ -202,8 +203,9 @@ def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
 
 
 def launch_optimizer() -> None:
-    """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has
-    fewer than 2^31 elements.
+    """Launch the matrices of the 8B, whole and in halves, and the whole embedding.
+
+    The embedding has fewer than 2^31 elements on one GPU.
     """
     weight, one = fp32(14336, 4096), torch.empty((), dtype=torch.float32, device=META)
     step = adamw.AdamWStep(1e-4, (0.9, 0.95), 1e-5, one, one, one)

@@ -4,8 +4,9 @@ import random
 
 
 class SimulatedStreams:
-    """A SideStream, common/sharding/side_stream.py, and the compute stream beside it, as two lists
-    of (event to wait for, work).
+    """SideStream and compute stream, as two lists of (event to wait for, work).
+
+    See common/sharding/side_stream.py.
     """
 
     def __init__(self):

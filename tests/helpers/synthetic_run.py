@@ -32,7 +32,7 @@ MS = 1_000_000  # ns
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What the log of one benchmark is made of."""
+    """Contents of the log of one benchmark."""
 
     rules: ModuleType
     config: dict  # the keys of its config that decide convergence
@@ -207,9 +207,9 @@ def find(log: list[dict], key: str, occurrence: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a run took.
+    """Times of a run in seconds.
 
-    Seconds; `minutes` of the whole run, if given, decide what is left after the last evaluation.
+    `minutes` of the whole run, if given, set the time after the last evaluation.
     """
 
     samples: int  # training sequences to the target
@@ -467,9 +467,7 @@ def write_attempt(
 
 
 class Curve:
-    """Plausible curves: a power law down to the target, a little noise, steps of 0.9 s with a
-    tail.
-    """
+    """Plausible curves: a power law to the target, little noise, steps of 0.9 s with a tail."""
 
     def __init__(self, plan: Plan, rules_, batch: int, clock: Clock):
         self.chance = random.Random(plan.seed)

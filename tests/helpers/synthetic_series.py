@@ -89,8 +89,9 @@ def plans(evaluations: list[int], **changes) -> list[Plan]:
 
 
 def evaluations_near_reference(benchmark: Benchmark) -> list[int]:
-    """Of ten runs that pass the RCP test: eight a little slower than the reference's mean, two a
-    little faster.
+    """Return evaluations of ten runs that pass the RCP test.
+
+    Eight are a little slower than the reference's mean and two a little faster.
     """
     rules, name = benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     batch = configs.load(ROOT / "configs" / name / CONFIG, benchmark.rules.Config).global_batch_size

@@ -130,7 +130,7 @@ def write_data(
 
 @dataclass
 class Facts:
-    """What a run left behind. `error` is the kind of RunError that ended it, "" after success."""
+    """Result of a run. `error` is the kind of the RunError that ended it, or ""."""
 
     losses: list[float]
     norms: list[float]
@@ -152,9 +152,7 @@ def run(
     continues: Path | None = None,
     **changes,
 ) -> Facts:
-    """The trainer's `run` in this process, and `abort` where it fails, as run_guarded would call
-    it.
-    """
+    """Call the trainer's `run` in this process, and `abort` on failure, as run_guarded does."""
     rank = int(os.environ.get("RANK", "0"))
     run_dir.mkdir(
         parents=True, exist_ok=True
@@ -372,8 +370,9 @@ def lora_steps(
 
 
 def train_watched(opens: Path, arguments: list[str]) -> None:
-    """The trainer's main with TINY rules; `opens` gets a line per token file opened: its path, and
-    whether run_start was logged.
+    """Run the trainer's main with TINY rules.
+
+    `opens` gets a line per opened token file: its path, and whether run_start was logged.
     """
     result = Path(arguments[arguments.index("--run-dir") + 1]) / "result.txt"
 

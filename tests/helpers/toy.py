@@ -207,9 +207,7 @@ REPORT = STUB + (
 
 
 def shorten(root: Path, module: str, limit: str, instead: str) -> None:
-    """In the project's copy of `module`, the line `limit`, such as "LOST_S = 30.0", becomes
-    `instead`.
-    """
+    """Replace the line `limit`, such as "LOST_S = 30.0", in the project's copy of `module`."""
     path = root / module
     source = path.read_text()
     assert limit in source
@@ -253,8 +251,9 @@ def make_project(root: Path, torchrun: str = "") -> Path:
 
 
 def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb
-    that takes none; by a line of bash.
+    """Start run_and_time.sh from `cwd` by a line of bash, on a machine without GPUs.
+
+    Leave out `benchmark` for a command that takes none.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {

@@ -24,8 +24,9 @@ CASES = [
 
 
 def start(shape, device):
-    """A weight and the gradients of all steps: the update outgrows the weight, so its error does
-    not hide in it.
+    """Return a weight and the gradients of all steps.
+
+    The updates outgrow the weight, so that it cannot hide their error.
     """
     generator = torch.Generator(device).manual_seed(3)
 
@@ -108,9 +109,7 @@ def check_skip(engine, device, dtype):
 
 
 def check_rate_zero(engine, device):
-    """The warm-up steps at rate 0, and the weights' bits must be what they were
-    (common/training/warmup.py).
-    """
+    """Run the warm-up steps at rate 0 and compare the weights' bits (common/training/warmup.py)."""
     weight, (gradient, *_) = start((5000,), device)
     weight[:2] = 0.0
     before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)

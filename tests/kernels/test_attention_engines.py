@@ -34,8 +34,9 @@ def sdpa(q, k, v):
 
 
 class Aiter:
-    """The signatures of ROCm/aiter v0.1.9.post1 and what they compute; `calls` has what decides
-    their kernels.
+    """Functions with the signatures of ROCm/aiter v0.1.9.post1.
+
+    `calls` records the arguments that select a kernel.
     """
 
     def __init__(self):
@@ -105,8 +106,9 @@ class Aiter:
 
 
 class FlashAttention4:
-    """The signature of flash-attn-4 4.0.0b36, as far as it is used, and what it refuses; `calls`
-    has whether a backward is to follow.
+    """Function with the signature and the errors of flash-attn-4 4.0.0b36, as far as used.
+
+    `calls` records whether a backward pass follows.
     """
 
     def __init__(self):

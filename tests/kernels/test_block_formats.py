@@ -38,8 +38,9 @@ def ours(x, name, **options):
 
 
 def by_torchao(x, name, block_size=None):
-    """What torchao's own conversions give in fp32; x: [rows, columns], filled up with zeros, since
-    it takes whole blocks only.
+    """Convert x: [rows, columns] with torchao and return it in fp32.
+
+    Pads with zeros, because torchao takes only whole blocks.
     """
     from torchao.prototype.mx_formats.mx_tensor import (
         to_dtype,
@@ -83,11 +84,10 @@ def numbers(element: Element):
 
 
 def ties_and_neighbors(name):
-    """Every number of the format, every tie between two, and the fp32 numbers beside both, with
-    both signs; the block's scale is 2^0.
+    """Return every number of a format, every tie, and the fp32 numbers next to both.
 
-    One number of the size of the format's largest power of two in each block fixes that scale;
-    larger ones of its binade saturate.
+    Both signs occur, and the scale of each block is 2^0. One number of the size of the format's
+    largest power of two fixes it. Larger numbers of its binade saturate.
     """
     element, size = element_of(name), FORMATS[name].block_size
     exact = numbers(element)
@@ -132,9 +132,7 @@ def test_ties_go_to_even_and_large_numbers_saturate(name):
 
 
 def test_ties_of_nvfp4():
-    """A tensor whose scale is 1 and whose blocks' scales are numbers of e4m3: elements are at ties
-    for certain.
-    """
+    """The scale of the tensor is 1 and those of the blocks are e4m3 numbers, so ties are exact."""
     points = torch.tensor(
         [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0]
     )

@@ -55,8 +55,9 @@ def arch(request):
 
 @pytest.fixture(scope="module")
 def forms(arch, tmp_path_factory):
-    """Half a minute of a core, for the first of pytest's processes that asks; Triton's cache makes
-    a second run short.
+    """Compile all forms in the first of pytest's processes that asks (half a minute of a core).
+
+    Triton's cache makes a second run short.
     """
     name = f"forms_{arch}"
     folder = made_once(
@@ -99,8 +100,9 @@ def test_spills_are_found_for(forms):
 
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
 def test_no_loop_is_pipelined_by_default_on(arch, forms):
-    """Where Triton 3.7 and 3.8 get it wrong: the settings' one stage (below) holds only for loops
-    that are given it.
+    """Triton 3.7 and 3.8 miscompile such loops.
+
+    The single stage of the settings (below) applies only to loops that name a number.
     """
     assert not [form["kernel"] for form in forms if form["pipelined"]]
 
@@ -118,9 +120,7 @@ def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
 
 
 def test_a_recorded_amax_is_compared_with_that_of_all_programs(arch, forms):
-    """Not with an old one in this compute unit's cache: then most programs would issue an
-    atomic.
-    """
+    """A stale amax in the cache of a compute unit would make most programs issue an atomic."""
     casts = [form for form in forms if form["kernel"] == "_quantize_kernel"]
     recording = [form for form in casts if f"'MODE': {STORE.value}" not in form["form"]]
     assert len(recording) > 2 and all(form["amax_loads"] == 1 for form in recording)

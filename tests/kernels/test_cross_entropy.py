@@ -224,9 +224,7 @@ VOCAB = 500
 
 @pytest.fixture
 def head(randn, random_labels):
-    """(a function that makes logits of new leaves, its labels): the projection as the model uses
-    it.
-    """
+    """Return (a function that computes logits from new leaves, labels), as in the model."""
     x, weight, labels = randn(2, 3, 16), randn(VOCAB, 16), random_labels(VOCAB, 2, 3)
     labels[1, 0] = IGNORE_INDEX
 

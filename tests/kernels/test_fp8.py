@@ -129,9 +129,7 @@ def test_a_weight_is_scaled_by_what_it_is_now():
 @pytest.mark.parametrize("size", [1e-7, 1.0, 300.0])
 @pytest.mark.parametrize("zero_steps", [1, HISTORY + 2])
 def test_a_tensor_that_begins_with_zeros_does_not_saturate_when_values_come(zero_steps, size):
-    """Not with the scale 4.48e14 of a tensor of tiny values, which made everything after the zeros
-    saturate for a step.
-    """
+    """The scale 4.48e14 of tiny values once made everything after the zeros saturate for a step."""
     scaling, (quantizer, other) = quantizers()
     for step in range(zero_steps):
         quantized = quantize_reference(torch.zeros(3, 5), quantizer)
@@ -186,9 +184,7 @@ def test_an_amax_that_gives_no_scale_leaves_the_old_one(bad):
 
 @pytest.mark.parametrize("bad", [INF, NAN], ids=str)
 def test_a_first_tensor_that_is_not_finite_has_a_scale_all_the_same(bad):
-    """That of the other elements beside a NaN; beside an infinite one 1, until that has left the
-    history.
-    """
+    """NaN is ignored. An infinite element gives scale 1 until it leaves the history."""
     scaling, (quantizer, _) = quantizers()
     x = torch.ones(4, 4)
     x[0, 0] = bad
@@ -234,8 +230,9 @@ def test_a_weight_is_cast_once_per_optimizer_step():
 
 
 def test_products_read_what_casts_wrote():
-    """>= 50 dB against fp32 products of the stored values (torchao's bound for its own), and the
-    loss of two casts against the true ones.
+    """Products reach 50 dB against fp32 products of the stored values (torchao's own bound).
+
+    The error of two casts is bounded against the true products.
     """
     scaling = DelayedScaling()
     x_quantizer, w_quantizer, g_quantizer = (

@@ -50,8 +50,8 @@ TILED = {
 
 
 def results(run):
-    """Return the tensors of a first step, of a second one that saturates, and of an evaluation; and
-    the quantizer's state.
+    """Return the tensors of a first step, a saturating second step and an evaluation, and the
+    state.
     """
     scaling, (quantizer,) = unrounded({})
     found = [run(quantizer, 1.0)]
@@ -76,9 +76,7 @@ def test_the_columns_are_the_rows(op, monkeypatch):
 
 
 def test_whole_rows_leave_the_columns_to_a_second_kernel(monkeypatch):
-    """A tile of the norm has one or two rows: columns of two bytes would be slower than a
-    transpose.
-    """
+    """A tile has one or two rows, so writing columns would be slower than a transpose."""
     monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
     _, (quantizer,) = unrounded({})
     _, normed, _ = rms_norm.add_rms_norm_triton(

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.quick
 
 
 def choices(source: str) -> list[str]:
-    """Return "function: line" of each choice between pointers in the Triton functions of a
-    module.
-    """
+    """Return "function: line" of each choice between pointers in a module's Triton functions."""
     found = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef) and any(
@@ -27,9 +25,7 @@ def choices(source: str) -> list[str]:
 
 
 class Reader(ast.NodeVisitor):
-    """Follow pointers through the body of one Triton function, from its parameters that are called
-    `..._ptr`.
-    """
+    """Follows pointers through a Triton function, from its parameters named `..._ptr`."""
 
     def __init__(self, function: ast.FunctionDef):
         self.found: list[str] = []
@@ -63,8 +59,9 @@ class Reader(ast.NodeVisitor):
         return False
 
     def is_constant(self, test: ast.expr) -> bool:
-        """Whether the compiler knows the value: constexprs, constants of the module (in capitals),
-        and `x is None`.
+        """Return whether the compiler knows the value.
+
+        True for constexprs, module constants (in capitals) and `x is None`.
         """
         match test:
             case ast.BoolOp():

@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 
 
 def partial_amax(x, halves):
-    """As QuACK leaves it: of each row and tile, over both halves, without NaN."""
+    """Return the amax of each row and tile over both halves, without NaN, as QuACK does."""
     parts = x.abs().nan_to_num(nan=0.0, posinf=torch.inf).view(len(x), halves, -1).amax(1)
     return torch.stack([part.amax(1) for part in parts.split(COLUMNS, 1)], 1).contiguous()
 
 
 def store(x, quantizer):
-    """As QuACK stores it: saturated, infinity too."""
+    """Saturate values, including infinity, as QuACK does."""
     scaled = (x * quantizer.state[SCALE]).clamp(-quantizer.largest, quantizer.largest)
     return scaled.to(quantizer.dtype)
 

@@ -63,9 +63,7 @@ def test_what_exceeds_the_history_saturates_and_is_counted(engine):
 def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
     engine, first_step, bad
 ):
-    """A run that computes nonsense must stop: at inf as at NaN, instead of going on with the
-    largest number of the format.
-    """
+    """A run with an infinite value must stop as with NaN, not continue with the largest number."""
     scaling, (quantizer,) = unrounded({})
     x = torch.full((3, 5), 0.5, device=DEVICE)
     if not first_step:
@@ -80,8 +78,9 @@ def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_both_engines_follow_the_same_scales_after_a_number_that_is_not_finite(bad):
-    """NaN is left out of the amax; an infinite one keeps the old scale until it has left the
-    history.
+    """NaN is left out of the amax.
+
+    An infinite value keeps the old scale until it leaves the history.
     """
     states = {}
     for name, engine in ENGINES.items():

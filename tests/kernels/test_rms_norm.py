@@ -23,9 +23,7 @@ SHAPES = [(37, 100), (5, 300), (16, 64), (1, 8)]
 
 @pytest.fixture(autouse=True)
 def ragged_tiles(monkeypatch):
-    """Several rows per tile and several tiles per program, so that the small shapes here end within
-    one.
-    """
+    """Use several rows per tile and tiles per program, so that small shapes end within a tile."""
     forward, backward = rms_norm.add_rms_norm_settings, rms_norm.rms_norm_backward_settings
 
     def small_forward(arch: str, num_columns: int) -> Tile:
@@ -250,7 +248,7 @@ def test_a_nan_reaches_its_row_and_no_other():
 
 
 def test_under_autograd_it_is_the_same_norm():
-    """As the model's head calls it."""
+    """The model's head calls the norm under autograd."""
     x, _, weight, d_n, _ = inputs((6, 100), torch.float32)
     found = []
     for function in (rms_norm_reference, rms_norm_triton):

@@ -28,7 +28,7 @@ def tables(sequence, half):
 
 
 def rotated(x, cos, sin):
-    """In x's own dtype, fp64."""
+    """Return x rotated in its own dtype, fp64."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

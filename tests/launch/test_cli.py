@@ -220,7 +220,7 @@ def test_every_option_says_what_it_is(name, benchmark):
 
 
 def test_a_command_line_is_read_without_any_package():
-    """By a Python without site-packages: before pip has run."""
+    """Parsing works in a Python without site-packages, before pip has run."""
     program = "import sys; from launch import cli; "
     program += "names = [(name, each) for name in cli.COMMANDS for each in cli.benchmarks.names()"
     program += " if cli.has_command(each, name)]; "

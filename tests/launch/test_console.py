@@ -92,7 +92,7 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
 def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
     monkeypatch, capsys, tmp_path
 ):
-    """In a run and in a bench; not on a CPU."""
+    """Ranks are bound in a run and in a bench, but not on a CPU."""
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))

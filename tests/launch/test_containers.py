@@ -227,9 +227,7 @@ def devices(words):
 
 
 def test_more_options_reach_the_engine(tmp_path):
-    """What AMD's recipes allow beyond ours, where RCCL cannot pass memory between processes in a
-    container.
-    """
+    """AMD's recipes need more options if RCCL cannot share memory between processes."""
     wanted = ["--cap-add=SYS_PTRACE", "--security-opt=seccomp=unconfined", "--ipc=host"]
     words = container("amd", "docker", CONTAINER_OPTIONS=" ".join(wanted))
     image = words.index("llama-training")
@@ -461,9 +459,7 @@ esac
 
 
 def engine(tmp_path, **variables) -> subprocess.Popen:
-    """run_with_docker.sh with a stand-in for docker: its container waits for a signal, or ends at
-    once with CODE.
-    """
+    """Stand-in for docker whose container waits for a signal, or ends at once with CODE."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/docker").write_text(ENGINE)
     (tmp_path / "bin/docker").chmod(0o755)

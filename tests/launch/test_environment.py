@@ -64,9 +64,7 @@ LOCK = "".join(
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """Stands in for pip and venv: the commands that were run, what they were to install, pip's exit
-    code, and the machine's builds.
-    """
+    """Stand-in for pip and venv: commands, requirements, exit code, and builds of the machine."""
 
     fake = argparse.Namespace(commands=[], lists=[], code=0, builds=("cpu", "cuda", "cuda12"))
     (tmp_path / environment.LOCK).write_text(LOCK)
@@ -223,9 +221,7 @@ def test_uv_installs_where_it_is_there(tmp_path, pip, monkeypatch):
 
 @pytest.mark.parametrize("torch", [True, False])
 def test_what_the_packages_need_is_taken_from_the_lock(tmp_path, pip, monkeypatch, torch):
-    """Into an environment of its own all of it; beside a container's torch what the container
-    lacks, numpy of any version not.
-    """
+    """A new environment gets all packages. One beside a container's torch gets the missing ones."""
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     monkeypatch.setattr(environment, "has_package", lambda name: name == "torch" and torch)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
@@ -296,9 +292,7 @@ def test_a_driver_too_old_for_cuda_13_gets_torch_for_cuda_12_from_its_own_lock(
 
 
 def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monkeypatch):
-    """Set up on a login node, used on a node with GPUs; there and back only what is needed is
-    installed.
-    """
+    """Set up on a login node and use on a node with GPUs installs only the difference."""
     torch, logs, folder = tmp_path / "r.txt", tmp_path / "logs.txt", tmp_path / ".venv"
     torch.write_text("torch==2.13.0\n")
     logs.write_text("no-such-package==1.0\n")
@@ -350,9 +344,7 @@ def test_an_environment_of_another_processor_is_left_alone_but_by_setup(tmp_path
 
 
 def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
-    """A Python as Debian's, a lock that names this pip, and the site-packages that it shall go
-    to.
-    """
+    """A Python without ensurepip, as Debian's, a lock with this pip, and the site-packages."""
     find, wheel = environment.importlib.util.find_spec, tmp_path / "pip-26.3-py3-none-any.whl"
     monkeypatch.setattr(
         environment.importlib.util,
@@ -403,9 +395,7 @@ def test_the_lock_has_every_requirement_at_its_version_with_hashes():
 
 @pytest.mark.parametrize("name", [environment.LOCK, environment.CUDA12_LOCK])
 def test_the_wheels_of_the_lock_were_checked_for_each_python_and_machine(name):
-    """tests/tools/lock.py writes the digest only after a dry run of all; an entry that is changed
-    by hand needs another one.
-    """
+    """tests/tools/lock.py writes the digest after a dry run. An edit by hand invalidates it."""
     path = ROOT / name
     assert f"{lock.CHECKED} sha256:{lock.content_digest(path)}\n" in path.read_text()
 

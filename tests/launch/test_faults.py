@@ -215,7 +215,7 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
 
 @pytest.mark.slow
 def test_target_not_reached(tmp_path, data):
-    """With the miniature's own model; test_multi_node.py has this end of a smaller one."""
+    """Uses the miniature's own model. test_multi_node.py tests a smaller one."""
     expect(
         Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"),
         10,

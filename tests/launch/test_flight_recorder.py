@@ -23,8 +23,9 @@ def entry(
     group=("0", "default_pg"),
     **changes,
 ):
-    """As ProcessGroupNCCL records it; gloo's entries stay scheduled, and say retired when they are
-    over.
+    """Return an entry as ProcessGroupNCCL records it.
+
+    Entries of gloo stay scheduled and are marked as retired when they are over.
     """
     return {
         **{
@@ -131,9 +132,7 @@ def test_nothing_is_stuck_where_all_is_complete_or_nothing_was_left(tmp_path):
 
 
 def test_a_rank_that_left_no_record_is_not_called_missing(tmp_path):
-    """Gloo does not say which ranks a group has: those of the default group are all that
-    reported.
-    """
+    """Gloo does not list the ranks of a group: all that reported form the default group."""
     dump(
         tmp_path,
         0,

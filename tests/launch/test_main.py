@@ -195,7 +195,7 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
 
 
 def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
-    """It is not killed before it has ended its own processes."""
+    """The command can end its own processes before it is killed."""
     stub = STUB + (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
         "print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
@@ -343,7 +343,7 @@ def _flip(content: bytes) -> bytes:
 )
 @pytest.mark.parametrize("name", ["t.bin", "tokenizer.model", "miniature.json"])
 def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, capfd, name, change):
-    """By the manifest that `prepare` left; without one the files are the user's own."""
+    """The manifest of `prepare` marks generated files. Without it, the files are the user's own."""
     names = ("t.bin", "tokenizer.model")
     for each in names:
         (tmp_path / each).write_bytes(b"x" * 64)

@@ -423,7 +423,7 @@ def test_no_limit_of_the_store_counts_the_import_of_torch(monkeypatch):
 
 
 def test_another_program_where_node_0_should_listen(monkeypatch):
-    """It takes the connection and says nothing."""
+    """The program accepts the connection and never answers."""
     monkeypatch.setattr(multi_node, "ANSWER_S", 1.0)
     node = Node(1, 2, "127.0.0.1", free_ports())
     refused = pytest.raises(ConfigError, match=f"no launcher .*port {node.port + 1}")
@@ -471,7 +471,7 @@ def test_the_others_end_with_the_exit_code_of_node_0(leader):
 
 
 def test_a_store_that_does_not_answer_is_a_lost_node(monkeypatch):
-    """As when node 0 loses power: the connection stays open, and calls block."""
+    """If node 0 loses power, the connection stays open and calls block."""
 
     class Silent:
         def check(self, keys):

@@ -49,7 +49,10 @@ def the_end(running, code: int, kind: str) -> dict:
     ("number", "code", "kind"), [(None, 0, "success"), (signal.SIGINT, 130, "interrupted")]
 )
 def test_the_readers_of_stdout_and_stderr_end(project, tmp_path, number, code, kind):
-    """As `| head -1`, and as Ctrl-C upon `2>&1 | tee`, or a terminal that is closed."""
+    """Covers `| head -1`, Ctrl-C with `2>&1
+
+    tee`, and a closed terminal.
+    """
     running = Running(project, tmp_path, held=(1,))
     run_dir = running.run_dir(1)
     assert running.process.stdout.readline().startswith("STARTING")
@@ -69,7 +72,7 @@ def test_the_readers_of_stdout_and_stderr_end(project, tmp_path, number, code, k
 
 
 def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
-    """What is opened next would get their numbers, and what is printed."""
+    """Files opened later would get descriptors 1 and 2, and then the program's output."""
     running = Running(project, tmp_path, TOY="good", shell='exec "$0" "$@" >&- 2>&-')
     out, err = running.process.communicate(timeout=60)
     assert (running.process.returncode, out, err) == (0, "", "")
@@ -264,7 +267,7 @@ def test_few_processes_and_threads(monkeypatch):
     [("RLIMIT_NPROC", 16, "ulimit -u"), ("RLIMIT_AS", 4 * 2**30, "ulimit -v")],
 )
 def test_limits_of_the_system(name, value, words):
-    """As ulimit sets them; root has no limit of processes."""
+    """Limits as set by ulimit. Root has no limit of processes."""
     code = (
         "from common.command_line import exit_code_of; from launch.limits import require_limits; "
         "import sys\n"

@@ -57,7 +57,7 @@ class Running:
         return [line for line in found if line["event"] == event]
 
     def run_dir(self, attempt: int) -> Path:
-        """Of an attempt that waits: both ranks are there."""
+        """Wait for both ranks of a waiting attempt and return its directory."""
 
         def started():
             assert self.process.poll() is None, self.process.communicate()
@@ -143,8 +143,9 @@ def test_as_many_good_runs_as_asked_for_though_two_fail(project, tmp_path):
 
 
 def test_enough_is_enough(project, tmp_path):
-    """Two failures with --max-failures 1: the series ends with the code of the first, and can go on
-    later.
+    """Two failures with --max-failures 1 end the series with the first exit code.
+
+    The series can be resumed.
     """
     running = Running(project, tmp_path, "--max-failures", "1", held=(1, 2, 3), NEXP="3")
     for attempt in (1, 3):
@@ -300,8 +301,9 @@ def test_resume_says_everything_that_changed(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, miniature_data):
-    """One good run wanted, one failure allowed: the first attempt loses its rank in training, the
-    second reaches the target.
+    """The first attempt loses its rank in training, and the second reaches the target.
+
+    The series asks for one good run and allows one failure.
     """
     hidden = ("SEED", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
     variables = {key: value for key, value in os.environ.items() if key not in hidden} | {

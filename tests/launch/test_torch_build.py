@@ -137,9 +137,7 @@ H200_ROW = "GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05"
     torch_build.installed_build() != "cpu", reason="this torch is not the one for CPUs"
 )
 def test_torch_for_cpus_beside_a_gpu_is_refused_before_anything_starts(tmp_path, words):
-    """The failure was AttributeError: module 'torch._C' has no attribute '_cuda_setDevice', in each
-    rank.
-    """
+    """Each rank used to fail with AttributeError for torch._C._cuda_setDevice."""
     environment = (
         os.environ
         | fake_nvidia_smi(tmp_path, f"echo '{H200_ROW}'")

@@ -119,8 +119,9 @@ def test_the_record_of_a_run_says_what_was_set(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_they_are_put_back_when_the_launcher_is_killed(host, number):
-    """SIGINT reaches all of a terminal's processes; who holds the settings waits for the launcher's
-    end.
+    """SIGINT reaches all processes of a terminal.
+
+    The process that holds the settings waits for the end of the launcher.
     """
     words = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\n"

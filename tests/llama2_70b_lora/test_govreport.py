@@ -71,9 +71,7 @@ def test_seeds_differ_and_repeat():
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
 def test_a_global_batch_is_the_same_for_any_ranks(tmp_path, world, micro):
-    """Six steps of 4 of 10 rows: batches hold the end of one epoch and the beginning of the
-    next.
-    """
+    """Six steps of 4 of 10 rows include batches that span two epochs."""
     rows = train_rows(tmp_path)
     per_rank = [
         numbers(train_batches(rows, 7, 4, micro, rank, world), 24 // (world * micro))
@@ -105,9 +103,7 @@ def test_labels_move_left_by_one(tmp_path):
 
 
 def test_the_loss_is_that_of_hugging_face(tmp_path):
-    """Mean over the labels that count, per sequence, as LlamaForCausalLM computes it from the
-    unshifted labels.
-    """
+    """The loss is the mean over unmasked labels per sequence, as in LlamaForCausalLM."""
     transformers = pytest.importorskip("transformers")
     shape = ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0)
     torch.manual_seed(0)

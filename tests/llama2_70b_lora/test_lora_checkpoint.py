@@ -14,8 +14,9 @@ RULES = replace(TINY, target_loss=0.1)
 
 
 def sittings(processes, folder):
-    """What a run on these ranks logged, and one that goes on from its checkpoint; each rank has
-    data of its own, the runs are shared.
+    """Logs of a run and of its continuation from a checkpoint.
+
+    Each rank has data of its own. The runs are shared between tests.
     """
     own, changes = folder / f"rank_{processes.rank}", {"micro_batch_size": 2, "max_samples": 96}
     for name, options in (("run", {"checkpoint": "2"}), ("on", {"continues": folder / "run"})):

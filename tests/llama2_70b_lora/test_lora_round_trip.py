@@ -46,8 +46,9 @@ TINY = replace(
 def start(
     folder, rules, processes, layout="fused", run_dir=None, checkpoint="", continues=None, **changes
 ):
-    """A whole run of the LoRA trainer in this process; the run directory, `folder`/run if not
-    given, and the RunError that ended it.
+    """Run the LoRA trainer in this process.
+
+    Returns the run directory (default: `folder`/run) and the RunError that ended the run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
@@ -127,9 +128,7 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
 
 
 def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, monkeypatch):
-    """Real rules and loop; a scripted step and evaluation stand in for the compute of 1,920
-    sequences of 8192 tokens.
-    """
+    """Rules and loop are real. Step and evaluation are scripted, without computation."""
     losses = iter([0.93, 0.925])
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
     monkeypatch.setattr(

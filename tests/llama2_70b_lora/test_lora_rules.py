@@ -40,9 +40,7 @@ def test_skipped_evaluations_are_those_of_the_formula_for_every_batch():
 
 
 def test_the_adapters_of_the_rules_have_44_million_parameters():
-    """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192): mlcommons/training,
-    llama2_70b_lora.
-    """
+    """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192), from mlcommons/training."""
     shape, rank = CLOSED.shape, CLOSED.lora_rank
     per_layer = rank * (shape.hidden_size + shape.qkv_size) + rank * (
         shape.hidden_size + shape.hidden_size

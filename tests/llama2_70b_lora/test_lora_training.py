@@ -46,9 +46,7 @@ def on_two_ranks(processes, folder):
 
 
 def load(processes, folder, layout):
-    """The operands of a checkpoint, as bytes, and what this rank read of the blocks' matrices:
-    (file, offset, size).
-    """
+    """Return a checkpoint's operands as bytes, and (file, offset, size) of this rank's reads."""
     ranges, reports, preadv = [], [], os.preadv
 
     def counted(file, buffers, offset):

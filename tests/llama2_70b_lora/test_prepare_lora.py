@@ -43,8 +43,9 @@ def small_rules(monkeypatch):
 
 
 def govreport_rows():
-    """{split: int64 [rows, 2, length]}: training counts every token, validation about half of
-    them.
+    """Return {split: int64 [rows, 2, length]}.
+
+    Training counts every token, validation about half of them.
     """
     random = np.random.default_rng(1)
     rows = {
@@ -134,9 +135,7 @@ def test_packed_rows_that_the_rules_refuse(tmp_path, capsys, split):
 
 
 def test_a_file_of_numpy_1_is_read(tmp_path):
-    """numpy 1 calls the same function by another module's name; AMD's files were written with
-    it.
-    """
+    """numpy 1 pickles the function under another module's name, as in AMD's files."""
     source = write_npy(tmp_path, govreport_rows(), "arrays") / "train.npy"
     raw = source.read_bytes()
     assert b"numpy._core.multiarray" in raw

@@ -39,9 +39,7 @@ TOKENS = torch.arange(32).view(2, 16) * 61 % SHAPE.vocab_size
 
 
 def saved_run(processes, folder):
-    """A run with --save: the logits of the model as the run left it, and the files in the run's
-    directory.
-    """
+    """Run with --save and return the final model's logits and the files in the run directory."""
     made = []
     if not (folder / "data").exists():
         write_data(folder / "data", RULES)
@@ -101,8 +99,10 @@ def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_pa
 
 
 def missed(processes, folder):
-    """Of a run with --save that misses its target: the kind of its error, how its log ends, and
-    whether the model is there when this rank ends.
+    """Run with --save and miss the target.
+
+    Returns the kind of the error, the end of the log, and whether the model exists when this rank
+    ends.
     """
     changes = {
         "gpus_per_node": processes.world_size,

@@ -37,8 +37,9 @@ TEXTS += [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """tokenizer.json with byte-level BPE, split and template as in Llama 3.1's; small.json is the
-    same before it is filled up to 128,256.
+    """tokenizer.json with byte-level BPE, split and template as in Llama 3.1.
+
+    small.json is the same before it is filled up to 128,256 tokens.
     """
     folder = tmp_path_factory.mktemp("tokenizer")
     small = Tokenizer(models.BPE(ignore_merges=True))

@@ -30,9 +30,7 @@ WGRAD = {"mxfp4+hadamard": False, "nvfp4+random_hadamard": True}
 
 
 class ThreeProducts(torch.autograd.Function):
-    """x W^T with each factor of each product quantized along the dimension that the product sums
-    over.
-    """
+    """x W^T whose products quantize each factor along the dimension of the sum."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
@@ -74,7 +72,7 @@ def layers_of(recipe, until="", then="fp8"):
 
 
 def start(layers, block):
-    """As `build` does it."""
+    """Return a block assembled as `build` does."""
     layers.allocate(torch.device("cpu"))
     block.register_forward_pre_hook(lambda block, _: layers.start_pass(block.training))
 
@@ -188,7 +186,7 @@ def test_recompute_changes_no_bit(recipe):
 
 @pytest.mark.parametrize("then", ["fp8", "bf16"])
 def test_after_the_step_of_healing_a_block_computes_as_one_that_never_was_in_the_format(then):
-    """With FP8 from its first step, without a history."""
+    """The reference uses FP8 from its first step, without a history."""
     layers = layers_of("mxfp4", "step 2", then)
     block = fused(layers, torch.bfloat16)
     reference = linear_layers(linear_format(then))
@@ -266,9 +264,7 @@ def test_weights_are_cast_once_per_step():
 
 
 def test_the_triton_kernels_serve_it_as_the_reference_does():
-    """In Triton's interpreter: the block's kernels write the compute dtype, and the cast is the
-    same.
-    """
+    """In Triton's interpreter the block's kernels write the compute dtype, with the same cast."""
     shape = replace(SHAPE, ffn_hidden_size=64)
     found = []
     for kernels in ("reference", "triton"):

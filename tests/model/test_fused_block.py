@@ -92,9 +92,10 @@ def test_recompute_changes_no_bit_and_counts_nothing_twice(fp8, family):
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_fp8_is_as_near_as_its_casts(family):
-    """A product of two casts is 28.5 dB (e4m3 x e4m3) or 24.6 dB (e5m2 x e4m3) from the truth. The
-    gradient of the first norm has been through four of the latter, whose noise adds up: 24.6 - 10
-    log10(4) = 18.6 dB.
+    """A product of two casts has 28.5 dB (e4m3 x e4m3) or 24.6 dB (e5m2 x e4m3).
+
+    The gradient of the first norm passes through four of the latter, and their noise adds: 24.6 -
+    10 log10(4) = 18.6 dB.
     """
     plain, fused, scaling = pair(torch.bfloat16, fp8=True, shape=SHAPES[family])
     for step in range(3):
@@ -185,7 +186,7 @@ def test_backward_lets_go_of_what_it_has_used():
 
 
 def test_heads_that_triton_cannot_hold_are_refused_before_it_compiles():
-    """By the block, and by the self-test, which comes before it."""
+    """The block refuses them, and so does the self-test that runs before."""
     shape = replace(SHAPE, explicit_head_dim=24)
     FusedBlock(shape, "reference", LinearLayers())
     with pytest.raises(ConfigError, match="24"):

@@ -148,9 +148,7 @@ def test_what_the_base_is_asked_for():
 
 
 def storages(saved):
-    """Bytes by address of all that `saved` holds, and of what autograd's graph of attention
-    holds.
-    """
+    """Return bytes by address of all tensors in `saved` and in the autograd graph of attention."""
     graph, nodes = [saved.attention[0].grad_fn], []
     while graph:
         node = graph.pop()

@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # of logits, in fp32: L2 norm of the difference to that of the
 
 
 def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, torch.Tensor]:
-    """As large as the weights they add to, so that a wrong row or factor shows."""
+    """Return adapters as large as the base weights, so that a wrong row or factor shows."""
     generator = torch.Generator().manual_seed(1)
     sizes = {
         "qkv": (shape.hidden_size, shape.qkv_size),
@@ -49,7 +49,7 @@ def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, to
 
 
 def with_adapters(model: Llama, tensors: dict[str, torch.Tensor]) -> Llama:
-    """As it is evaluated: without dropout."""
+    """Return the model with adapters, without dropout, as in an evaluation."""
     model = lora_llama(model, RANK, ALPHA, dropout=0.1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
@@ -63,9 +63,7 @@ def save(folder, tensors):
 
 
 def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
-    """The layout of MLCommons: query, key and value rows stacked in one matrix; two shards and an
-    index.
-    """
+    """Save in the layout of MLCommons: query, key and value stacked, two shards and an index."""
     folder.mkdir()
     fused = {}
     for name, tensor in state.items():
@@ -109,9 +107,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Both layouts of a small base, adapters saved for peft, tokens, and the logits of our model
-    with the adapters.
-    """
+    """Both layouts of a small base, adapters for peft, tokens, and our model's logits."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("adapter")
     ours, theirs = pair(SHAPE, LENGTH)

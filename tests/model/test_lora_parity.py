@@ -84,9 +84,7 @@ def trained(model: Llama) -> dict[str, torch.nn.Parameter]:
 
 
 def batch_of(vocab_size: int, seed: int) -> torch.Tensor:
-    """[sequences, 2, length]: tokens and labels; every sequence has another number of labels that
-    do not count.
-    """
+    """Return tokens and labels, [sequences, 2, length], with different numbers of masked labels."""
     windows = torch.randint(
         vocab_size, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
@@ -106,8 +104,9 @@ def their_loss(model, batch: torch.Tensor) -> torch.Tensor:
 
 
 def their_adapters(model, shape: ModelShape, gradients: bool) -> dict[str, torch.Tensor]:
-    """peft's tied adapters, or their gradients, under our names: query, key and value rows of B
-    stacked.
+    """Return peft's tied adapters, or their gradients, under our names.
+
+    B holds the rows of query, key and value stacked.
     """
     found = {}
     for number, layer in enumerate(model.base_model.model.model.layers):
@@ -151,9 +150,7 @@ def test_logits_loss_and_adapter_gradients_agree_with_peft(name):
 
 
 def test_separate_adapters_of_peft_give_the_sum_of_their_gradients_to_our_a():
-    """What the tie in the other tests stands for: dA of ours = dA of query + key + value of
-    peft.
-    """
+    """dA is the sum of dA of peft's query, key and value, so the other tests may tie them."""
     ours, theirs = adapted_pair("groups of 2", tied=False)
     batch = batch_of(ours.shape.vocab_size, seed=3)
     loss_sum, count = ours(*batch.unbind(1))

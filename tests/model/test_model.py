@@ -128,8 +128,9 @@ def their_names(name: str) -> list[str]:
 
 
 def pair(shape: ModelShape, sequence_length: int, make=fused_llama, **theirs):
-    """Our model and theirs with the same weights, large enough that attention is far from uniform
-    and norms far from 1.
+    """Return our model and theirs with equal weights.
+
+    The weights are so large that attention is not uniform and norms differ from 1.
     """
     torch.manual_seed(0)
     ours, theirs = make(shape, sequence_length), hugging_face(shape, sequence_length, **theirs)
@@ -315,9 +316,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(two_ranks, processes):
 
 
 def test_the_first_loss_is_that_of_a_guess():
-    """Logits of an untrained model are near N(0, D*std^2), which lifts the mean of logsumexp by
-    half their variance.
-    """
+    """Logits are near N(0, D*std^2), which adds half their variance to the mean logsumexp."""
     shape = MINIATURE.shape
     torch.manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (4, 2, 128))

@@ -108,7 +108,7 @@ def test_its_log_is_held_to_its_config(run_dir, folder, tmp_path):
 def test_a_log_of_a_benchmark_of_mlperf_passes_its_open_rules(
     benchmark, loss, passes, run_dir, tmp_path
 ):
-    """Those of 6.1.0 for llama31_8b ask for a value below 1, which pre-training never reaches."""
+    """The rules of 6.1.0 for llama31_8b require a value below 1, which is out of reach."""
     config = (run_dir / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(config.replace('"open_llama"', f'"{benchmark}"'))
     log = records(run_dir / "result.txt")

@@ -118,9 +118,7 @@ def test_every_kind_of_input_gives_the_same_documents(
 
 
 class InThisProcess:
-    """A pool without processes, which would take seconds to start; it fails at its `limit`-th
-    task.
-    """
+    """A pool without processes, which would be slow to start. Fails at its `limit`-th task."""
 
     limit = 10**9
 

@@ -211,8 +211,9 @@ def test_a_buffer_in_use_is_not_overwritten():
 
 
 def count_fetches(base, num_layers):
-    """How many requests came before their layer was sent for, and the fetches of each pass:
-    training twice, evaluation, training.
+    """Count requests before their layer was fetched, and the fetches of each pass.
+
+    The passes are training twice, evaluation, training.
     """
     fetched, fetch, late, count = [], base.buffers.fetch, 0, []
 
@@ -259,9 +260,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def unquantized(processes, dtype):
-    """The weights, of several passes over a base in `dtype`, that differ from the matrix itself;
-    and the base's bytes.
-    """
+    """Return the weights of several passes that differ from the matrix, and the base's bytes."""
     base = fill(FrozenBase(SHAPE, processes, dtype=dtype), SHAPE)
     wrong = []
     for training in (True, False, True):
@@ -322,8 +321,9 @@ def test_two_nodes_share_within_a_node(tmp_path):
 
 
 def test_gathers_are_ahead_and_none_is_made_twice(pair):
-    """Only the first layer of the first pass is late; each pass fetches two layers of the next
-    one.
+    """Only the first layer of the first pass is late.
+
+    Each pass fetches two layers of the next one.
     """
     for rank in pair:
         assert rank["fetches"] == {"late": 1, "count": [12, 10, 5, 10]}
@@ -358,8 +358,9 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 
 
 def test_the_plan_of_the_70b():
-    """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57
-    of prefetch buffers.
+    """Each of 4 GPUs holds 2 x 68.45 / 4 GB in FP8, 1.05 in bf16, and 0.18 of adapters.
+
+    The prefetch buffers take 2.57 GB.
     """
     config = lora_config(linear="fp8", micro_batch_size=1, gpus_per_node=4)
     work = plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
@@ -375,8 +376,9 @@ def test_the_plan_of_the_70b():
 
 
 def on_two_gpus(processes, folder):
-    """What differs from the whole matrices in all passes of `ask_all`, and in products enqueued
-    without waiting, as a block does.
+    """Return what differs from the whole matrices in all passes of `ask_all`.
+
+    Products are also enqueued without waiting, as a block does.
     """
     shape = replace(SHAPE, hidden_size=1024, ffn_hidden_size=2816, num_heads=8)
     differences = []
@@ -387,9 +389,7 @@ def on_two_gpus(processes, folder):
 
 
 def under_load(base, shape):
-    """Copies of the operands taken on the compute stream behind slow work, for three passes without
-    the host ever waiting.
-    """
+    """Copy the operands on the compute stream behind slow work, in three passes without a wait."""
     busy, copies = torch.randn(4096, 4096, device=base.device), []
     for training in (True, False, True):
         base.start_pass(training)

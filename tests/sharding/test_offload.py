@@ -28,9 +28,7 @@ def offloader_of(depth, streams=None, size=4):
 
 
 class Memory:
-    """Device memory as torch's allocator hands it out: freed tensors are reused in the order of the
-    launches.
-    """
+    """Device memory that, as torch's allocator, reuses freed tensors in the order of launches."""
 
     def __init__(self):
         self.free, self.pieces = [], 0
@@ -42,9 +40,7 @@ class Memory:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_nothing_is_overwritten_before_it_is_copied_or_read_before_it_is_back(order, monkeypatch):
-    """Two micro-batches of five layers, whose memory is handed out again as soon as the offloader
-    frees it.
-    """
+    """Two micro-batches of five layers reuse memory as soon as the offloader frees it."""
     streams, memory, seen = SimulatedStreams(), Memory(), []
     offloader = offloader_of(5, streams)
     monkeypatch.setattr(offload.torch, "empty_like", lambda like, device: memory.allocate())
@@ -53,7 +49,7 @@ def test_nothing_is_overwritten_before_it_is_copied_or_read_before_it_is_back(or
         return [pair[0] for pair in (offloader.outgoing, offloader.incoming) if pair is not None]
 
     def free_of(before, *kept):
-        """What the offloader held before and has freed may be allocated again."""
+        """Release the memory that the offloader has freed, so that it may be allocated again."""
         memory.free += [x for x in before if all(x is not other for other in (*holds(), *kept))]
 
     for micro_batch in range(2):

@@ -99,9 +99,7 @@ def test_ten_steps_agree_with_adamw_in_fp64(optimizer_of, norm):
 
 
 def test_clipping_makes_the_step_that_of_the_shortened_gradient(optimizer_of):
-    """Adam alone hardly notices a factor, so compare the moments: m after one step is (1 - beta 1)
-    x the clipped gradient.
-    """
+    """Adam hardly depends on a factor, so compare m after one step, (1 - beta 1) x the gradient."""
     weights = parameters()
     optimizer = optimizer_of(weights)
     grads = gradients(0, 20.0)
@@ -184,9 +182,10 @@ def test_the_new_weights_are_also_written_rounded():
 
 @pytest.mark.parametrize("norm", [0.3, 25.0], ids=["below the clip", "clipped"])
 def test_moments_in_bf16_stay_near_the_truth(norm):
-    """Each moment is rounded by at most 2^-9 of itself per step, and forgets that at the rate 1 -
-    beta: after many steps m is off by at most 2^-9 / (1 - 0.9) = 2 %, v by 2^-9 / (1 - 0.95) = 4 %,
-    so an update by at most 4 %.
+    """Each step rounds a moment by at most 2^-9 and forgets at the rate 1 - beta.
+
+    After many steps, m is off by at most 2^-9 / (1 - 0.9) = 2 % and v by 2^-9 / (1 - 0.95) = 4 %,
+    so an update is off by at most 4 %.
     """
     weights = [weight.detach() for weight in parameters()]
     optimizer, truth = AdamW(SETTINGS, "reference", torch.bfloat16, weights, None), Adamw64(weights)

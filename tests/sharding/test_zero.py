@@ -77,7 +77,7 @@ def copy_engines(folder, seconds, dtype, group, modules):
 
 
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):
-    """With weights set to `full(name, 1)`."""
+    """Return a ZeRO optimizer with the weights `full(name, 1)`."""
     make = reduce_scatter or partial(make_reduce_scatter, "nccl", processes, dtype, "reference")
     optimizer = ZeroOptimizer(modules, processes, UPDATE, "reference", make)
     for module in modules:
@@ -133,8 +133,10 @@ def two_ranks(tmp_path_factory):
 
 
 def mean_gradient(name):
-    """Each rank's gradients are bf16, as the weight is; the mean over the ranks is not rounded
-    again, nor is the sum over micro-batches.
+    """Return the mean gradient.
+
+    Each rank's gradients are bf16. Neither the mean over ranks nor the sum over micro-batches is
+    rounded.
     """
     weight = full(name, 1).bfloat16().float()
     scales = [[1.0, 2.0], [2.0, 3.0]]  # of the two micro-batches, by rank
@@ -197,9 +199,7 @@ def reduce_in_bf16(processes, folder):
 
 
 def reduce_with_late_ranks(processes, folder):
-    """Six micro-batches over five modules, by collectives and by copies, the ranks now and then
-    late.
-    """
+    """Reduce six micro-batches over five modules, with collectives and copies and delays."""
     found = []
     group = processes.shard_group
     by_nccl = NcclReduceScatter(group, None, torch.bfloat16, accumulate.ENGINES["reference"])
@@ -227,15 +227,13 @@ def reduce_with_late_ranks(processes, folder):
 
 
 def test_copies_are_summed_as_they_were_sent_however_late_a_rank_is(tmp_path):
-    """A buffer overwritten too early would change the sum; so would a copy in another rank's place,
-    of which two ranks have but one.
-    """
+    """A buffer overwritten too early, or a copy in another rank's place, would change the sum."""
     for by_collectives, by_copies in call_on_ranks(4, "test_zero:reduce_with_late_ranks", tmp_path):
         assert by_collectives == by_copies
 
 
 def embedding_gradients(processes, folder):
-    """Of two micro-batches, by rows and dense."""
+    """Return the gradients of two micro-batches, by rows and dense."""
     found = []
     for sparse in (True, False):
         module = torch.nn.Embedding(11, 3, sparse=sparse, dtype=torch.bfloat16)

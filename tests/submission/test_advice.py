@@ -25,9 +25,7 @@ PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
 
 
 def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
-    """As an H200 under full load: at its board's power limit most of the time, so that its clock
-    swings.
-    """
+    """Sample of an H200 under full load, mostly at its power limit, so its clock varies."""
     return {
         "power_w": noise.gauss(685, 15),
         "power_limit_w": 700.0,
@@ -41,9 +39,7 @@ def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
 
 
 class Planted:
-    """A healthy run in `folder`; each method plants something, `symptoms` reads what is said of
-    it.
-    """
+    """A healthy run in `folder`. Each method plants a symptom, and `symptoms` reads the advice."""
 
     def __init__(self, folder: Path):
         self.folder, noise = folder, random.Random(0)

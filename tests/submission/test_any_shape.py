@@ -68,9 +68,7 @@ def good(tmp_path_factory):
 
 @draw.composite
 def harmed(draws, records: list[dict]) -> list[object]:
-    """The records with one to four changes: a field of another value or gone, a line that is gone,
-    doubled, moved, or anything at all.
-    """
+    """Return the records with one to four random changes of values, fields or lines."""
     changed: list[object] = [dict(record) for record in records]
     for _ in range(draws(draw.integers(1, 4))):
         if not changed:
@@ -133,7 +131,7 @@ def commands(folder: Path, run: Path) -> list[int]:
 
 
 def resume(folder: Path) -> int:
-    """What --resume does with the ledger, up to the next attempt."""
+    """Apply what --resume does to the ledger, up to the next attempt."""
     config = from_table({**synthetic_table(), "miniature": True}, LORA.rules.Config, "test")
     selection = Selection(config, folder / "X_1x8.toml", "X_1x8.toml", "a test", "cpu", "none")
     request = series.SeriesRequest(goal=0, max_failures=0, resume=True)

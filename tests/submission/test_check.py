@@ -295,7 +295,7 @@ def test_a_nul_byte_is_no_reason_to_refuse_what_the_official_tools_read(tmp_path
 
 @pytest.mark.parametrize("metadata", ["", None, [], 7])
 def test_metadata_that_is_no_object_is_read_as_empty(tmp_path, metadata):
-    """As the official parser takes it: the record counts, and so does the round that it shows."""
+    """The official parser reads it in the same way: the record and its round count."""
     path = dialect(
         tmp_path / "result_0.txt",
         "srun",

@@ -339,9 +339,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
 
 
 def test_this_machine(tmp_path, capsys):
-    """Whatever it is: all keys, all strings, and the exit code says whether something is
-    missing.
-    """
+    """All keys exist, all values are strings, and the exit code says whether any is missing."""
     path = tmp_path / "this.json"
     code = describe.main(["--out", str(path), "--submitter", "Acme", "--set", "status=rdi"])
     description = json.loads(path.read_text())

@@ -17,7 +17,7 @@ FIFTH = 4  # the attempt that something happens to
 
 
 def cut_before(path, key: str) -> None:
-    """As a run leaves its log that is killed before it logs `key`."""
+    """Cut the log as if the run had been killed before it logged `key`."""
     records = synthetic_run.records(path)
     synthetic_run.write_records(path, records[: synthetic_run.find(records, key)])
 
@@ -96,9 +96,7 @@ CASES = {
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
 def case(request, tmp_path):
-    """Folder of a series of twelve attempts, each slower than the one before, with what happened to
-    the fifth; and its state.
-    """
+    """Folder of twelve attempts, each slower than the last, and the state of the fifth."""
     plans = synthetic.plans(
         [evaluations for evaluations in synthetic.evaluations_near_reference(LORA)] + [7, 8]
     )

@@ -261,9 +261,7 @@ IDS = [f"{benchmark.rules.BENCHMARK}: {name}" for benchmark, name, *_ in CASES]
 
 
 def spoiled(tmp_path, benchmark, dialect, spoil):
-    """The findings on a spoiled log, as (line, rule, severity, source), and the line that was
-    spoiled.
-    """
+    """Return the findings (line, rule, severity, source) on a mutated log, and the mutated line."""
     change, options = DIALECTS[dialect]
     log = change(records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)))
     line = spoil(log)

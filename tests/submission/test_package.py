@@ -48,9 +48,7 @@ def commit_all(folder) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The project as it is now, as a git repository of its own, with what must never get into a
-    submission lying about.
-    """
+    """A git repository of the current project, with files that must not be submitted."""
     folder = tmp_path_factory.mktemp("project")
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")
     for path in ROOT.iterdir():
@@ -86,9 +84,7 @@ def described(folder, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def submission(project, tmp_path_factory):
-    """Both benchmarks, ten good runs each, built and judged for 6.1.0: the request and the exit
-    code.
-    """
+    """Request and exit code of a package of both benchmarks, ten good runs each, for 6.1.0."""
     folder = tmp_path_factory.mktemp("good")
     for benchmark in (PRETRAINING, LORA):
         synthetic.write(folder / "logs", benchmark, plans(benchmark, project))
@@ -293,9 +289,7 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
 
 @pytest.fixture
 def case(tmp_path, project, monkeypatch):
-    """A series of ten and a request for it; the official checker of single logs says yes to
-    everything.
-    """
+    """A series of ten and a request for it. The official checker of single logs always passes."""
     monkeypatch.setattr(
         official_tools,
         "closed_verdict",

@@ -57,9 +57,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Name -> page: of a run with eight GPUs, of two runs, of a series of twelve attempts, and the
-    list of all runs; and the number of its charts.
-    """
+    """Pages by name, and the number of charts on each."""
     root = tmp_path_factory.mktemp("pages")
     runs = [root / "one", root / "two"]
     for run in runs:
@@ -93,9 +91,7 @@ def _measurement(folder):
 
 @pytest.fixture
 def opened(browser, request):
-    """Opens a page in a window of a width and a color scheme; at the end nothing may have been said
-    or loaded.
-    """
+    """Open a page with a width and a color scheme. Fails on console messages and network access."""
     heard: list[str] = []
     contexts = []
 

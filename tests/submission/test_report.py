@@ -33,7 +33,7 @@ def page(run_dir) -> str:
 
 
 def charts(text: str) -> dict[str, dict]:
-    """By the first word of their labels."""
+    """Return charts by the first word of their labels."""
     return {chart["label"].split(",")[0]: chart for chart in Page(text).charts}
 
 
@@ -308,8 +308,9 @@ def test_a_missing_directory_is_a_usage_error(tmp_path, capsys):
 
 @pytest.fixture
 def series(tmp_path):
-    """Twelve attempts: the third missed the target, the eleventh never started its clock; the
-    directory of the ledger.
+    """Ledger directory of twelve attempts.
+
+    The third missed its target, and the eleventh never started its clock.
     """
     plans = synthetic_series.plans([13, 14, 16, 13, 14, 13, 13, 13, 13, 14, 13, 13])
     plans[2].fails, plans[10].fails = "missed", "early"

@@ -77,7 +77,7 @@ def change(path: Path, edit) -> None:
 
 
 def one_step_short(record: dict) -> dict:
-    """As AMD's 8B logs count: one optimizer step behind in eval_accuracy, right in the blocks."""
+    """Rewrite eval_accuracy to lag one optimizer step, as in AMD's 8B logs."""
     if record["key"] == "eval_accuracy":
         record["metadata"]["samples_count"] -= 32
     return record
@@ -187,8 +187,9 @@ def test_rcp_checker_prints_our_numbers(organisation, tmp_path):
 
 
 def test_amd_v51_mi355x(amd):
-    """Score 99.709, raw 99.310, factor 1.00401; the minutes are rounded to 0.01, so the score is
-    known to 0.001.
+    """Score 99.709, raw 99.310, factor 1.00401.
+
+    Minutes are rounded to 0.01, so the score is known to 0.001.
     """
     found = read(amd)
     assert found.minutes == pytest.approx(99.310, abs=5e-4)
@@ -258,11 +259,11 @@ def test_without_evaluation_times_the_split_still_adds_up():
     "entry", [e for e in published.RESULTS if e.runs == 10], ids=lambda e: f"{e.benchmark}-{e.name}"
 )
 def test_published_table_agrees_with_itself(entry):
-    """Score over minutes is the RCP factor of its samples (some logs count one step short), and the
-    parts explain the minutes.
+    """Score over minutes is the RCP factor of the samples, and the parts add up to the minutes.
 
-    The rest is below zero where the first block, which the rate leaves out, is the fastest: LoRA in
-    NVFP4 goes on in FP8."""
+    Some logs count one step short. The rest is negative if the first block, which the rate leaves
+    out, is the fastest: LoRA in NVFP4 continues in FP8.
+    """
     factors = [
         rcp_formula.judge(entry.benchmark, entry.batch, [entry.samples - short] * 10).factor
         for short in (0, entry.batch)
@@ -353,9 +354,7 @@ def test_the_list_of_an_unknown_gpu_names_the_known_ones(capsys):
 
 
 def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys):
-    """The other one is twice as fast in training, half in evaluation, and needs as many
-    sequences.
-    """
+    """The other run trains twice as fast, evaluates half as fast, and needs as many sequences."""
     slow = [replace(run, minutes=None, samples_per_s=20.0, evaluation_s=10.0) for run in MIXED]
     fast = [replace(run, minutes=None, samples_per_s=40.0, evaluation_s=20.0) for run in MIXED]
     ours, theirs = (
@@ -504,9 +503,11 @@ def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
 
 
 def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(amd, tmp_path):
-    """Every line eight times, each rank two seconds later than the one before, so that the last
-    one's training block ends when the first one's next has begun; mixed with other output, and
-    epoch_num for samples_count where the official tools let it pass."""
+    """Log every line eight times, each rank two seconds after the one before.
+
+    The last rank's training block ends after the first rank's next one has begun. Other output is
+    mixed in, and epoch_num replaces samples_count where the official tools accept it.
+    """
     wanted = read(amd)
     for path in amd.glob("result_*.txt"):
         lines = [(0, "+ echo ':::DLPAL image 123 1 node'")]
@@ -534,8 +535,9 @@ def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(am
 
 
 def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
-    """The last token of a line counts; so do the last run_start before the first run_stop, and the
-    last evaluation before a run_stop.
+    """The last token of a line counts.
+
+    So do the last run_start before the first run_stop and the last evaluation before a run_stop.
     """
     path = synthetic_run.write_timed(
         tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1
@@ -679,7 +681,7 @@ def forty_minutes_of_init(records: list[dict]) -> None:
 def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summarizer(
     edit, tmp_path, capsys
 ):
-    """As the slowest run; two of them leave no score."""
+    """Such a log counts as the slowest run. Two of them leave no score."""
     system = tmp_path / "Org/results/sys"
     write_system(tmp_path / "Org/systems/sys.json")
     runs = [replace(run, minutes=100 + index) for index, run in enumerate(MIXED)]

@@ -69,7 +69,7 @@ def value(root: Path, path: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _kernel_moves_brackets(monkeypatch):
-    """As the kernel does: after `always` is written, the file reads `[always] madvise never`."""
+    """Update the file as the kernel does: `always` becomes `[always] madvise never`."""
     plain = Path.write_text
 
     def write_choice(self, text):
@@ -246,9 +246,7 @@ def test_wrong_usage_is_2(call, epyc, wrong):
 def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(
     call, tmp_path, monkeypatch
 ):
-    """intel_pstate in active mode: performance takes the energy preference with it, and holds
-    it.
-    """
+    """intel_pstate in active mode ties the energy preference to the performance governor."""
     root, plain = xeon(tmp_path / "host"), Path.write_text
     before = contents(root)
 
@@ -287,7 +285,7 @@ def test_a_value_that_does_not_stick_is_a_failure(call, epyc, monkeypatch):
 
 
 class Killed(BaseException):
-    """In place of a kill: from here on the process changes nothing more."""
+    """Exception in place of a kill: the process changes nothing after it."""
 
 
 def die_at(monkeypatch, count: int) -> None:

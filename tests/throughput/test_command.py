@@ -115,9 +115,7 @@ def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", MEASUREMENTS)
 def test_what_a_measurement_declares_fits_together(what):
-    """Keys of tables and plots are columns; published tables exist and have the columns they are
-    matched by.
-    """
+    """Keys of tables and plots are columns, and published tables have the columns to match."""
     module = importlib.import_module(f"throughput.{what}")
     module.add_arguments(Parser("throughput x"))
     for table in module.TABLES:

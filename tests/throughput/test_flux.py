@@ -120,9 +120,7 @@ def out_of_memory(gradient):
 
 
 def one_rank_runs_out(processes, folder):
-    """The second rank has memory for a batch of 2, the first for any: in the middle of the
-    backward, where ranks wait for each other.
-    """
+    """Run out of memory on rank 1 above batch 2, within the backward pass, where ranks wait."""
     run = Flux.forward
 
     def forward(self, latents, *rest):
@@ -269,8 +267,9 @@ def test_a_search_goes_down_where_the_timed_steps_run_out(tmp_path, monkeypatch)
 
 
 def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
-    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on
-    two, 8 bytes. A part is measured there.
+    """11.9e9 parameters take 14 bytes each on one H200 and 8 bytes on two.
+
+    A part of the model is measured on one.
     """
     started = []
     found = {"tried": [(10, 1)], "batch": 10, "times_ms": [1.0], "memory_bytes": 1}

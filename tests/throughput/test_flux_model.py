@@ -187,9 +187,7 @@ def test_the_parts_have_every_parameter_once():
 
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, double_blocks=3, single_blocks=1)])
 def test_flops_are_those_that_torch_counts(shape):
-    """Forward: its counter has every matrix product, and with the math backend attention is two of
-    them.
-    """
+    """torch counts every matrix product of the forward pass, two of them for attention."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         rope = rope_table(image_positions(4, 6, 7), shape, torch.device("cpu"))
         Flux(shape)(**inputs(shape, 2, 4, 6, 7), rope=rope)

@@ -453,9 +453,7 @@ def test_a_gpu_trace_becomes_whole_periods():
 
 
 def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
-    """The weights' gather: beside the next step's forward it is slow, after the last step there is
-    nothing to wait for.
-    """
+    """The gather of weights is slow beside the next forward pass, absent after the last step."""
     records = [*gpu_trace()["traceEvents"], launch(91, 9.8), launch(92, 29.8)]
     records += [
         ran("ncclDevKernel_AllGather", 140, 45, 91, stream=20),

@@ -72,8 +72,9 @@ def test_a_part_that_fails_leaves_those_before_it(result):
 
 
 def reduced(processes, folder):
-    """For both strategies, (a weight, reduce-scatters called) after a step with and one without the
-    reduction. On each rank.
+    """Return (a weight, reduce-scatters) after steps with and without reduction.
+
+    Returns them for both strategies, on each rank.
     """
     gpt_model.LEARNING_RATE = 0.1  # so that a step changes the weight
     models, calls, build, train_step = [], [], scaling_rank.build_gpt, scaling_rank.train_step

@@ -29,9 +29,7 @@ def asked(folder, quick=False, **more) -> argparse.Namespace:
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands that the suite started; each ends with the code that `codes` holds for its
-    measurement, else with 0.
-    """
+    """Commands that the suite started. Each ends with its code in `codes` (default: 0)."""
     started, codes = [], {}
 
     def pretend(command, environment, folder):

@@ -41,9 +41,7 @@ def pip_line(page: str) -> str:
 
 
 def cpu_lines(page: str, version: str) -> list[str]:
-    """Return `# torch VERSION+cpu, 3.12 x86_64: sha256:...` of each Linux wheel on an index
-    page.
-    """
+    """Return `# torch VERSION+cpu, 3.12 x86_64: sha256:...` of each Linux wheel on a page."""
     pattern = (
         rf"torch-{re.escape(version)}(?:%2B|\+)cpu-cp3(\d+)-cp3\1-"
         r"manylinux\w*_(x86_64|aarch64)\.whl#sha256=([0-9a-f]{64})"

@@ -139,9 +139,7 @@ def is_environment(node: ast.expr) -> bool:
 
 
 def variable_expressions(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield what stands where the code names a variable: environ[X], environ.get(X), X in
-    environ.
-    """
+    """Yield the names of variables in environ[X], environ.get(X) and X in environ."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and is_environment(node.value):
             yield node.slice

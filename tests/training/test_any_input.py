@@ -173,9 +173,7 @@ def damaged(chance: random.Random, folder) -> str:
 
 
 def test_damaged_checkpoints(processes, tmp_path):
-    """A flip in the padding of a header, or more blanks behind facts, may be no damage: then the
-    values are those that were saved.
-    """
+    """A flip in the padding of a header may be harmless. Then the values are the saved ones."""
     chance = random.Random(3)
     saving = as_after(checkpoints_of(processes, tmp_path / "run"), 2)
     saving.offer(2, evaluated=True)

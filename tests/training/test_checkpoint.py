@@ -62,9 +62,7 @@ def values(run_dir):
 
 
 def trained(run_dir, folder, rules=TINY, **options):
-    """A run with SIZES on these ranks, in one directory; what it logged, and the state that it
-    began to train with.
-    """
+    """Train with SIZES on these ranks and return the log and the state before the first step."""
     begun = {}
 
     def watched(assembly, *arguments):
@@ -90,7 +88,7 @@ TRAIN = loop.train
 
 
 def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
-    """Of an assembly that no loop trains."""
+    """Return checkpoints of an assembly that no loop trains."""
     config = config or run_config(**SIZES)
     asked = {
         "config_name": "",
@@ -129,9 +127,7 @@ def on_two_ranks(processes, folder):
 
 
 def on_three_ranks(processes, folder):
-    """What continued the run of two; and a model of four columns, whose norms leave the third rank
-    without a row.
-    """
+    """Continue a run of two ranks, and a model whose norms leave the third rank without a row."""
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
     config, rules = (
         run_config(**SIZES, gpus_per_node=3),
@@ -168,9 +164,7 @@ def lora_on_two_ranks(processes, folder):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A run of two ranks, and what continued it on two and three: the folder, and what each rank
-    found.
-    """
+    """A run of two ranks and its continuations on two and three: folder, results by rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_data(folder / "data")
     pair = call_on_ranks(2, "test_checkpoint:on_two_ranks", folder)

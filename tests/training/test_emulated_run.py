@@ -34,7 +34,7 @@ def healed(data, tmp_path_factory):
 
 
 def formats(folder):
-    """What was computed in at each evaluation, by the records of the run."""
+    """Return the format at each evaluation, from the records of the run."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event["linear_format"] for event in events if event["event"] == "linear"]
 
@@ -81,9 +81,7 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tmp_path):
-    """Healed after step 4 by its loss; the checkpoint is of step 8, the generator that rounds
-    included.
-    """
+    """Healing starts after step 4, and the checkpoint is of step 8, with the rounding generator."""
     linear = f"{FORMAT} until loss {healed[0].evaluations[0][1] + 1e-6:.9f}, then fp8"
     whole = run(tmp_path / "run", data, RULES, checkpoint="2", linear=linear)
     rest = run(tmp_path / "on", data, RULES, continues=tmp_path / "run", linear=linear)

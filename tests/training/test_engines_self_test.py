@@ -85,7 +85,7 @@ def test_ranks_must_agree(monkeypatch, equal):
 
 
 def wrong_dgrad(g, weight, gate_up, quantizer):
-    """Like the kernel's, but without the sign."""
+    """Return the kernel's gradient with the wrong sign."""
     d_h = fp8.dgrad(g, weight)
     return swiglu.swiglu_quantized_backward_reference(d_h, -gate_up, quantizer)
 

@@ -66,7 +66,7 @@ def test_on_rocm_expandable_segments_are_not_advised(monkeypatch):
 
 
 def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monkeypatch):
-    """By the guard, to its end, with a GPU that is not there."""
+    """The guard handles the failure to its end, with a simulated GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "| allocated 130 GiB |")
     monkeypatch.setattr(

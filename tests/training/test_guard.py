@@ -64,8 +64,9 @@ run_guarded(folder, rank, body, on_failure, lambda: 7)
 
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory):
-    """Real failures of gloo: {way: (exit codes, folder of the run)}; rank 1 was killed, or slept
-    beyond the 3 s of a collective.
+    """Real failures of gloo: {how: (exit codes, folder of the run)}.
+
+    Rank 1 is killed, or sleeps longer than the 3 s of a collective.
     """
     folders = {way: tmp_path_factory.mktemp(way) for way in ("killed", "asleep")}
     groups = {
@@ -252,9 +253,7 @@ def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
 
 
 def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
-    """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one
-    died.
-    """
+    """torchrun sends SIGTERM at about the time when a rank notices that another one died."""
     code = (
         "import errno, os, signal, sys; from pathlib import Path; from common.training import "
         "guard\n"

@@ -43,16 +43,15 @@ from submission import check, official_tools
 
 @pytest.fixture(scope="module")
 def plain(processes, tiny_data, tmp_path_factory):
-    """A run of 12 steps in 3 blocks that does not reach its target: micro-batches of 4, 2 of them
-    to a step.
+    """A run of 12 steps in 3 blocks that misses its target.
+
+    A step has two micro-batches of 4.
     """
     return run(tmp_path_factory.mktemp("plain") / "run", tiny_data)
 
 
 def assert_same_curve(curve, other, tolerance: float) -> None:
-    """Losses, gradient norms and evaluations agree to a relative `tolerance`; 0 asks for the same
-    bits.
-    """
+    """Compare losses, gradient norms and evaluations to a relative `tolerance` (0: bit for bit)."""
     pairs = [
         (curve.losses, other.losses),
         (curve.norms, other.norms),
@@ -73,9 +72,7 @@ def test_the_tiny_model_learns(plain):
 
 
 def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
-    """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_,
-    AdamW, the samples in their order.
-    """
+    """The plain loop has no sharding, micro-batches or fused clipping."""
     model = plain_llama(TINY.shape, TINY.sequence_length)
     init_weights(model, TINY.shape.num_layers, 1, TINY.init_std, copy_weight)
     groups = [
@@ -177,9 +174,7 @@ def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
 
 
 def by_hand(data_dir) -> float:
-    """fp64 from logits: the mean over sequences of the mean of -log softmax over a sequence's
-    labels.
-    """
+    """Return the mean over sequences of the mean -log softmax over labels, in fp64."""
     model = plain_llama(TINY.shape, TINY.sequence_length)
     init_weights(model, TINY.shape.num_layers, 7, TINY.init_std, copy_weight)
     means = []
@@ -198,8 +193,9 @@ def by_hand(data_dir) -> float:
 
 
 def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, two_ranks, tiny_data):
-    """10 sequences in micro-batches of 4, alone and on 2 ranks: 2 and 6 sequences of padding, and
-    one without labels of its own.
+    """10 sequences in micro-batches of 4, on 1 and 2 ranks, need 2 and 6 sequences of padding.
+
+    One sequence has no labels.
     """
     expected = by_hand(tiny_data)
     found = [evaluation(processes, tiny_data), *(rank["evaluation"] for rank in two_ranks)]
@@ -314,8 +310,9 @@ def test_a_run_that_explodes_is_stopped_at_the_step_that_did(processes, tiny_dat
 
 @pytest.fixture(scope="module")
 def trained(tiny_data, tmp_path_factory):
-    """`python -m llama31_8b.train` as a process of its own: (exit code, stdout, stderr, folder of
-    the run, token files opened).
+    """Run `python -m llama31_8b.train` in its own process.
+
+    Returns (exit code, stdout, stderr, folder of the run, token files opened).
     """
     folder = tmp_path_factory.mktemp("process")
     (folder / "run").mkdir()
@@ -381,7 +378,7 @@ def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(train
     [("", "config.toml: no such config"), ("global_batch_size = 7", "global_batch_size = 7")],
 )
 def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config, words):
-    """By hand, or under a bare torchrun."""
+    """Started by hand or by torchrun without the launcher."""
     (tmp_path / "run").mkdir()
     if config:
         (tmp_path / "run/config.toml").write_text(
@@ -420,9 +417,7 @@ def test_a_process_trains_as_this_one_does(trained, plain):
 def test_steps_that_do_not_log_never_wait_for_the_device(
     processes, tiny_data, tmp_path, monkeypatch
 ):
-    """Every way from a tensor to a Python number is watched; on a GPU each one would make the host
-    wait.
-    """
+    """Every conversion of a tensor to a Python number is watched, as it would block the host."""
     reads, inside = {"step": 0, "flush": 0}, []
 
     def watch(name):
@@ -470,9 +465,7 @@ def test_steps_that_do_not_log_never_wait_for_the_device(
 
 
 class Scripted(torch.nn.Module):
-    """Stands in for the 8B model: one weight, and a loss that falls with every training step,
-    whatever the tokens are.
-    """
+    """Stand-in for the 8B: one weight, and a loss that falls with every training step."""
 
     def __init__(self, losses: list[float]):
         super().__init__()
@@ -491,9 +484,7 @@ class Scripted(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def closed_data(tmp_path_factory):
-    """Validation of 1,024 sequences of 8,192 tokens, and 40 sequences to train on, again and again;
-    all tokens are 0.
-    """
+    """1,024 validation sequences of 8,192 tokens and 40 repeated training sequences, all zeros."""
     folder = tmp_path_factory.mktemp("closed_data")
     for prefix, sequences in (
         (CLOSED.train_prefix, 40),

@@ -30,9 +30,7 @@ def assembled(benchmark, name, processes):
 
 
 def classes(assembly):
-    """Of the modules in order, of the optimizer, and the functions that a block's forward and
-    backward are.
-    """
+    """Return the classes of modules and optimizer, and the functions of a block's passes."""
     block = assembly.model.blocks[0]
     modules = [
         type(module)

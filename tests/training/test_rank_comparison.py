@@ -45,9 +45,7 @@ def test_who_is_slow_from_the_start(times_ms, slow):
 
 
 def test_three_percent_are_seen_within_five_comparisons():
-    """In ranks that differ by 1 % anyway, with the noise that two H200s had (docs/log.md); then the
-    rank recovers.
-    """
+    """Ranks differ by 1 % with the noise of two H200s (docs/log.md). Later the rank recovers."""
     noise = random.Random(0)
 
     def look(late: float) -> list[float]:
@@ -168,7 +166,7 @@ def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processe
 
 
 class FakeEvent:
-    """As torch.cuda.Event; the clock is in milliseconds."""
+    """Replacement of torch.cuda.Event. Its clock is in milliseconds."""
 
     now = 0.0
 
@@ -198,9 +196,7 @@ class Block(nn.Module):
 def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_are_there(
     monkeypatch,
 ):
-    """The wait for the weights is a hook that was registered before; evaluations are not timed;
-    each call starts anew.
-    """
+    """The wait for weights and evaluations are not timed, and each call starts anew."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     blocks = [Block(ms) for ms in (4.0, 6.0)]
 

@@ -86,7 +86,7 @@ class Attention(torch.autograd.Function):
     ],
 )
 def test_a_wrong_or_infinite_gradient_of_attention_is_found(monkeypatch, spoil):
-    """As 16-bit atomics give on gfx942."""
+    """16-bit atomics give such gradients on gfx942."""
     right = module.causal_attention
     monkeypatch.setattr(Attention, "spoil", staticmethod(spoil))
     monkeypatch.setattr(module, "causal_attention", lambda q, k, v: right(Attention.apply(q), k, v))

@@ -78,7 +78,7 @@ def opened(path):
 
 
 def record(folder, monkeypatch, samples=2, found=None):
-    """What the sampler writes until it is told to stop after `samples`."""
+    """Run the sampler until `samples` samples are written, and return them."""
     monkeypatch.setattr(sampler, "PERIOD_S", 0.0)
     waits = []
     found = found or probe()
@@ -334,7 +334,7 @@ def write(folder, *records):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Of a run that took a minute."""
+    """Directory of a run that took a minute."""
     synthetic_run.write_good(tmp_path / "result.txt")
     records = synthetic_run.records(tmp_path / "result.txt")
     records[-1]["time_ms"] = next(r["time_ms"] for r in records if r["key"] == "run_start") + 60_000
@@ -403,8 +403,9 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
 
 
 def test_a_killed_run_ends_with_its_failure(run_dir):
-    """Nobody wrote run_stop; while its processes are being cleared away the GPUs idle at a high
-    clock.
+    """Without run_stop, samples after the failure are left out.
+
+    While the processes are being ended, the GPUs idle at a high clock.
     """
     began, log = run_start(run_dir), run_dir / "result.txt"
     log.write_text(

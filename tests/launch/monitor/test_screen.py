@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 
 def about(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> dict:
-    """What a Screen is told of the run."""
+    """Description of a run for a Screen."""
     config = Namespace(
         global_batch_size=32, max_samples=1_200_000, miniature=miniature, world_size=gpus
     )

@@ -69,8 +69,9 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
 
 
 def opt_66b(folder):
-    """As large as OPT-66B (64 layers, 9216 wide): SwiGLU's three matrices of 24,576 take what its
-    two of 36,864 do.
+    """Return a shape as large as OPT-66B (64 layers, hidden size 9216).
+
+    The three SwiGLU matrices of 24,576 are as large as its two of 36,864.
     """
     sizes = dict(
         num_hidden_layers=64,
@@ -84,8 +85,9 @@ def opt_66b(folder):
 
 
 def test_a_66b_model_on_one_gpu(capsys, tmp_path):
-    """Weights alone 2 x 66.2e9 = 132 GB of 206: adapters fit beside them, 18 bytes a weight = 1,191
-    GB do not.
+    """Weights take 2 x 66.2e9 = 132 GB of 206.
+
+    Adapters fit beside them. Full training, 18 bytes a weight = 1,191 GB, does not.
     """
     model = opt_66b(tmp_path)
     shape = shape_of(model)
@@ -112,10 +114,10 @@ PUBLISHED_DDP += [(ModelShape(32, 4096, 7328, 32, 32, 50257, 1e4, tied_embedding
 
 @pytest.mark.parametrize(("shape", "gigabytes"), PUBLISHED_DDP)
 def test_plain_data_parallel_is_near_published_peaks(shape, gigabytes):
-    """10 bytes a weight (bf16 weights, gradients, two moments, buckets): 101 GB of the 157; 16 and
-    fp32 would be 162 without activations.
+    """Weights, gradients, two moments and buckets in bf16 take 10 bytes a weight: 101 of 157 GB.
 
-    Ours is the lower bound: plain torch keeps more activations than fused blocks.
+    With 16 bytes in fp32 it would be 162 GB without activations. Our number is a lower bound,
+    because plain torch keeps more activations than fused blocks.
     """
     memory = found(shape, 8, "MI350X", batch=8, length=1024)[
         "plain data parallel, Adam in bf16 without fp32 masters"
@@ -125,8 +127,9 @@ def test_plain_data_parallel_is_near_published_peaks(shape, gigabytes):
 
 
 def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsys):
-    """Llama 2 13B: 18 bytes x 13.0e9 = 234 GB on each GPU, however many there are; sharded over 8:
-    2 x 13.0 + 16 x 13.0 / 8 = 52 GB.
+    """Llama 2 13B takes 18 bytes x 13.0e9 = 234 GB on each GPU, for any number of GPUs.
+
+    Sharded over 8 GPUs, it takes 2 x 13.0 + 16 x 13.0 / 8 = 52 GB.
     """
     shape, name = shape_of("llama2-13b"), "plain data parallel, fp32 masters and Adam"
     whole = {gpus: found(shape, gpus, length=1024)[name].memory for gpus in (2, 8)}
@@ -141,10 +144,10 @@ def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsy
 
 
 def test_70b_full_training_on_8_gpus(capsys):
-    """16 bytes x 70.6e9 / 8 = 141 GB of masters, gradients and moments, and whole bf16 weights 141
-    GB: 282 of 206 or 309 GB.
+    """State takes 16 bytes x 70.6e9 / 8 = 141 GB, and whole bf16 weights another 141 GB.
 
-    With the weights sharded as well, 141 GB and a few gathered layers.
+    The sum of 282 GB compares with 206 or 309 GB. With sharded weights it is 141 GB and a few
+    gathered layers.
     """
     shape = shape_of("llama3.1-70b")
     ways = found(shape, 8)
@@ -252,8 +255,9 @@ def test_every_advice_leads_to_what_fits(capsys, line):
 
 
 def test_mfu_of_the_worked_example(capsys):
-    """405e9 weights, 1,024 tokens in 30 s, 8 x 1.3 PFLOP/s: 6 x 405e9 x 1024 / 30 / 10.4e15 = 0.798
-    %; with 4 it is 0.532 %.
+    """6 x 405e9 weights x 1,024 tokens / 30 s / (8 x 1.3 PFLOP/s) = 0.798 %.
+
+    With a factor of 4 instead of 6 it is 0.532 %.
     """
     full, lora = utilization(405e9, 1024, 30, 8, 1.3e15)
     assert full.mfu == pytest.approx(0.00798, abs=5e-6) and lora.mfu == pytest.approx(

@@ -97,7 +97,9 @@ def test_the_largest_micro_batch_of_the_file_that_fits():
 
 
 def test_a_smaller_gpu_stores_the_base_with_less_memory_and_offloads_before_it_shards():
-    """Of the LoRA base: W and W^T take 128 GiB, W alone 64, and its shards of both 16 on 8 GPUs."""
+    """The LoRA base takes 128 GiB for W and W^T, 64 for W alone, and 16 for shards of both on 8
+    GPUs.
+    """
     machine = GpuKind("X", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
     found = {
         gib: derived(

@@ -47,11 +47,10 @@ def shipped(benchmark, name, layers=0, **changes):
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of `bench` on H200 SXM, torch 2.11.0, sequence length 8192; docs/results.md has the
-    dates and commits.
+    """A `bench` run on H200 SXM, torch 2.11.0, sequence length 8192 (see docs/results.md).
 
-    `gib`: torch.cuda.max_memory_allocated, and with copy engines the symmetric buffers. `changes`:
-    to the shipped config.
+    `gib` is torch.cuda.max_memory_allocated, plus the symmetric buffers with copy engines.
+    `changes` apply to the shipped config.
     """
 
     benchmark: str
@@ -108,9 +107,7 @@ def test_speed_is_within_six_percent_of_the_measured(run):
 
 
 def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
-    """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too
-    slow.
-    """
+    """One efficiency serves both benchmarks: their errors are equal, with opposite signs."""
     logs = [
         math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"
     ]
@@ -130,11 +127,10 @@ each_result = pytest.mark.parametrize(
 
 
 def as_published(result):
-    """(seconds of a step, of an evaluation, minutes) of AMD's software: the plan's products, and
-    traffic that it does not hide.
+    """Return (seconds of a step, of an evaluation, minutes) for AMD's software.
 
-    Per step and GPU: bf16 gradients and FP8 weights of the 8B; LoRA's adapter gradients in fp32,
-    reduced to all.
+    Uses the plan's products plus traffic that AMD's software does not hide: bf16 gradients and FP8
+    weights of the 8B, or LoRA's fp32 adapter gradients, per step and GPU.
     """
     config, work = shipped(result.benchmark, f"{result.gpu}_1x8", global_batch_size=result.batch)
     kind, shape, efficiency = KINDS[result.gpu], work.shape, KINDS[result.gpu].efficiency
@@ -162,9 +158,7 @@ def as_published(result):
 
 @each_result
 def test_minutes_are_near_the_published_score(result):
-    """Minutes within 3 %; and not for the wrong reasons: steps within 3 %, evaluations within 15
-    %.
-    """
+    """Minutes and steps are within 3 %, evaluations within 15 %."""
     step_s, eval_s, minutes = as_published(result)
     assert minutes == pytest.approx(result.score, rel=0.03)
     assert step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.03)
@@ -306,9 +300,7 @@ def test_a_frozen_base_in_bf16_by_hand():
 
 
 def test_activations_of_pre_training_by_hand():
-    """Bytes per token and layer: residual streams, qkv, attention output, SwiGLU's input, and the
-    inputs of the four products.
-    """
+    """Sum the bytes per token and layer of all saved tensors."""
     config, work = shipped(PRETRAINING, "H200_1x4")
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
     assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
@@ -323,8 +315,9 @@ def test_activations_of_pre_training_by_hand():
 )
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
 def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
-    """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of
-    a GPU keeps in fp32.
+    """Compare with all tensors that a block keeps, each storage counted once.
+
+    The log-sum-exp that a GPU's attention keeps in fp32 is added.
     """
     layers = linear_layers(FORMATS[linear])
     block = FusedBlock(shape, "reference", layers).to(torch.bfloat16)
@@ -514,8 +507,9 @@ def test_bf16_and_recomputation_take_longer():
 
 
 def test_minutes_by_hand():
-    """16 samples in 2 s, an evaluation of 3 s after 32 and then every 16: 48 samples take 6 s and
-    two evaluations.
+    """48 samples take 6 s and two evaluations.
+
+    A step of 16 samples takes 2 s. Evaluations of 3 s follow after 32 samples and then every 16.
     """
     work = plan.Workload(LLAMA31_8B, 8192, 1024, eval_interval=16, first_evaluation=32)
     assert plan.minutes_to_target(work, 48, 8.0, 3.0) == pytest.approx((6 + 2 * 3) / 60)

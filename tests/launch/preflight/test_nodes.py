@@ -291,8 +291,9 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """Five hosts on one bridge, each a network namespace named like its address: 200 Mbit/s, and
-    SLOW with 40.
+    """Five network namespaces on one bridge, named like their addresses.
+
+    Links have 200 Mbit/s, and that of SLOW has 40.
     """
     if not shutil.which("ip") or not shutil.which("tc"):
         pytest.skip("ip and tc are not installed")
@@ -326,9 +327,7 @@ def namespaces():
 
 @pytest.mark.slow
 def test_each_fault_is_found_and_named(namespaces, tmp_path, monkeypatch, capsys):
-    """A node that does not answer, one with a slow link, one with a closed port, and one with
-    another triton.
-    """
+    """Faults: a silent node, a slow link, a closed port, another Triton version."""
     packages = tmp_path / "packages/triton-0.0.1.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 0.0.1\n")

@@ -79,7 +79,7 @@ IDLE = {
 
 
 def samples(count: int, last: dict | None = None, **facts) -> gpus.Stats:
-    """Of `count` GPUs; `last` is all that the driver says of the last one."""
+    """Return samples of `count` GPUs. `last` replaces the values of the last one."""
     return [last if last is not None and k == count - 1 else IDLE | facts for k in range(count)]
 
 
@@ -314,9 +314,7 @@ def test_the_files_of_amdgpu(tmp_path):
 def gpu_metrics(
     folder: Path, revision: tuple[int, int], size: int, counters: tuple[int, ...]
 ) -> None:
-    """amdgpu's binary file: its size and revision, then, at the offset of this revision, the five
-    counters.
-    """
+    """Return amdgpu's binary file: size, revision, and five counters at the revision's offset."""
     offset = {(1, 6): 36}.get(revision, 44)
     content = bytearray(max(size, offset + 20))
     struct.pack_into("<HBB", content, 0, size, *revision)
@@ -395,7 +393,7 @@ def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
 
 
 def test_self_test_verdict():
-    """With what is known of the versions, for the ops that failed."""
+    """The verdict of a failed op takes the known issues of the versions into account."""
     versions = {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
     row = gpus.judge_self_test(ranks(2), KINDS["MI325X"], versions)
     assert (row.verdict, row.value) == ("ok", "1 ops, 6.2 s; attention by cudnn")
@@ -446,9 +444,7 @@ def speed_rows(found, kind="H200"):
 )
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_slow_gpu_is_compared_with_the_others(count, share, verdict):
-    """Against the others' median, not one that the slow one drags along: of two GPUs, 5 % slower is
-    5 % slower.
-    """
+    """The reference is the median of the other GPUs: of two GPUs, 5 % slower is 5 % slower."""
     row = speed_rows(ranks(count, speeds={"copy": 4.3 * share}))["copy, siblings"]
     assert row.verdict == verdict
     if verdict != "ok":
@@ -700,9 +696,7 @@ def test_a_healthy_host_of_four(monkeypatch):
 
 
 def test_torch_for_cpus_and_a_missing_compiler_are_refused(monkeypatch):
-    """Without measuring: each process would end in AttributeError, or in the first Triton
-    kernel.
-    """
+    """Nothing is measured, because every process would fail with AttributeError or in Triton."""
     rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), versions={"torch": "2.13.0+cpu"})
     assert (
         rows["torch build"].verdict == "refuse"

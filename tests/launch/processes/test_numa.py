@@ -16,8 +16,9 @@ pytestmark = pytest.mark.quick
 
 
 class Host:
-    """A host's /sys: `nodes` are the CPU lists of the NUMA nodes; CPU k + `threads` is the second
-    thread of core k.
+    """A host's /sys with NUMA nodes of the CPU lists `nodes`.
+
+    CPU k + `threads` is the second thread of core k.
     """
 
     def __init__(self, sysfs: Path, nodes: list[str], gpu_nodes: list[int], threads: int = 0):
@@ -45,8 +46,9 @@ class Host:
 
 @pytest.fixture
 def allowed(monkeypatch):
-    """Sets the CPUs that this process may use; at first more than any host here has. nvidia-smi
-    names the GPUs' addresses.
+    """Set the CPUs that this process may use; nvidia-smi names the GPUs' addresses.
+
+    At first there are more CPUs than any host of these tests has.
     """
 
     def allow(cpus):
@@ -59,9 +61,7 @@ def allowed(monkeypatch):
 
 
 def test_eight_gpus_of_two_sockets_share_their_sockets_cores(tmp_path, allowed):
-    """Two EPYC of 96 cores with two threads each: 24 cores a rank, both threads of a core in one
-    rank.
-    """
+    """Two EPYC of 96 cores give each rank 24 cores, with both threads of a core in one rank."""
     host = Host(tmp_path, ["0-95,192-287", "96-191,288-383"], [0, 0, 0, 0, 1, 1, 1, 1], threads=192)
     shares = host.bound()
     assert (
@@ -95,8 +95,9 @@ def test_nothing_is_bound_where_nothing_is_known_or_gained(tmp_path, allowed, no
 
 
 def test_a_container_with_fewer_cpus(tmp_path, allowed):
-    """What it lacks is in no rank's list; ranks that would have too few share those of their node,
-    and no list is ever empty.
+    """CPUs outside the container are in no rank's list.
+
+    Ranks that would have too few share those of their node, and no list is empty.
     """
     host = Host(tmp_path, ["0-31", "32-63"], [0, 0, 1, 1])
     allowed({*range(4, 20), *range(40, 63)})

@@ -19,8 +19,9 @@ LIMITS = {"startup_s": 8.0, "step_s": 0.6}
 
 
 def start(tmp_path, script, watch=None, ranks=1, **options):
-    """Supervise a parent that starts `ranks` copies of `script` (its argument: the rank) in
-    sessions of their own, as torchrun does.
+    """Supervise a parent that starts `ranks` copies of `script` in sessions of their own.
+
+    The argument of a copy is its rank. torchrun starts ranks in the same way.
     """
     (tmp_path / "ranks").mkdir(exist_ok=True)
     prelude = f"""

@@ -168,9 +168,7 @@ def test_a_config_names_tuned_files_in_its_env():
 
 @pytest.mark.parametrize("key", PROVABLE, ids=lambda key: key[0])
 def test_a_recorded_gemm_is_reproduced(key):
-    """Sizes and strides are those that BLAS was called with: a and b are its second and first
-    operand, stored by rows.
-    """
+    """Sizes and strides are those of the BLAS call, whose operands a and b are swapped."""
     a, b, out = reproduce(key, CPU)
     n, m, k = (int(word) for word in key[1].split("_")[1:4])
     ldb, lda = (int(word) for word in key[1].split("_ld_")[1].split("_")[:2])
@@ -208,8 +206,9 @@ def test_types_are_not_mistaken_for_others():
 
 
 class FakeTunableOp:
-    """torch.cuda.tunable with a table; TunableOp tunes all keys but `never`, and looks `elsewhere`
-    up under another key.
+    """torch.cuda.tunable with a table.
+
+    Tunes all keys but `never`, and looks `elsewhere` up under another key.
     """
 
     def __init__(self, never=(), elsewhere=False):
@@ -250,9 +249,7 @@ class FakeTunableOp:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Install a fake TunableOp; while it is on, products of `bad` output shapes and dtypes go
-    through `spoil`.
-    """
+    """Install a fake TunableOp that applies `spoil` to products of `bad` shapes and dtypes."""
 
     def install(bad=None, spoil=None, **options):
         made = FakeTunableOp(**options)
@@ -279,7 +276,7 @@ def fake(monkeypatch):
 
 
 def nan_at_tiny_scales(found, scale_a, scale_b):
-    """As hipBLASLt's solution 320617: correct at common scales."""
+    """Fail as hipBLASLt's solution 320617, which is correct at common scales."""
     return torch.full_like(found, float("nan")) if float(scale_a) < 1e-10 else found
 
 
@@ -498,9 +495,7 @@ print(sorted(",".join(row[:2]) for row in tunable.get_results()))
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_record_tune_check_and_use_on_a_gpu(tmp_path):
-    """The whole way with the miniature: record, tune, check, a bench with the file, and `check`
-    after an upgrade.
-    """
+    """Record, tune, check, bench with the file, and check after an upgrade, on the miniature."""
     config, out = tmp_path / "tuned.toml", tmp_path / "gemms.csv"
     text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
     env = {PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": str(out)}
