@@ -88,7 +88,10 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.max_sequence_length = max_sequence_length
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        # Not nn.Embedding(): it draws normal values, and on the meta device that imports
+        # torch._dynamo, 1.5 s of CPU time in every rank.
+        weight = torch.empty(shape.vocab_size, shape.hidden_size)
+        self.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.blocks = nn.ModuleList(blocks)
         self.head = head
         self.tie_embedding()

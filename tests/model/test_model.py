@@ -164,6 +164,18 @@ def test_logits_loss_and_every_gradient_agree_with_transformers(name, make):
     assert_parity(shape, batch, *pair(shape, sequence, make))
 
 
+def test_creating_a_model_draws_no_normal_values(monkeypatch):
+    """On the meta device torch would import torch._dynamo for them, in every rank."""
+
+    def fail(*args, **named):
+        raise AssertionError("normal values were drawn")
+
+    monkeypatch.setattr(torch.nn.init, "normal_", fail)
+    with torch.device("meta"):
+        model = fused_llama(LLAMA31_8B, 8)
+    assert model.embedding.weight.requires_grad
+
+
 def test_mistral_is_a_llama_within_its_window_and_not_beyond():
     shape, batch, sequence = SHAPES["groups of 3, odd sizes"]
     assert_parity(shape, batch, *pair(shape, sequence, kind="Mistral", sliding_window=sequence))
