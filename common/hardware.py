@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
@@ -273,7 +274,7 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     nodes = sorted(
         (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)
     )
-    devices = [device for device in (_read_kfd_node(node, sysfs) for node in nodes) if device]
+    devices = [device for device in map(partial(_read_kfd_node, sysfs=sysfs), nodes) if device]
     if not devices:
         return Probe("none")
     kfd = dev / "kfd"

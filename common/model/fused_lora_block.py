@@ -217,41 +217,18 @@ class FusedLoraBlock(nn.Module):
         The gradients of the adapters are in fp32. Removes the members of `saved` as soon as they
         are used.
         """
-        ops = self.ops
         linear = self.linear
         weights = self.base.backward_weights(self.layer)
         quantizers = linear.stored(self.quantizers)
-        d_out = d_out_BSD.flatten(0, 1)
-        a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
+        a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out_BSD.dtype)
         if self.offloader is not None:
             # Also in blocks that do not offload, so that the copy can take as long as a block.
             self.offloader.prefetch()
-
-        # Feed-forward.
-        d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
-        gate_up = saved.pop("gate_up")
-        if self.offloads:
-            gate_up = self._reloaded(gate_up)
-        d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
-        del d_h, gate_up
-        d_n = linear.dgrad(d_gate_up, weights["gate_up"])
-        del d_gate_up
-        # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and
-        # quantizes the sum.
-        d_residual, d_branch, _ = ops.rms_norm_backward(
-            d_n,
-            saved.pop("residual"),
-            saved.rstd_2,
-            self.ffn_norm.weight,
-            d_out,
-            quantizers.d_branch,
-            weight_grad=False,
+        d_residual, d_branch = self._feed_forward_backward(
+            saved, d_out_BSD.flatten(0, 1), weights, quantizers
         )
-        del d_n, d_out
 
         # Attention. d_branch equals d_residual, because residual = x + branch.
-        if d_branch is None:
-            d_branch = QuantizedTensor(d_residual)
         d_o = linear.dgrad(d_branch, weights["o"])
         del d_branch
         p, d_b_o, _ = self.lora.up_backward(
@@ -276,8 +253,9 @@ class FusedLoraBlock(nn.Module):
         d_n = linear.dgrad(g, weights["qkv"])
         del g
         norm = Norm(saved.rstd_1, self.attention_norm.weight)
+        # Also adds the adapter's part to d_n.
         d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])
-        d_x, _, _ = ops.rms_norm_backward(
+        d_x, _, _ = self.ops.rms_norm_backward(
             d_n,
             saved.x,
             saved.rstd_1,
@@ -288,3 +266,36 @@ class FusedLoraBlock(nn.Module):
         )
         self.base.release(self.layer)
         return d_x.view_as(d_out_BSD), d_a_qkv, d_b_qkv, d_a_o, d_b_o
+
+    def _feed_forward_backward(
+        self,
+        saved: SavedByLoraBlock,
+        d_out: Tensor,
+        weights: dict[str, QuantizedTensor],
+        quantizers: BlockQuantizers,
+    ) -> tuple[Tensor, QuantizedTensor]:
+        """Return (d_residual [M, D], d_residual as an operand of matrix products)."""
+        ops = self.ops
+        linear = self.linear
+        d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
+        gate_up = saved.pop("gate_up")
+        if self.offloads:
+            gate_up = self._reloaded(gate_up)
+        d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
+        del d_h, gate_up
+        d_n = linear.dgrad(d_gate_up, weights["gate_up"])
+        del d_gate_up
+        # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and
+        # quantizes the sum.
+        d_residual, quantized, _ = ops.rms_norm_backward(
+            d_n,
+            saved.pop("residual"),
+            saved.rstd_2,
+            self.ffn_norm.weight,
+            d_out,
+            quantizers.d_branch,
+            weight_grad=False,
+        )
+        if quantized is None:
+            quantized = QuantizedTensor(d_residual)
+        return d_residual, quantized

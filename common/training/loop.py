@@ -212,7 +212,11 @@ def train(
         block_began = time.monotonic()
     if checkpoints:
         checkpoints.finish()
-    raise TargetMissed(
+    raise _target_missed(goal, samples)
+
+
+def _target_missed(goal: Goal, samples: int) -> TargetMissed:
+    return TargetMissed(
         f"target {goal.target_loss} not reached within {samples:,} samples",
         f"the loss was still above the target after max_samples ({goal.max_samples:,}) sequences",
         "compare the loss curve in report.html with an earlier run; "

@@ -46,43 +46,25 @@ def assemble_lora(
     """
     shape = rules.shape
     kernels = config.kernels
-    device = processes.device
-    dtype = None if config.linear_format.stores_fp8 else DTYPES[config.precision]
     base = FrozenBase(
         shape,
         processes,
         kernels=kernels,
         storage=config.frozen_base,
-        dtype=dtype,
+        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
         timeout_s=config.hang_timeout_s,
     )
     linear = linear_layers(config.linear_format)
-    weights_of_base = linear.frozen_base(base)
-    offloaded: set[int] = set()
-    offloader = None
-    if config.offload_layers:
-        offloaded = layers_to_offload(config.offload_layers, shape.num_layers)
-    if offloaded:
-        tokens = config.micro_batch_size * rules.sequence_length
-        e4m3, _ = fp8_dtypes(device)
-        offloader = ActivationOffloader(
-            len(offloaded), (tokens, 2 * shape.ffn_hidden_size), e4m3, device
-        )
+    read_base = linear.frozen_base(base)
+    offloader, offloaded = _offloader(config, rules, processes.device)
 
     def layers() -> tuple[list[FusedLoraBlock], Head]:
-        blocks = []
-        for layer in range(shape.num_layers):
-            block = FusedLoraBlock(
-                shape,
-                layer,
-                weights_of_base,
-                kernels,
-                adapters,
-                linear,
-                offloader,
-                offloads=layer in offloaded,
+        blocks = [
+            FusedLoraBlock(
+                shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded
             )
-            blocks.append(block)
+            for layer in range(shape.num_layers)
+        ]
         return blocks, Head(shape, kernels)
 
     def optimizer(model: Llama) -> ReplicatedOptimizer:
@@ -105,7 +87,7 @@ def assemble_lora(
         config,
         shape,
         rules.sequence_length,
-        device,
+        processes.device,
         linear=linear,
         layers=layers,
         optimizer=optimizer,
@@ -113,6 +95,21 @@ def assemble_lora(
         before_each_pass=[start_pass],
     )
     return assembly, base
+
+
+def _offloader(
+    config: RunConfig, rules: Rules, device: torch.device
+) -> tuple[ActivationOffloader | None, set[int]]:
+    """Return (offloader of the inputs of SwiGLU, layers that use it). None if there are none."""
+    if not config.offload_layers:
+        return None, set()
+    layers = layers_to_offload(config.offload_layers, rules.shape.num_layers)
+    if not layers:
+        return None, set()
+    tokens = config.micro_batch_size * rules.sequence_length
+    e4m3, _ = fp8_dtypes(device)
+    gate_up = (tokens, 2 * rules.shape.ffn_hidden_size)
+    return ActivationOffloader(len(layers), gate_up, e4m3, device), layers
 
 
 @torch.no_grad()
