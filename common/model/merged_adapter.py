@@ -1,11 +1,11 @@
-"""Write a checkpoint with trained adapters merged into its weights: `merge` of the benchmarks.
+"""Write a checkpoint with trained adapters merged into its weights: the command `merge`.
 
 Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
-checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`,
-MLCommons') or ordinary projections. The result always has ordinary ones, which
+checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`, as in
+MLCommons' copy) or ordinary projections. The result always has ordinary ones, which
 `transformers.AutoModelForCausalLM.from_pretrained` loads. Merging is for export only. Training
-never adds B @ A to W: the updates of single steps are far below half a unit in the last place of W
-and would be rounded away.
+never adds B @ A to W, because the update of a single step is far below half a unit in the last
+place of W and would be rounded away.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
 from common.model.shapes import ModelShape
 
 FUSED = "qkv_proj"
-# Files of the base that are not copied: weights before the merge, and modeling code for the fused
-# layout.
+# Suffixes of files that are not copied: the weights of the base, and modeling code, which may be
+# for the fused layout.
 NOT_COPIED = (
     ".safetensors",
     ".bin",
@@ -56,14 +56,12 @@ Updates = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter in peft's format. `scale` is alpha / rank.
-
-    `tensors`: A [rank, inputs] and B [outputs, rank] by names like
-    `model.layers.N.self_attn.q_proj.lora_A`.
-    """
+    """An adapter in peft's format."""
 
     rank: int
-    scale: float
+    scale: float  # alpha / rank
+    # A [rank, inputs] and B [outputs, rank], by names such as
+    # `model.layers.N.self_attn.q_proj.lora_A`.
     tensors: dict[str, Tensor]
 
     def product(self, module: str) -> Tensor:
@@ -79,18 +77,17 @@ def merge(
     models: Mapping[ModelShape, int] | None = None,
     left_out: Collection[str] = (),
 ) -> None:
-    """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`,
-    which must not exist.
+    """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`.
 
-    One shard is processed at a time. That needs memory for the largest shard (5 GB in the MLCommons
+    `models`: models that a base without config.json can be -> their sequence lengths.
+    `left_out`: names of files of the base that are not copied.
+
+    Processes one shard at a time, with memory for the largest shard (5 GB in the MLCommons
     checkpoint), its merged weights and one fp32 product. Everything is checked before anything is
     written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
 
-    `models`: models that a base without config.json can be, and their sequence lengths.
-    `left_out`: names of files of the base that are not copied.
-
-    Raises ConfigError if `out` exists, WeightsError if base or adapter is damaged or they do not
-    fit each other.
+    Raises ConfigError if `out` exists, and WeightsError if the base or the adapter is damaged or
+    they do not fit each other.
     """
     stored = read_adapter(adapter)
     weights, shards = read_tensors(base)
@@ -124,17 +121,15 @@ def merge(
 
 
 def _is_copied(path: Path) -> bool:
-    """Return whether a file of the base belongs to the result: not its weights, its code, or hidden
-    files.
-    """
+    """Return whether a file of the base is copied: no weights, no code, no hidden files."""
     return path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith(".")
 
 
 def _config(base: Path, weights: dict[str, StoredTensor], models: Mapping[ModelShape, int]) -> dict:
     """Return the content of config.json.
 
-    It is that of the base, without the names of modeling code. A base without the file must have
-    the tensors of one of `models`. Raises WeightsError if it has other ones.
+    It is that of the base, without references to modeling code. Raises WeightsError if the base has
+    none and its tensors are not those of one of `models`.
     """
     path = base / checkpoint_names.CONFIG
     if path.exists():
@@ -187,16 +182,17 @@ def read_adapter(folder: Path) -> StoredAdapter:
             "both must be numbers",
             "save the adapter again",
         )
-    plain = PLAIN_LORA | {
-        key: config.get(key)
-        for key in ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")
-    }
-    if other := [
-        f"{key} {value}" for key, value in config.items() if key not in plain or value != plain[key]
-    ]:
+    may_vary = ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")
+    unsupported = []
+    for key, value in config.items():
+        if key in may_vary:
+            continue
+        if key not in PLAIN_LORA or value != PLAIN_LORA[key]:
+            unsupported.append(f"{key} {value}")
+    if unsupported:
         refuse(
-            f"{folder / CONFIG}: cannot merge {some(other)}",
-            "a training run here saves no such adapter",
+            f"{folder / CONFIG}: cannot merge {some(unsupported)}",
+            "this package saves no such adapters",
             "merge it with peft",
         )
     try:
@@ -213,46 +209,47 @@ def read_adapter(folder: Path) -> StoredAdapter:
 def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Updates:
     """Return the weights of the base that change, with the modules that change them.
 
-    Raises WeightsError unless the adapter has all of their modules and no others, of the right
-    shapes.
+    Raises WeightsError unless the adapter has exactly these modules, of the right shapes.
     """
-    rank = adapter.rank
-    tensors = adapter.tensors
     updates: Updates = {}
+    expected: set[str] = set()
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
         if leaf in (FUSED, *SPLIT, OUTPUT):
-            updates[weight] = tuple(
-                f"{parent}.{name}" for name in (SPLIT if leaf == FUSED else (leaf,))
-            )
-    expected = {
-        f"{module}.lora_{letter}"
-        for modules in updates.values()
-        for module in modules
-        for letter in "AB"
-    }
-    if expected != tensors.keys():
-        odd = sorted(expected ^ tensors.keys())
+            leaves = SPLIT if leaf == FUSED else (leaf,)
+            updates[weight] = tuple(f"{parent}.{name}" for name in leaves)
+            for module in updates[weight]:
+                expected |= {f"{module}.lora_A", f"{module}.lora_B"}
+    if expected != adapter.tensors.keys():
+        unmatched = sorted(expected ^ adapter.tensors.keys())
         refuse(
-            f"adapter and base do not fit: only one of them has {some(odd)}",
+            f"adapter and base do not fit: only one of them has {some(unmatched)}",
             "each projection needs its A and B",
             ANOTHER_BASE,
         )
     for weight, modules in updates.items():
-        stored = weights[weight]
-        sizes = [
-            (*tensors[f"{module}.lora_B"].shape, *tensors[f"{module}.lora_A"].shape)
-            for module in modules
-        ]
-        inner = {(rank, rank, *stored.shape[1:])}
-        if (
-            stored.dtype not in DTYPES
-            or sum(size[0] for size in sizes) != stored.shape[0]
-            or {size[1:] for size in sizes} != inner
-        ):
-            what = (
-                f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
-                f" the weight in the base is {stored.dtype} {stored.shape}"
-            )
-            refuse(what, f"it must be rows x columns in {', '.join(DTYPES)}", ANOTHER_BASE)
+        _check_shapes(weight, weights[weight], modules, adapter)
     return updates
+
+
+def _check_shapes(
+    weight: str, stored: StoredTensor, modules: tuple[str, ...], adapter: StoredAdapter
+) -> None:
+    """Raise WeightsError unless the products B A of `modules` have the shape of the weight."""
+    rank = adapter.rank
+    rows = 0
+    fits = stored.dtype in DTYPES
+    sizes = []
+    for module in modules:
+        b = adapter.tensors[f"{module}.lora_B"].shape
+        a = adapter.tensors[f"{module}.lora_A"].shape
+        sizes.append((*b, *a))
+        rows += b[0] if b else 0
+        fits &= (*b[1:], *a) == (rank, rank, *stored.shape[1:])
+    if not fits or rows != stored.shape[0]:
+        refuse(
+            f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
+            f" the weight in the base is {stored.dtype} {stored.shape}",
+            f"it must be rows x columns in {', '.join(DTYPES)}",
+            ANOTHER_BASE,
+        )
