@@ -131,6 +131,7 @@ def names() -> tuple[str, ...]:
 
 
 def config_class(name: str) -> type[RunConfig]:
+    """Return the `rules.Config` of benchmark `name`."""
     return _module(name).Config
 
 

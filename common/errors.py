@@ -65,56 +65,78 @@ class RunError(Exception):
 
 
 class ConfigError(RunError):
+    """An invalid config, command line, environment variable or combination of them."""
+
     kind = "config"
     exit_code = 2
 
 
 class TargetMissed(RunError):
+    """The run used up max_samples before it reached the target."""
+
     kind = "target_missed"
     exit_code = 10
 
 
 class NonFinite(RunError):
+    """A loss, gradient norm or logged value that is NaN or infinite."""
+
     kind = "non_finite"
     exit_code = 11
 
 
 class OutOfMemory(RunError):
+    """The memory of a GPU or of the host is full."""
+
     kind = "out_of_memory"
     exit_code = 12
 
 
 class Hang(RunError):
+    """A rank, or a collective, made no progress within the timeout."""
+
     kind = "hang"
     exit_code = 13
 
 
 class RankLost(RunError):
+    """A rank that exited or was killed, or a collective that failed because of that."""
+
     kind = "rank_lost"
     exit_code = 14
 
 
 class DataError(RunError):
+    """Missing, damaged or unsuitable training data or manifests."""
+
     kind = "data"
     exit_code = 15
 
 
 class WeightsError(RunError):
+    """Missing, damaged or unsuitable weights, adapters or checkpoints."""
+
     kind = "weights"
     exit_code = 16
 
 
 class StorageError(RunError):
+    """A file that cannot be written or read, as on a full disk, or that must not be replaced."""
+
     kind = "storage"
     exit_code = 17
 
 
 class PreflightError(RunError):
+    """A machine that is not ready: hardware, drivers or packages."""
+
     kind = "preflight"
     exit_code = 18
 
 
 class CheckFailed(RunError):
+    """A log that reached the target but did not pass the checks."""
+
     kind = "check_failed"
     exit_code = 20
 

@@ -180,6 +180,7 @@ def _listing(found: Probe) -> str:
 
 
 def config_names(root: Path, benchmark: str) -> list[str]:
+    """Return the names of the files in configs/<benchmark>, without suffix, sorted."""
     return sorted(path.stem for path in (root / "configs" / benchmark).glob("*.toml"))
 
 

@@ -29,11 +29,13 @@ ALLOW = "ALLOW_KNOWN_ISSUES"  # environment variable: names of issues that warn 
 
 @dataclass(frozen=True)
 class KnownIssue:
+    """An entry of known_issues.toml, whose header describes the fields."""
+
     name: str
     verdict: str  # refuse, warn or suspect
     symptom: str
     cure: str
-    source: str
+    source: str  # address of the thread that reports it
     gpus: tuple[str, ...] = ()  # architectures or names of GPU kinds; empty: all
     ranges: tuple[tuple[str, str], ...] = ()  # (software, range of versions); all must match
     ops: tuple[str, ...] = ()  # ops of the self-test that may fail, as prefixes

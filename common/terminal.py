@@ -58,6 +58,7 @@ def inform(*lines: str) -> None:
 
 
 def is_quiet() -> bool:
+    """Return whether --quiet is set."""
     return bool(os.environ.get(QUIET))
 
 
@@ -105,6 +106,7 @@ def duration(seconds: float) -> str:
 
 
 def has_rich() -> bool:
+    """Return whether rich is installed."""
     return importlib.util.find_spec("rich") is not None
 
 

@@ -39,6 +39,8 @@ COMMENT_MARK = re.compile(r"^[ \t]*#+!?:? ?", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
+    """A text of the corpus and where it comes from."""
+
     source: str  # module or topic; each is in either training or validation, never in both
     text: str
 

@@ -165,11 +165,13 @@ class Tokens(AbstractContextManager):
 
 
 def index_path(prefix: Path) -> Path:
-    # not with_suffix, because prefixes such as `c4-train.en_6_text_document` have dots
+    """Return the path of the `.idx`."""
+    # Not by with_suffix, because prefixes such as `c4-train.en_6_text_document` have dots.
     return Path(f"{prefix}.idx")
 
 
 def tokens_path(prefix: Path) -> Path:
+    """Return the path of the `.bin`."""
     return Path(f"{prefix}.bin")
 
 

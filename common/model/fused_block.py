@@ -208,7 +208,7 @@ class FusedBlock(nn.Module):
         del d_gate_up
         # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and
         # quantizes the sum.
-        d_residual, d_branch, d_norm_2 = ops.rms_norm_backward(
+        d_residual, d_branch, d_ffn_norm = ops.rms_norm_backward(
             d_n,
             saved.pop("residual"),
             saved.rstd_2,
@@ -230,13 +230,13 @@ class FusedBlock(nn.Module):
         del gradients
         d_n = linear.dgrad(d_qkv, weights["qkv"])
         d_qkv_weight = linear.wgrad(d_qkv, saved.pop("n_1"))
-        d_x, _, d_norm_1 = ops.rms_norm_backward(
+        d_x, _, d_attention_norm = ops.rms_norm_backward(
             d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None
         )
         return (
             d_x.view_as(d_out_BSD),
-            d_norm_1,
-            d_norm_2,
+            d_attention_norm,
+            d_ffn_norm,
             d_qkv_weight,
             d_o_weight,
             d_gate_up_weight,

@@ -53,4 +53,5 @@ class CudaSideStream(SideStream):
 
 
 def make_side_stream(device: torch.device) -> SideStream:
+    """Return a new side stream of a GPU, or its stand-in on a CPU."""
     return CudaSideStream(device) if device.type == "cuda" else SideStream()
