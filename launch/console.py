@@ -153,11 +153,9 @@ def outlook(good: Sequence[bool]) -> str:
         return ""
     needed = windows.good_runs_needed(good)
     after_one_more = windows.good_runs_needed([*good, False])
-    standing = (
-        f"{needed} more good runs in a row are needed for a result"
-        if needed
-        else "there is already a result"
-    )
+    standing = "there is already a result"
+    if needed:
+        standing = f"{needed} more good runs in a row are needed for a result"
     next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
     return (
         f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the "

@@ -109,17 +109,15 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
         )
     if not wanted:
         _require_same_machine(folder)
+    to_install = lacking if own_torch else requirements(path)
+    build = builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
+    if own_torch:
+        build = OWN_TORCH
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             # Check again: another process may have completed it while this one waited.
             if not _is_complete(folder, path, builds):
-                build = builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
-                if own_torch:
-                    build = OWN_TORCH
-                build = _install(lacking if own_torch else requirements(path), path, folder, build)
-                stamp = f"{_digest(path, build)} {build} {platform.machine()}"
-                # Write it last, so that an incomplete environment has no stamp.
-                _stamp(folder, path).write_text(stamp)
+                _install_and_stamp(to_install, path, folder, build)
     except OSError as error:
         why = (
             f"{error.strerror or error}, and {sys.executable} lacks "
@@ -131,6 +129,18 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
         )
         raise PreflightError(f"cannot create {folder}", why, do) from None
     return python
+
+
+def _install_and_stamp(
+    packages: list[tuple[str, str]], path: Path, folder: Path, build: str
+) -> None:
+    """Install `packages` of the requirements file `path`, then write a stamp.
+
+    An incomplete environment has no stamp. For errors see `_install`.
+    """
+    build = _install(packages, path, folder, build)
+    stamp = f"{_digest(path, build)} {build} {platform.machine()}"
+    _stamp(folder, path).write_text(stamp)
 
 
 def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:

@@ -166,12 +166,7 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
         when_from(checkpoint)
     data_dir, log_dir = directories(benchmark, selection.config, environment)
     if continues == AUTO:
-        if not checkpoint:
-            raise ConfigError(
-                "--continue auto without --checkpoint",
-                "a run that saves nothing cannot be continued",
-                "add --checkpoint, for example --checkpoint 600s",
-            )
+        _require_checkpoints(checkpoint)
         continues = last_unfinished(log_dir / benchmark, benchmark, selection.config)
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
@@ -194,6 +189,16 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
         trackers=trackers,
         cpus=cpus,
     )
+
+
+def _require_checkpoints(checkpoint: str) -> None:
+    """Raise ConfigError if `checkpoint`, the value of --checkpoint, is empty."""
+    if not checkpoint:
+        raise ConfigError(
+            "--continue auto without --checkpoint",
+            "a run that saves nothing cannot be continued",
+            "add --checkpoint, for example --checkpoint 600s",
+        )
 
 
 def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | None:

@@ -1,8 +1,7 @@
-"""Arrangements of weights and state of a model on some GPUs, with the memory of each.
+"""Arrangements of a model's weights and state on some GPUs, with the memory of each.
 
-Some arrangements are those of this package, others are common elsewhere. The memory of the first
-is counted by `launch.plan.estimate.memory_peak` for the benchmark that trains so. The others have
-the same activations and differ in the state.
+This package can train with some of them; others are common elsewhere. The memory of the former is
+that of `launch.plan.estimate.memory_peak`. The others have the same activations, but other state.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class AnyConfig(RunConfig):
-    """Config with every option that changes the memory, whichever benchmark has it."""
+    """Config with every option of any benchmark that changes the memory."""
 
     recompute_layers: int = 0
     offload_layers: int = 0
@@ -32,9 +31,9 @@ class AnyConfig(RunConfig):
 class Arrangement:
     """A way to distribute weights, gradients and optimizer state over GPUs.
 
-    `at(batch)` returns the peak memory of one GPU with `batch` sequences on it at once. `ours`:
-    this package can train so, with `config`. `tokens_per_s_per_gpu`: planned speed of an
-    arrangement of this package, None if the GPU's peaks are unknown.
+    `at(batch)`: returns the peak memory of one GPU with `batch` sequences at once.
+    `ours`: whether this package can train in this way, with `config`.
+    `tokens_per_s_per_gpu`: planned speed if `ours`, None if the GPU's peaks are unknown.
     """
 
     name: str
@@ -54,6 +53,66 @@ class Arrangement:
         return plan.largest(lambda size: plan.fits(self.at(size), kind))
 
 
+State = Callable[[RunConfig, Workload], dict[str, float]]  # bytes by kind of tensor
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A model, its GPUs and its batch, from which arrangements are made."""
+
+    work: Workload
+    kind: GpuKind
+    gpus: int
+    batch: int
+    fp8: bool
+
+    def config(self, batch: int, **changes) -> RunConfig:
+        """Return the config of a run with `batch` sequences on each GPU at once."""
+        nodes = max(1, self.gpus // MAX_GPUS)
+        return AnyConfig(
+            gpu=self.kind.name,
+            nodes=nodes,
+            gpus_per_node=self.gpus // nodes,
+            global_batch_size=batch * self.gpus,
+            micro_batch_size=batch,
+            eval_micro_batch_size=1,
+            opt_base_learning_rate=1.0,  # changes no memory
+            max_samples=1,  # changes no memory
+            linear="fp8" if self.fp8 else "bf16",
+            **changes,
+        )
+
+    def ours(self, name: str, **changes) -> Arrangement:
+        """Return an arrangement of this package: its config with `changes`."""
+
+        def at(batch: int) -> Memory:
+            return plan.memory_peak(self.config(batch, **changes), self.work)
+
+        speed = None
+        config = self.config(self.batch, **changes)
+        if self.kind.efficiency:
+            estimate = plan.estimate(config, self.work, self.kind, samples=None)
+            speed = estimate.tokens_per_s_per_gpu
+        return Arrangement(name, True, self.batch, at, speed, config)
+
+    def other(self, name: str, state: State | None, **changes) -> Arrangement:
+        """Return an arrangement that this package does not support.
+
+        `state`: returns the tensors whose bytes differ from those of the config with `changes`;
+            None if none do.
+        """
+
+        def at(batch: int) -> Memory:
+            config = self.config(batch, **changes)
+            memory = plan.memory_peak(config, self.work)
+            if state is None:
+                return memory
+            parts = memory.parts | state(config, self.work)
+            return Memory(memory.moment, {part: value for part, value in parts.items() if value})
+
+        return Arrangement(name, False, self.batch, at)
+
+
 def arrangements(
     shape: ModelShape,
     kind: GpuKind,
@@ -63,72 +122,33 @@ def arrangements(
     fp8: bool,
     lora_rank: int,
 ) -> list[Arrangement]:
-    """Return the arrangements from the fastest to the one with the least memory.
+    """Return the arrangements, from the fastest to the one with the least memory.
 
     More than 8 `gpus` are nodes of 8.
     """
     work = workload_of(shape, sequence_length, lora_rank)
-
-    def config(size: int, **changes) -> RunConfig:
-        nodes = max(1, gpus // MAX_GPUS)
-        return AnyConfig(
-            gpu=kind.name,
-            nodes=nodes,
-            gpus_per_node=gpus // nodes,
-            global_batch_size=size * gpus,
-            micro_batch_size=size,
-            eval_micro_batch_size=1,
-            opt_base_learning_rate=1.0,  # changes no memory
-            max_samples=1,  # changes no memory
-            linear="fp8" if fp8 else "bf16",
-            **changes,
-        )
-
-    def ours(name: str, **changes) -> Arrangement:
-        def at(size: int) -> Memory:
-            return plan.memory_peak(config(size, **changes), work)
-
-        speed = None
-        own = config(batch, **changes)
-        if kind.efficiency:
-            speed = plan.estimate(own, work, kind, samples=None).tokens_per_s_per_gpu
-        return Arrangement(name, True, batch, at, speed, own)
-
-    def other(
-        name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes
-    ) -> Arrangement:
-        def at(size: int) -> Memory:
-            memory = plan.memory_peak(config(size, **changes), work)
-            parts = memory.parts | state(config(size, **changes), work)
-            return Memory(memory.moment, {part: value for part, value in parts.items() if value})
-
-        return Arrangement(name, False, batch, at)
-
-    def recomputed(size: int) -> Memory:
-        """Return the memory of LoRA with a sharded base and every layer recomputed from its input.
-
-        No benchmark's code can do this.
-        """
-        return plan.memory_peak(config(size, recompute_layers=shape.num_layers), work)
-
+    setup = TrainingSetup(work, kind, gpus, batch, fp8)
+    all_layers = {"recompute_layers": shape.num_layers}
     if lora_rank:
         name = "base sharded, all layers recomputed" if gpus > 1 else "all layers recomputed"
-        of_lora = _of_lora(ours, shape, gpus, fp8)
-        return [*of_lora, Arrangement(name, False, batch, recomputed)]
-    all_layers = {"recompute_layers": shape.num_layers}
-    plain = other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit)
+        return [*_lora_arrangements(setup), setup.other(name, None, **all_layers)]
+    plain = setup.other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit)
     if gpus == 1:
         name = "everything on one GPU"
-        return [plain, ours(name), ours(f"{name}, all layers recomputed", **all_layers)]
+        return [
+            plain,
+            setup.ours(name),
+            setup.ours(f"{name}, all layers recomputed", **all_layers),
+        ]
     name = "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"
     sharded = partial(_fully_sharded, gpus)
     return [
         plain,
-        other("plain data parallel, fp32 masters and Adam", _plain_fp32),
-        ours(name),
-        ours(f"{name}, all layers recomputed", **all_layers),
-        other("parameters sharded too (FSDP, ZeRO-3)", sharded),
-        other("parameters sharded too, all layers recomputed", sharded, **all_layers),
+        setup.other("plain data parallel, fp32 masters and Adam", _plain_fp32),
+        setup.ours(name),
+        setup.ours(f"{name}, all layers recomputed", **all_layers),
+        setup.other("parameters sharded too (FSDP, ZeRO-3)", sharded),
+        setup.other("parameters sharded too, all layers recomputed", sharded, **all_layers),
     ]
 
 
@@ -144,27 +164,27 @@ def workload_of(shape: ModelShape, sequence_length: int, lora_rank: int) -> Work
     )
 
 
-def _of_lora(
-    ours: Callable[..., Arrangement], shape: ModelShape, gpus: int, fp8: bool
-) -> list[Arrangement]:
-    offload = {"offload_layers": shape.num_layers}
+def _lora_arrangements(setup: TrainingSetup) -> list[Arrangement]:
+    """Return the arrangements of LoRA that this package supports, the fastest first."""
+    ours = setup.ours
+    offload = {"offload_layers": setup.work.shape.num_layers}
     name = "base on each GPU"
-    ways = []
-    if fp8:
-        ways.append(ours(f"{name}, W and W^T", frozen_base="replicated_both"))
-    ways.append(ours(name, frozen_base="replicated"))
-    if fp8:
+    supported = []
+    if setup.fp8:
+        supported.append(ours(f"{name}, W and W^T", frozen_base="replicated_both"))
+    supported.append(ours(name, frozen_base="replicated"))
+    if setup.fp8:
         offloaded = f"{name}, SwiGLU inputs offloaded"
-        ways.append(ours(offloaded, frozen_base="replicated", **offload))
-    if gpus > 1:
-        ways.append(ours("base sharded over a node"))
-    if gpus > 1 and fp8:
-        ways.append(ours("base sharded over a node, SwiGLU inputs offloaded", **offload))
-    return ways
+        supported.append(ours(offloaded, frozen_base="replicated", **offload))
+    if setup.gpus > 1:
+        supported.append(ours("base sharded over a node"))
+    if setup.gpus > 1 and setup.fp8:
+        supported.append(ours("base sharded over a node, SwiGLU inputs offloaded", **offload))
+    return supported
 
 
 def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
-    """Return the state of torch's DistributedDataParallel over a bf16 model.
+    """Return the state of a bf16 model with torch's DistributedDataParallel.
 
     It consists of weights, gradients, two moments, and the buckets in which gradients are reduced.
     """
@@ -180,7 +200,7 @@ def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
-    """Return the state that ZeRO-2 shards, here complete on each GPU."""
+    """Return the state that ZeRO-2 shards, complete on each GPU."""
     state = plan.state_bytes(config, work)
     return {
         name: state[name] * config.gpus_per_node
@@ -191,7 +211,7 @@ def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
 def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, float]:
     """Return the state with masters, gradients and moments sharded over all GPUs.
 
-    bf16 weights (and FP8 copies) exist only for the embedding and the gathered layers.
+    Weights in bf16 and copies in FP8 exist only for the embedding and the gathered layers.
     """
     shape = work.shape
     state = plan.state_bytes(config, work)

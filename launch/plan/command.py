@@ -211,41 +211,31 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     `source`: its file, or the file that it was derived from.
     """
     work = workload(benchmark, config)
+    machine = f"{config.world_size} x {config.gpu}"
     batch = (
         f"global batch {config.global_batch_size} = {config.world_size} x micro-batch "
-        f"{config.micro_batch_size} x "
+        f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
     )
-    title = (
-        f"{benchmark}, {source}: {config.world_size} x {config.gpu}, "
-        f"{batch}{config.gradient_accumulation_steps}, "
-        f"{'FP8' if config.linear_format.in_fp8 else config.precision}"
-    )
+    precision = "FP8" if config.linear_format.in_fp8 else config.precision
+    title = f"{benchmark}, {source}: {machine}, {batch}, {precision}"
     if kind is None:
-        return [title, "", "A CPU: its memory and its speed are not calculated."]
+        return [title, "", "Memory and speed of a CPU are not calculated."]
     memory = plan.memory_peak(config, work)
-    host = (
-        f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's "
-        f"{config.gpus_per_node} GPUs."
-    )
-    return [
-        *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
-        *([host] if plan.offloaded_layers(config, work) else []),
-        "Largest micro-batch that fits, all else unchanged: "
-        f"{plan.largest_micro_batch(config, work, kind)}.",
-        *(
-            "",
-            flops_line(work),
-            "",
-            kinds_table(benchmark, config),
-            "",
-            target_line(benchmark, config),
-            SOURCES,
-        ),
-    ]
+    lines = [title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."]
+    if plan.offloaded_layers(config, work):
+        lines.append(
+            f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a "
+            f"node's {config.gpus_per_node} GPUs."
+        )
+    largest = plan.largest_micro_batch(config, work, kind)
+    lines.append(f"Largest micro-batch that fits if nothing else changes: {largest}.")
+    lines += ["", flops_line(work), "", kinds_table(benchmark, config)]
+    lines += ["", target_line(benchmark, config), SOURCES]
+    return lines
 
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """Say whether `memory` fits on `kind`, in GiB; if not, which option makes it fit."""
+    """Say whether `memory` fits on `kind`, and if it does not, which option makes it fit."""
     usable = plan.usable_bytes(kind)
     needed = memory.needed
     sizes = (
@@ -274,12 +264,10 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
 
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """Name the changes that would make a config fit, in order of cost."""
+    options = []
     smallest = plan.with_micro_batch(config, 1)
-    options = (
-        ["micro_batch_size 1"]
-        if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind)
-        else []
-    )
+    if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind):
+        options.append("micro_batch_size 1")
     for key in ("offload_layers", "recompute_layers"):
         if (layers := plan.fewest_layers(config, work, kind, key)) is not None:
             options.append(f"{key} {layers}")
@@ -290,12 +278,11 @@ def flops_line(work: Workload) -> str:
     """Return the line with the FLOPs per token that MFU counts, and their formula."""
     shape = work.shape
     length = work.sequence_length
-    flops = (
-        shape.lora_flops_per_token(length, work.lora_rank)
-        if work.lora_rank
-        else shape.training_flops_per_token(length)
-    )
-    formula = "4 N + 6 N_lora + 6 L S H" if work.lora_rank else "6 N + 6 L S H"
+    flops = shape.training_flops_per_token(length)
+    formula = "6 N + 6 L S H"
+    if work.lora_rank:
+        flops = shape.lora_flops_per_token(length, work.lora_rank)
+        formula = "4 N + 6 N_lora + 6 L S H"
     return (
         f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = "
         f"{shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
@@ -308,7 +295,8 @@ def target_line(benchmark: str, config: RunConfig) -> str:
     batch = config.global_batch_size
     if samples is None:
         return (
-            f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
+            f"Minutes to the target: unknown, since the MLPerf reference was not run at global "
+            f"batch {batch}."
         )
     return (
         f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at "
@@ -342,21 +330,14 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
         here = replace(config, **changes)
         work = workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
-        scores = [
-            f"{r.score:.2f} (batch {r.batch})"
-            for r in published.published(benchmark, kind.name, config.world_size)
-            if r.score
-        ]
+        best_score = "-"
+        for result in published.published(benchmark, kind.name, config.world_size):
+            if result.score:
+                best_score = f"{result.score:.2f} (batch {result.batch})"
+                break
         largest = str(plan.largest_micro_batch(here, work, kind))
-        rows.append(
-            [
-                kind.name,
-                fit,
-                largest,
-                *_speed(estimate(benchmark, here, kind)),
-                (scores or ["-"])[0],
-            ]
-        )
+        speed = _speed(estimate(benchmark, here, kind))
+        rows.append([kind.name, fit, largest, *speed, best_score])
     return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)
 
 

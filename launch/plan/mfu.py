@@ -1,11 +1,11 @@
-"""Model FLOP/s utilization by every convention in use. Standard library only.
+"""Model FLOP/s utilization (MFU) by every convention in use. Standard library only.
 
-The same tokens per second are a different MFU under each convention. A multiply-add is 2 FLOPs.
-Training needs three products per weight and token (forward, gradient of the input, gradient of the
-weight), 6 P FLOPs per token. LoRA has no gradient of the frozen weights: 4 P (PaLM,
-arXiv:2204.02311, appendix B). Attention adds 12 L S H over the whole square of scores, or 6 L S H
-over the half that is not masked. If the shape is known, N excludes the embedding, which is a
-lookup.
+Each convention gives another MFU for the same tokens per second. A multiply-add counts as 2 FLOPs.
+With P weights, training takes 6 P FLOPs per token, in three products per weight: forward, gradient
+of the input, and gradient of the weight. LoRA takes 4 P, since frozen weights have no gradient
+(PaLM, arXiv:2204.02311, appendix B). Attention adds 12 L S H for the whole square of scores, or
+6 L S H for the half that is not masked. If the shape is known, N stands for P without the
+embedding, which is a lookup.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from common.model.shapes import ModelShape
 
-# Below this MFU something is wrong, not slow: an idle host, one GPU of many, a step that is mostly
-# compilation.
+# Below this MFU, something is wrong: GPUs wait for the host, only one of many GPUs works, or the
+# step is mostly compilation.
 LOW = 0.05
 
 
@@ -70,12 +70,12 @@ def remark(found: list[Utilization]) -> str:
     highest = max(each.mfu for each in found)
     if highest > 1:
         return (
-            "Above 100 % by one convention: tokens, seconds, peak or number of GPUs cannot all be "
-            "right."
+            "Above 100 % by one convention: the tokens, seconds, peak or number of GPUs must be "
+            "wrong."
         )
     if highest < LOW:
         return (
-            "Below 5 %: something is wrong, and tuning kernels will not help. Look for GPUs that "
-            "wait: for data, for the host, for each other."
+            "Below 5 %: something is wrong, and faster kernels will not help. Look for GPUs that "
+            "wait for data, for the host or for each other."
         )
     return ""

@@ -518,7 +518,7 @@ def test_minutes_by_hand():
 def test_without_a_reference_there_are_no_minutes():
     config, _ = shipped(PRETRAINING, "H200_1x8", global_batch_size=48)
     assert command.estimate(PRETRAINING, config, KINDS["H200"]).minutes is None
-    assert "no minutes" in command.target_line(PRETRAINING, config)
+    assert "unknown" in command.target_line(PRETRAINING, config)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ def test_one_config_that_fits(capsys):
         capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4"))
     )
     assert code == 0 and "127.2 GiB" in text and "12.6 left" in text
-    assert "else unchanged: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
+    assert "nothing else changes: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
     assert all(f"| {kind} " in text for kind in KINDS)
 
 
