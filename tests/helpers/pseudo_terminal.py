@@ -49,7 +49,8 @@ class PseudoTerminal:
         while True:
             while select.select([self.master], [], [], 0.1)[0]:  # the kernel hands over pieces
                 text += os.read(self.master, 100_000)
-            if monotonic() >= ends or (until and until.encode() in text):
+            written = text.replace(b"\r\n", b"\n")  # as it is returned
+            if monotonic() >= ends or (until and until.encode() in written):
                 self.shown.feed(text.decode())
                 return text.decode().replace("\r\n", "\n")
 
