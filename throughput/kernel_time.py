@@ -1,12 +1,13 @@
-"""Attribution of each instant of a profiled window to a kernel class. Pure functions, no torch.
+"""Attribution of each instant of a profiled window to a kernel class. Without torch.
 
-A kernel's class follows from its name: the first pattern of NAMES that matches. If the name is
-vague (a copy, an elementwise kernel, an unknown name), the nearest op or range around its launch
+The class of a kernel is that of the first pattern in NAMES that matches its name. If that class is
+vague (a copy, an elementwise kernel, an unknown name), the innermost op or range around its launch
 with a clear class decides.
 
-If several kernels run at once, the instant belongs to one of them: compute before communication,
-the main stream before others, kernels before copies, then the one that started last. Communication
-is therefore exposed only where nothing else runs. The rest of it is hidden.
+If several kernels run at once, the instant belongs to one of them. Compute takes precedence over
+communication, then the main stream over others, kernels over copies, and the kernel that started
+last over earlier ones. Communication is therefore exposed only while nothing else runs, and hidden
+otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CLASSES = (
     OTHER,
     IDLE,
 )
-VAGUE = (ELEMENTWISE, OTHER)  # the op or range around the launch may be clearer
+VAGUE = (ELEMENTWISE, OTHER)  # an op or range around the launch may have a clearer class
 
 # The first match wins, ignoring case. The order matters: FlashAttention 3 is built with CUTLASS,
 # fused kernels also quantize, and names of FP8 products contain e4m3.
@@ -85,24 +86,22 @@ class TraceEvent:
     start_ns: int
     end_ns: int
     stream: int
-    # "kernel", "copy" (memcpy, memset) or "op". Ops nest: an instant belongs to the innermost.
+    # "kernel", "copy" (memcpy, memset) or "op". Ops are nested, and an instant belongs to the
+    # innermost.
     kind: str
-    within: tuple[str, ...] = ()  # ops and ranges around its launch, outermost first
+    within: tuple[str, ...] = ()  # names of ops and ranges around its launch, outermost first
     label: str = ""  # role and shape of a matrix product
     flops: int = 0
 
 
 @dataclass
 class Row:
-    """Sums over the events of one name inside the window.
-
-    `kind`: the class of a kernel, "" for the row of a whole class.
-    """
+    """Sums over the events with one name inside the window."""
 
     name: str
-    kind: str = ""
-    exposed_ns: int = 0  # instants attributed to these events
-    kernel_ns: int = 0  # sum of durations: two kernels at once count twice
+    kind: str = ""  # the class of a kernel; "" for the row of a whole class
+    exposed_ns: int = 0  # time attributed to these events
+    kernel_ns: int = 0  # sum of durations, in which two concurrent kernels count twice
     launches: int = 0
     flops: int = 0
 
@@ -119,24 +118,29 @@ def class_of_name(name: str) -> str:
 def class_of(event: TraceEvent) -> str:
     """Return the first class that is not vague, from the event's own name outwards.
 
-    Autograd nodes do not count, since recomputation runs inside whichever node triggers it.
+    Autograd nodes are skipped, because recomputation runs inside any node that triggers it.
     """
-    seen = [
-        class_of_name(name)
-        for name in (event.name, *reversed(event.within))
-        if name == event.name or not AUTOGRAD.search(name)
-    ]
-    return next(
-        (kind for kind in seen if kind not in VAGUE), ELEMENTWISE if ELEMENTWISE in seen else OTHER
-    )
+    vague = OTHER
+    for name in (event.name, *reversed(event.within)):
+        if name != event.name and AUTOGRAD.search(name):
+            continue
+        kind = class_of_name(name)
+        if kind not in VAGUE:
+            return kind
+        if kind == ELEMENTWISE:
+            vague = ELEMENTWISE
+    return vague
 
 
 def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
-    """Attribute the window [start_ns, end_ns) to `events`, of which only the part inside counts.
+    """Attribute the window [start_ns, end_ns) to `events`. Parts outside the window do not count.
 
-    Return "classes", all of CLASSES, whose exposed_ns sum to the window; "products", GEMM by role
-    and shape; "others", class other by kernel name; and "kernels", every kernel with its class,
-    which with idle sum to the window as well. The latter three are sorted, longest first.
+    Return four tables, of which the last three are sorted, longest first:
+
+    - "classes": a row for each of CLASSES. Their exposed_ns sum to the window.
+    - "products": kernels of class GEMM, by role and shape.
+    - "others": kernels of class other, by name.
+    - "kernels": all kernels by class and name, and idle. Their exposed_ns sum to the window.
     """
     kinds = [class_of(event) for event in events]
     exposed, idle_ns = exposed_ns(events, kinds, start_ns, end_ns)
@@ -164,41 +168,39 @@ def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[
 def exposed_ns(
     events: Sequence[TraceEvent], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[list[int], int]:
-    """Return the nanoseconds of the window that belong to each event, and those of none.
+    """Return the nanoseconds of the window that belong to each event, and those that are idle.
 
-    Together they sum to the window.
+    They sum to the window. `kinds`: the class of each event.
     """
     main = main_stream(events, kinds)
-    rank = [
-        (kind == COMMUNICATION, e.stream != main, e.kind == "copy", -e.start_ns)
-        for e, kind in zip(events, kinds, strict=True)
-    ]
-    arriving = sorted(
-        (i for i, event in enumerate(events) if _inside(event, start_ns, end_ns)),
-        key=lambda i: -events[i].start_ns,
-    )
-    moments = {
-        moment
-        for i in arriving
-        for moment in (events[i].start_ns, events[i].end_ns)
-        if start_ns < moment < end_ns
-    }
-    own = [0] * len(events)
+    precedence = []  # of each event; the smallest takes precedence
+    for event, kind in zip(events, kinds, strict=True):
+        is_communication = kind == COMMUNICATION
+        is_copy = event.kind == "copy"
+        precedence.append((is_communication, event.stream != main, is_copy, -event.start_ns))
+    # Indices of the events in the window. The next to start is the last.
+    waiting = [i for i, event in enumerate(events) if _inside(event, start_ns, end_ns)]
+    waiting.sort(key=lambda i: -events[i].start_ns)
+    moments = {start_ns, end_ns}
+    for i in waiting:
+        moments |= {events[i].start_ns, events[i].end_ns}
+    within = sorted(moment for moment in moments if start_ns <= moment <= end_ns)
+    own_ns = [0 for _ in events]
     idle_ns = 0
-    running = []
-    for begin, end in pairwise(sorted({start_ns, end_ns} | moments)):
-        while arriving and events[arriving[-1]].start_ns <= begin:
-            running.append(arriving.pop())
+    running: list[int] = []
+    for begin, end in pairwise(within):
+        while waiting and events[waiting[-1]].start_ns <= begin:
+            running.append(waiting.pop())
         running = [i for i in running if events[i].end_ns > begin]
         if running:
-            own[min(running, key=lambda i: (rank[i], -i))] += end - begin
+            own_ns[min(running, key=lambda i: (precedence[i], -i))] += end - begin
         else:
             idle_ns += end - begin
-    return own, idle_ns
+    return own_ns, idle_ns
 
 
 def main_stream(events: Sequence[TraceEvent], kinds: Sequence[str]) -> int | None:
-    """Return the stream that computes longest, or None if nothing computes."""
+    """Return the stream with the longest compute time, or None if no event computes."""
     busy: dict[int, int] = {}
     for event, kind in zip(events, kinds, strict=True):
         if kind != COMMUNICATION and event.kind != "copy":

@@ -1,10 +1,10 @@
-"""Time of each kernel on the real shapes, and its bandwidth as a share of a plain copy's.
+"""Time of each kernel at the benchmarks' shapes, and its bandwidth relative to that of a copy.
 
     python -m throughput.kernels [--only NAME]
 
-Prints microseconds, the rate of the bytes that the kernel must move, and the share of a copy's
-bandwidth on the same GPU. Needs a GPU. Data is random, never zeros, since the power that a GPU
-draws depends on the data. Times are medians of the launches that fill 20 ms, with delayed scaling
+Prints microseconds, the bandwidth (bytes that the kernel must move, per second), and its share of
+the bandwidth of a copy on the same GPU. Needs a GPU. The data is random, because the power of a GPU
+depends on the data. Times are medians over the launches that fit into 20 ms, with delayed scaling
 (one pass).
 """
 
@@ -24,12 +24,15 @@ from common.model.linear_layers import DelayedScaling
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from launch.preflight.measure import median_s
 
-FP32, BF16, FP8 = 4, 2, 1  # bytes
-SEQUENCE = 8192
+# Bytes of a value.
+FP32 = 4
+BF16 = 2
+FP8 = 1
+SEQUENCE = 8192  # tokens per sequence
 GIB = 1 << 30
 GPU = torch.device("cuda")
-SECONDS = 0.02
-# Name, launch, and the bytes that it must read and write, each value once.
+SECONDS = 0.02  # time to measure for each kernel
+# Name, launch, and the bytes that it must move: each value is read or written once.
 Case = tuple[str, Callable[[], object], int]
 
 
@@ -37,33 +40,51 @@ def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*size, device="cuda", dtype=dtype)
 
 
+class Fp8:
+    """Quantizers with delayed scaling, for the kernels with a result in FP8.
+
+    `transposed`: write both layouts where products need them.
+    """
+
+    def __init__(self, transposed: bool):
+        self.scaling = DelayedScaling()
+        self.forward = self.scaling.quantizer(transposed=transposed)
+        self.gradient = self.scaling.quantizer(gradient=True, transposed=transposed)
+        self.kept = self.scaling.quantizer(transposed=False)
+        self.transposed = transposed
+        self.scaling.allocate(torch.device("cuda"))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a quantized tensor, in all its layouts."""
+        return FP8 * (2 if self.forward.transposed else 1)
+
+    def warmed(self, launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
+        """Return the launch, after a first step that determines its scales.
+
+        The single pass of later steps is therefore timed.
+        """
+        launch(*arguments)
+        self.scaling.step_done()
+        return partial(launch, *arguments)
+
+
 def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Case]:
     """Yield kernels with a result in FP8, and the same kernels with a result in bf16.
 
     `transposed`: write both layouts where products need them.
     """
-    scaling = DelayedScaling()
-    forward = scaling.quantizer(transposed=transposed)
-    gradient = scaling.quantizer(gradient=True, transposed=transposed)
-    kept = scaling.quantizer(transposed=False)
-    scaling.allocate(torch.device("cuda"))
-    out = FP8 * (2 if forward.transposed else 1)  # bytes per element of a quantized tensor
+    fp8 = Fp8(transposed)
+    yield from norms(shape, tokens, fp8)
+    yield from ropes(shape, tokens, fp8)
+    yield from swiglus(shape, tokens, fp8)
+
+
+def norms(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+    """Yield the quantization of an activation, and the RMS norms."""
     hidden = shape.hidden_size
-    ffn = shape.ffn_hidden_size
-    heads = shape.num_heads
-    kv_heads = shape.num_kv_heads
     n = tokens * hidden
-    m = tokens * ffn
-
-    def warmed(launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
-        """Return the launch, after a first step that found its scales.
-
-        What is timed is therefore the single pass of later steps.
-        """
-        launch(*arguments)
-        scaling.step_done()
-        return partial(launch, *arguments)
-
+    out = fp8.element_bytes
     x = draw(tokens, hidden)
     y = draw(tokens, hidden)
     g = draw(tokens, hidden)
@@ -72,54 +93,59 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     norm_backward = rms_norm.rms_norm_backward_triton
     residual, _, rstd = norm(x, y, weight, 1e-5, None)
     backward = (y, residual, rstd, weight, g)
-    yield "quantize", warmed(quantize_triton, x, forward), n * (BF16 + out)
-    yield "norm, FP8", warmed(norm, x, None, weight, 1e-5, forward), n * (BF16 + out)
-    yield "add + norm, FP8", warmed(norm, x, y, weight, 1e-5, forward), n * (3 * BF16 + out)
+    launch = fp8.warmed(quantize_triton, x, fp8.forward)
+    yield "quantize", launch, n * (BF16 + out)
+    launch = fp8.warmed(norm, x, None, weight, 1e-5, fp8.forward)
+    yield "norm, FP8", launch, n * (BF16 + out)
+    launch = fp8.warmed(norm, x, y, weight, 1e-5, fp8.forward)
+    yield "add + norm, FP8", launch, n * (3 * BF16 + out)
     yield "add + norm, bf16", partial(norm, x, y, weight, 1e-5, None), n * 4 * BF16
-    yield (
-        "norm backward, FP8",
-        warmed(norm_backward, *backward, gradient, transposed),
-        n * (4 * BF16 + out),
-    )
-    yield "norm backward, bf16", partial(norm_backward, *backward, None, transposed), n * 4 * BF16
+    launch = fp8.warmed(norm_backward, *backward, fp8.gradient, fp8.transposed)
+    yield "norm backward, FP8", launch, n * (4 * BF16 + out)
+    launch = partial(norm_backward, *backward, None, fp8.transposed)
+    yield "norm backward, bf16", launch, n * 4 * BF16
 
+
+def ropes(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+    """Yield RoPE and its backward."""
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
     qkv = draw(tokens, shape.qkv_size)
-    turned = 2 * BF16 * tokens * (heads + kv_heads) * shape.head_dim
-    yield "rope", partial(rope.rope_packed_triton_, qkv, cos, sin, heads, kv_heads), turned
+    rotated = 2 * BF16 * tokens * (heads + kv_heads) * shape.head_dim
+    yield "rope", partial(rope.rope_packed_triton_, qkv, cos, sin, heads, kv_heads), rotated
     d_q, d_k, d_v = (
         draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim)
         for count in (heads, kv_heads, kv_heads)
     )
     rope_backward = partial(rope.rope_packed_backward_triton, d_q, d_k, d_v, cos, sin)
-    yield "rope backward, FP8", warmed(rope_backward, gradient), qkv.numel() * (BF16 + out)
+    launch = fp8.warmed(rope_backward, fp8.gradient)
+    yield "rope backward, FP8", launch, qkv.numel() * (BF16 + fp8.element_bytes)
     yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
+
+def swiglus(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+    """Yield SwiGLU and its backward, with the input kept in bf16 or in FP8 for the backward."""
+    ffn = shape.ffn_hidden_size
+    n = tokens * ffn
+    out = fp8.element_bytes
     gate_up = draw(tokens, 2 * ffn)
     d_h = draw(tokens, ffn)
-    swiglu_forward = swiglu.swiglu_quantized_triton
-    swiglu_backward = swiglu.swiglu_quantized_backward_triton
-    yield "swiglu, FP8", warmed(swiglu_forward, gate_up, forward, None), m * (2 * BF16 + out)
-    yield (
-        "swiglu, FP8, input kept in FP8",
-        warmed(swiglu_forward, gate_up, forward, kept),
-        m * (2 * BF16 + out + 2 * FP8),
-    )
-    kept_input = swiglu_forward(gate_up, forward, kept)[1]
-    yield (
-        "swiglu backward, FP8",
-        warmed(swiglu_backward, d_h, gate_up, gradient),
-        m * (3 * BF16 + 2 * out),
-    )
-    yield (
-        "swiglu backward, FP8, input kept in FP8",
-        partial(swiglu_backward, d_h, kept_input, gradient),
-        m * (BF16 + 2 * FP8 + 2 * out),
-    )
+    forward = swiglu.swiglu_quantized_triton
+    backward = swiglu.swiglu_quantized_backward_triton
+    launch = fp8.warmed(forward, gate_up, fp8.forward, None)
+    yield "swiglu, FP8", launch, n * (2 * BF16 + out)
+    launch = fp8.warmed(forward, gate_up, fp8.forward, fp8.kept)
+    yield "swiglu, FP8, input kept in FP8", launch, n * (2 * BF16 + out + 2 * FP8)
+    kept_input = forward(gate_up, fp8.forward, fp8.kept)[1]
+    launch = fp8.warmed(backward, d_h, gate_up, fp8.gradient)
+    yield "swiglu backward, FP8", launch, n * (3 * BF16 + 2 * out)
+    launch = partial(backward, d_h, kept_input, fp8.gradient)
+    yield "swiglu backward, FP8, input kept in FP8", launch, n * (BF16 + 2 * FP8 + 2 * out)
 
 
 def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
-    """Yield the norms of query and key heads with RoPE, for a model that has them."""
+    """Yield the norms of query and key heads with RoPE. `shape` must have such norms."""
     heads = shape.num_heads
     kv_heads = shape.num_kv_heads
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
@@ -152,6 +178,7 @@ def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
 
 
 def loss(shape: ModelShape) -> Iterator[Case]:
+    """Yield cross-entropy and its backward, for one sequence."""
     logits = draw(1, SEQUENCE, shape.vocab_size)
     labels = torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
     yield (
@@ -172,7 +199,7 @@ def loss(shape: ModelShape) -> Iterator[Case]:
 
 
 def update(shape: ModelShape) -> Iterator[Case]:
-    """Yield the optimizer's kernels for one layer's gate_up matrix, halved between two ranks."""
+    """Yield the optimizer's kernels, for half of one layer's gate_up matrix (a shard of two)."""
     size = (shape.ffn_hidden_size, shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
     one = torch.ones((), device="cuda")
@@ -196,7 +223,7 @@ def update(shape: ModelShape) -> Iterator[Case]:
 
 
 def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
-    """Print a line per case with `only` in its name. `copy`: bytes per second of a plain copy."""
+    """Print a line for each case whose name contains `only`. `copy`: bytes/s of a copy."""
     for name, launch, moved in cases:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
@@ -206,9 +233,9 @@ def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time each kernel on the real shapes.")
+    parser = argparse.ArgumentParser(description="Time each kernel at the benchmarks' shapes.")
     parser.add_argument(
-        "--only", default="", metavar="NAME", help="only kernels with NAME in their name"
+        "--only", default="", metavar="NAME", help="time only kernels whose name contains NAME"
     )
     only = parser.parse_args().only
     source = draw(GIB // FP32, dtype=torch.float32)
@@ -220,7 +247,7 @@ def main() -> None:
         report(loss(shape), title, copy, only)
     qwen = shape_of("qwen3-8b")
     report(head_norms(qwen, 16384), f"D {qwen.hidden_size} {'':16}", copy, only)
-    # Only the 8B: the matrices of 70B do not train.
+    # Only for the 8B, because the matrices of the 70B are frozen.
     report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)
 
 

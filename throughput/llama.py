@@ -77,14 +77,15 @@ TABLES = (
             "Precision: in fp8 the products of the blocks, in bf16 all products. On a CPU fp32 "
             "replaces bf16. The median step counts. p10 and p90 are percentiles.",
             "Batch: sequences per micro-batch and GPU. With --batch a step is one micro-batch. "
-            "Without it, a benchmark's model and length take the micro-batch and accumulation of "
-            "its config, and others the largest batch that fits.",
+            "Without it, a benchmark's model at its sequence length has the micro-batch and the "
+            "accumulation of its config, and other models have the largest batch that fits.",
             "TFLOP/s = tokens/s x (6N + 6LSH) / 1e12. N: weights in products, L: layers, S: tokens "
             "per sequence, H: width of attention. Causal attention counts half of the square; "
             "12LSH counts the whole. lora: 4N + 6 x adapters replaces 6N. Recomputation is not "
             "counted.",
-            "Peak memory: of torch's allocator. Planned: the same by calculation "
-            "(launch/plan/estimate.py), at which --batch max starts.",
+            "Peak memory: of torch's allocator. Planned: the calculated peak memory "
+            "(launch/plan/estimate.py). With --batch max, the first batch is the largest that fits "
+            "by this calculation.",
         ),
         plots=(
             Plot(
@@ -131,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tune",
         type=minutes,
         metavar="MINUTES",
-        help="first search for the fastest settings of the same step, for so long at most",
+        help="first search for the fastest settings of the same step, for at most MINUTES",
     )
     parser.add_argument(
         "--resume",
@@ -143,17 +144,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one number of GPUs.
-
-    `config`: its settings at a micro-batch of 1, or those of the benchmark.
-    """
+    """One model on one number of GPUs, with its settings."""
 
     family: Family
-    mode: str
+    mode: str  # "full" or "lora"
     config: RunConfig
     work: Workload
     kind: GpuKind | None  # None: a CPU
-    source: str  # origin of the settings if configs/ has no file for them
+    source: str  # origin of the settings, "" if they are those of a file in configs/
 
     @property
     def benchmark(self) -> str:
@@ -161,16 +159,15 @@ class Case:
 
     @property
     def planned(self) -> Memory | None:
-        # No step evaluates, so evaluation is planned with the smallest micro-batch.
-        return (
-            plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
-            if self.kind
-            else None
-        )
+        """The calculated memory on a GPU, or None for a CPU."""
+        if self.kind is None:
+            return None
+        # There is no evaluation: its micro-batch is set to the smallest.
+        return plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
 
     def row(self) -> dict[str, Any]:
+        """Return the columns that are known before the measurement."""
         config = self.config
-        window = self.family.sliding_window
         settings = []
         if config.recompute_layers:
             settings.append(f"{config.recompute_layers} layers recomputed")
@@ -180,30 +177,23 @@ class Case:
             settings.append(f"base {config.frozen_base}")
         if config.moment_precision == "bf16":
             settings.append("moments bf16")
-        beyond = window is not None and self.work.sequence_length > window
-        notes = (
-            [f"sliding window of {window} not computed: attention sees the whole sequence"]
-            if beyond
-            else []
-        )
-        precision = "fp8" if config.linear_format.in_fp8 else config.precision
+        notes = []
+        window = self.family.sliding_window
+        if window is not None and self.work.sequence_length > window:
+            notes.append(f"without the sliding window of {window}: attention sees all tokens")
+        if self.source:
+            notes.append(self.source)
         return {
-            **{
-                "model": self.family.name,
-                "mode": self.mode,
-                "precision": precision,
-                "layers": self.work.shape.num_layers,
-            },
-            **{
-                "seq": self.work.sequence_length,
-                "gpus": config.world_size,
-                "batch": config.micro_batch_size,
-            },
-            **{
-                "micro_batches": config.gradient_accumulation_steps,
-                "settings": ", ".join(settings),
-            },
-            "note": "; ".join([*notes, *filter(None, [self.source])]),
+            "model": self.family.name,
+            "mode": self.mode,
+            "precision": "fp8" if config.linear_format.in_fp8 else config.precision,
+            "layers": self.work.shape.num_layers,
+            "seq": self.work.sequence_length,
+            "gpus": config.world_size,
+            "batch": config.micro_batch_size,
+            "micro_batches": config.gradient_accumulation_steps,
+            "settings": ", ".join(settings),
+            "note": "; ".join(notes),
             "planned_gib": gib(self.planned.allocated) if self.planned else None,
         }
 
@@ -211,12 +201,13 @@ class Case:
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure each number of GPUs.
 
-    Raises ConfigError, or OutOfMemory if by calculation no batch fits, before anything is measured.
+    Before any measurement, raises ConfigError for wrong options, and OutOfMemory if no batch fits
+    by calculation.
     """
     kind = gpu_kind() if options.device == "cuda" else None
     if options.resume and not options.tune:
         raise ConfigError(
-            "--resume without --tune", "only a search is continued", "add --tune MINUTES"
+            "--resume without --tune", "only a search can be resumed", "add --tune MINUTES"
         )
     chosen = case_to_tune if options.tune else case_of
     for case in [chosen(options, kind, gpus) for gpus in options.gpus]:
@@ -232,7 +223,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
     """Return the case that a search starts from. Raises the errors of `case_of`.
 
-    The batch of --batch need not fit as one micro-batch: the search divides it.
+    The value of --batch need not fit as one micro-batch, because the search may divide it.
     """
     if options.batch in (None, common.MAX):
         return case_of(options, kind, gpus)
@@ -272,7 +263,8 @@ def tuned(case: Case, options: argparse.Namespace, result: Result) -> Case:
 def gpu_kind() -> GpuKind:
     """Return the kind of this machine's GPU.
 
-    A kind that is not in common/gpu_kinds.py is "unknown", has the driver's facts and no peaks.
+    A kind that is not in common/gpu_kinds.py is named "unknown". It has the sizes that the driver
+    reports, and no peaks.
     """
     import torch
 
@@ -285,18 +277,18 @@ def gpu_kind() -> GpuKind:
 
 
 def model_of(options: argparse.Namespace) -> Family:
+    """Return the model of --model with the layers of --layers. Raises ConfigError."""
     name = options.model or (TINY if options.device == "cpu" else "llama3.1-8b")
     if name == TINY and options.device != "cpu":
         raise ConfigError(
             f"--model {TINY}",
-            "it is for a CPU: on a GPU the time of launches would be measured",
+            "it is only for a CPU: on a GPU its steps would measure the time of kernel launches",
             "name another model, with --layers 1 if it must be small",
         )
-    family = (
-        Family(TINY, divisions(measured_in("full"))["miniature"].shape)
-        if name == TINY
-        else family_of(name)
-    )
+    if name == TINY:
+        family = Family(TINY, divisions(measured_in("full"))["miniature"].shape)
+    else:
+        family = family_of(name)
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:
         raise ConfigError(
@@ -308,16 +300,16 @@ def model_of(options: argparse.Namespace) -> Family:
 
 
 def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
-    """Return the case for `gpus` GPUs, with its batch.
+    """Return the case for `gpus` GPUs, with its batch and the settings that fit.
 
-    Raises ConfigError, or OutOfMemory if by calculation no batch fits.
+    `kind`: None for a CPU. Raises ConfigError, and OutOfMemory if no batch fits by calculation.
     """
     family = model_of(options)
     mode = "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
     work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
-    # Fewer layers of the benchmark's model are measured as `bench --layers` measures them.
+    # The benchmark's model with fewer layers counts as well, as for `bench --layers`.
     as_benchmark = (
         replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
         and length == rules.sequence_length
@@ -353,9 +345,9 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
 def config_of(
     benchmark: str, kind: GpuKind | None, gpus: int, linear: str
 ) -> tuple[RunConfig, str]:
-    """Return the config of this kind for `gpus` GPUs in precision `linear`, and its origin.
+    """Return a config for `gpus` GPUs of this kind in precision `linear`, and its origin.
 
-    The origin is "" if a config file matches exactly, otherwise text that names the nearest file.
+    The origin is "" if configs/ has a file for them, otherwise text that names the nearest file.
     """
     name = kind.name if kind else "CPU"
     path = (
@@ -369,16 +361,16 @@ def config_of(
         changes["global_batch_size"] = file.micro_batch_size * gpus
     if file.gpu != name:
         changes["env"] = {}
-    return replace(
-        file, **changes
-    ), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
+    origin = "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
+    return replace(file, **changes), origin
 
 
 def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
-    """Return the config that fits by calculation, with as few changes as possible.
+    """Return a config that fits by calculation, with as few changes as possible.
 
-    It recomputes or offloads as few layers as its batch needs. LoRA shards the base if it must. A
-    benchmark's config that fits stays unchanged. Raises OutOfMemory if nothing fits.
+    It recomputes or offloads only as many layers as necessary. LoRA shards the base only if
+    necessary. A benchmark's config that fits (`as_benchmark`) is returned unchanged. Raises
+    OutOfMemory if no settings fit.
     """
     config = case.config
     work = case.work
@@ -405,7 +397,7 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
 
 
 def case_name(case: Case) -> str:
-    """Return model, mode, batch and GPUs (on a CPU: processes) as words of an error."""
+    """Return model, mode, batch and number of GPUs (on a CPU: of processes), for an error."""
     config = case.config
     kind = case.kind.name if case.kind else "CPU"
     batch = f"batch {config.micro_batch_size} of {case.work.sequence_length} tokens"
@@ -413,26 +405,23 @@ def case_name(case: Case) -> str:
 
 
 def host_bytes(config: RunConfig, work: Workload) -> float:
-    """Return the memory that all processes of a CPU need together, by calculation."""
+    """Return the bytes that all processes on a CPU need together, by calculation."""
     config = replace(config, eval_micro_batch_size=1)
     return config.world_size * plan.memory_peak(config, work).allocated
 
 
 def does_not_fit(case: Case) -> OutOfMemory:
+    """Return the error for a case that does not fit, with its four largest parts of memory."""
     memory = case.planned
     kind = case.kind
     assert memory is not None and kind is not None
-    parts = ", ".join(
-        f"{name} {gib(size):.0f}"
-        for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
-    )
-    needed = f"{gib(memory.needed):.0f} of {gib(plan.usable_bytes(kind)):.0f} GiB"
+    usable = plan.usable_bytes(kind)
+    largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
+    parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in largest)
+    needed = f"{gib(memory.needed):.0f} of {gib(usable):.0f} GiB"
     why = f"by calculation the smallest settings need {needed} on each GPU: {parts} GiB"
     do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
-    if (
-        case.mode == "full"
-        and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2
-    ):
+    if case.mode == "full" and memory.parts.get("gathered weights", 0) > usable / 2:
         do = (
             "use --lora or fewer --layers; more GPUs do not help, "
             "because ZeRO-2 keeps all weights in bf16 on each GPU"
@@ -459,9 +448,11 @@ def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
 
 def model_arguments(case: Case) -> list[str]:
     """Return the options of throughput.bench that describe the model and its sequence length."""
-    sizes = {"--seq": case.work.sequence_length, "--layers": case.work.shape.num_layers}
-    arguments = [word for name, size in sizes.items() for word in (name, str(size))]
-    return arguments + (["--model", case.family.name] if case.family.name != TINY else [])
+    arguments = ["--seq", str(case.work.sequence_length)]
+    arguments += ["--layers", str(case.work.shape.num_layers)]
+    if case.family.name != TINY:
+        arguments += ["--model", case.family.name]
+    return arguments
 
 
 def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
@@ -469,22 +460,11 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
     config = case.config
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         folder = Path(name)
-        (folder / "config.toml").write_text(config.as_toml())
-        arguments = [
-            "throughput.bench",
-            "--benchmark",
-            case.benchmark,
-            "--config",
-            str(folder / "config.toml"),
-        ]
-        arguments += [
-            "--device",
-            options.device,
-            "--steps",
-            str(options.steps),
-            "--warmup",
-            str(options.warmup),
-        ]
+        file = folder / "config.toml"
+        file.write_text(config.as_toml())
+        arguments = ["throughput.bench", "--benchmark", case.benchmark, "--config", str(file)]
+        arguments += ["--device", options.device]
+        arguments += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
         arguments += [*model_arguments(case), "--result", str(folder / MEASURED)]
         threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
         measured, error = run_ranks(
@@ -498,26 +478,26 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
 def values_of(
     case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result
 ) -> dict[str, Any]:
+    """Return the columns that follow from the measurements."""
     shape = case.work.shape
     length = case.work.sequence_length
     config = case.config
     seconds = spread(measured["times_ms"])["ms"] / 1e3
     rate = config.global_batch_size * length / seconds
-    rank = case.work.lora_rank
-    flops = (
-        shape.lora_flops_per_token(length, rank) if rank else shape.training_flops_per_token(length)
-    )
-    tflops = [
-        rate / config.world_size * count / 1e12
-        for count in (flops, flops + shape.attention_flops_per_token(length))
-    ]
+    rate_per_gpu = rate / config.world_size
+    flops = shape.training_flops_per_token(length)
+    if case.work.lora_rank:
+        flops = shape.lora_flops_per_token(length, case.work.lora_rank)
+    tflops = rate_per_gpu * flops / 1e12
+    # 6LSH counts half of the attention's square. The same once more gives 12LSH.
+    whole_square = flops + shape.attention_flops_per_token(length)
     return {
         "tokens_per_s": rate,
-        "tokens_per_s_per_gpu": rate / config.world_size,
-        "tflops": tflops[0],
-        "tflops_12lsh": tflops[1],
-        "mfu": result.percent(tflops[0], "bf16"),
-        "percent": result.percent(tflops[0], options.precision),
+        "tokens_per_s_per_gpu": rate_per_gpu,
+        "tflops": tflops,
+        "tflops_12lsh": rate_per_gpu * whole_square / 1e12,
+        "mfu": result.percent(tflops, "bf16"),
+        "percent": result.percent(tflops, options.precision),
         "allocated_gib": gib(measured["allocated"]) or None,
         "reserved_gib": gib(measured["reserved"]) or None,
     }

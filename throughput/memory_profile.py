@@ -1,9 +1,9 @@
 """Memory profile (profile --memory): the allocations that make up a GPU's peak memory.
 
-The source is torch's history of the allocations of some steps. All ranks run the steps. Only rank 0
-keeps the history and writes. snapshot.pickle is torch's own format, and a pickle because
-pytorch.org/memory_viz opens nothing else. Nothing here reads it: memory.json and memory.html are
-made from the same snapshot while it is in memory.
+The source is torch's history of the allocations during some steps. All ranks run the steps. Rank 0
+records the history and writes the files. snapshot.pickle has torch's own format, because
+pytorch.org/memory_viz opens no other. This package never reads it: memory.json and memory.html are
+made from the snapshot in memory.
 """
 
 from __future__ import annotations
@@ -28,29 +28,27 @@ from throughput.report import date, write_text
 SNAPSHOT = "snapshot.pickle"
 SUMMARY = "memory.json"
 PAGE = "memory.html"
-PROJECT = f"{ROOT}/"  # prefix of file names in frames of this project
-# Packages whose objects hold the tensors that live as long as the run.
-OURS = (
-    "common",
-    *benchmarks.names(),
-)
+PROJECT = f"{ROOT}/"  # prefix of file names in this project's stack frames
+# Packages whose objects refer to the tensors that live as long as the run.
+PACKAGES = ("common", *benchmarks.names())
+# Kinds of allocations, which are keys in memory.json.
 BEFORE = "other, from before these steps"
 UNNAMED = "no frame of ours: autograd, workspaces"
 QUANTIZED = "quantized weights"
-# Sign of an action's change of allocated memory. free_requested leaves the memory in use.
-SIGNS = {
-    "alloc": 1,
-    "free_completed": -1,
-}
+# Action -> sign of its change of allocated memory. After free_requested the memory is still in use.
+ALLOCATED = {"alloc": 1, "free_completed": -1}
+# Action -> sign of its change of reserved memory.
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-LARGEST, PRINTED = 40, 12  # number of places in the files and on the terminal
+LARGEST = 40  # number of places in the files
+PRINTED = 12  # number of places on the terminal
 GIB = 2**30
 
 
 class Piece(NamedTuple):
     """One allocation.
 
-    `size`: the bytes requested. `place`: the innermost frame of this project, "" if there is none.
+    `size`: requested bytes. `kind`: what it is for. `place`: the innermost stack frame of this
+    project, "" if there is none.
     """
 
     size: int
@@ -59,10 +57,11 @@ class Piece(NamedTuple):
 
 
 class History(NamedTuple):
-    """Memory after each event of a snapshot, in bytes, and the time of each event, in milliseconds.
+    """Memory at the beginning and after each event of a snapshot, in bytes.
 
-    `reserved`: from the driver. `allocated`: in total. `kinds`: allocated by kind. `peak`: the
-    allocations alive at the peak.
+    `times_ms`: times in milliseconds. `reserved`: memory that torch reserved from the driver.
+    `allocated`: allocated memory in total. `kinds`: allocated memory by kind. `peak`: the
+    allocations that exist at the peak.
     """
 
     times_ms: list[float]
@@ -73,6 +72,7 @@ class History(NamedTuple):
 
     @property
     def top(self) -> int:
+        """Index of the peak."""
         return self.allocated.index(max(self.allocated))
 
 
@@ -81,20 +81,20 @@ def record(
 ) -> tuple[History, int] | None:
     """Run `steps` steps and, on rank 0, record their allocations. All ranks must call it.
 
-    Rank 0 writes folder/snapshot.pickle and returns the history and the peak by torch's own
+    Rank 0 writes folder/snapshot.pickle, and returns the history and the peak by torch's own
     counter, in bytes. Other ranks return None. Raises StorageError.
     """
     device = processes.device
-    mine = processes.rank == 0
+    records = processes.rank == 0
     processes.barrier()
-    if mine:
+    if records:
         known = owners(assembly)
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
     for _ in range(steps):
         step()
     torch.cuda.synchronize(device)
-    if not mine:
+    if not records:
         return None
     counted = torch.cuda.max_memory_allocated(device)
     snapshot = torch.cuda.memory._snapshot()
@@ -110,7 +110,7 @@ def record(
 
 
 def owners(assembly: Assembly) -> dict[int, str]:
-    """Return address -> kind of each storage that lives as long as the run."""
+    """Return address -> kind of the allocation, for each tensor that lives as long as the run."""
     kinds: dict[str, Iterable[Tensor]] = {
         "AdamW moments": assembly.optimizer.state_tensors(),
         "master weights": assembly.optimizer.weights,
@@ -138,73 +138,89 @@ def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(thing, dict | list | tuple):
         for part in thing.values() if isinstance(thing, dict) else thing:
             yield from _tensors_in(part, seen)
-    elif isinstance(thing, torch.nn.Module) or type(thing).__module__.split(".")[0] in OURS:
+    elif isinstance(thing, torch.nn.Module) or type(thing).__module__.split(".")[0] in PACKAGES:
         yield from _tensors_in(getattr(thing, "__dict__", {}), seen)
 
 
 def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
     """Return the history in a snapshot, as torch.cuda.memory._snapshot() returns and documents it.
 
-    The history need not reach back to the first allocation.
+    The history need not begin with the first allocation of the process. `device`: index of the GPU.
+    `known`: address -> kind, see `owners`.
     """
-    trace = [
-        event for event in snapshot["device_traces"][device] if event["action"] in SIGNS | RESERVED
-    ]
+    actions = ALLOCATED | RESERVED
+    trace = [event for event in snapshot["device_traces"][device] if event["action"] in actions]
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
-    blocks = [
-        block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"
-    ]
-    live = {block["address"]: block["requested_size"] for block in blocks}
-    # Go back from the allocations at the end to those at the beginning.
+    sizes = _sizes_at_start(segments, trace)
+    changes = [RESERVED.get(event["action"], 0) * event["size"] for event in trace]
+    reserved_at_start = sum(segment["total_size"] for segment in segments) - sum(changes)
+    reserved = list(accumulate(changes, initial=reserved_at_start))
+    changes = [ALLOCATED.get(event["action"], 0) * event["size"] for event in trace]
+    allocated = list(accumulate(changes, initial=sum(sizes.values())))
+    pieces = {address: Piece(size, known.get(address, BEFORE)) for address, size in sizes.items()}
+    kinds, peak = _replay(pieces, trace, allocated.index(max(allocated)))
+    start_us = trace[0]["time_us"] if trace else 0
+    times_ms = [0.0, *((event["time_us"] - start_us) / 1e3 for event in trace)]
+    return History(times_ms, reserved, allocated, kinds, peak)
+
+
+def _sizes_at_start(segments: list[dict], trace: list[dict]) -> dict[int, int]:
+    """Return address -> bytes of the allocations before the first event of `trace`.
+
+    `segments` have the allocations after the last event, from which the events are undone.
+    """
+    sizes = {}
+    for segment in segments:
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                sizes[block["address"]] = block["requested_size"]
     for event in reversed(trace):
         if event["action"] == "alloc":
-            live.pop(event["addr"], None)
+            sizes.pop(event["addr"], None)
         elif event["action"] == "free_completed":
-            live[event["addr"]] = event["size"]
-    pieces = {address: Piece(size, known.get(address, BEFORE)) for address, size in live.items()}
-    changes = [RESERVED.get(event["action"], 0) * event["size"] for event in trace]
-    reserved = list(
-        accumulate(
-            changes, initial=sum(segment["total_size"] for segment in segments) - sum(changes)
-        )
-    )
-    changes = [SIGNS.get(event["action"], 0) * event["size"] for event in trace]
-    allocated = list(accumulate(changes, initial=sum(live.values())))
-    top = allocated.index(max(allocated))
+            sizes[event["addr"]] = event["size"]
+    return sizes
+
+
+def _replay(
+    pieces: dict[int, Piece], trace: list[dict], top: int
+) -> tuple[dict[str, list[int]], list[Piece]]:
+    """Return the bytes of each kind after each event, and the allocations after event `top`.
+
+    `pieces`: address -> allocation before the first event.
+    """
+    pieces = dict(pieces)
     peak = list(pieces.values())
-    now: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for piece in pieces.values():
-        now[piece.kind] = now.get(piece.kind, 0) + piece.size
-    kinds = [now]
+        bytes_of[piece.kind] = bytes_of.get(piece.kind, 0) + piece.size
+    steps = [bytes_of]
     for number, event in enumerate(trace, start=1):
-        now = dict(now)
+        bytes_of = dict(bytes_of)
         if event["action"] == "alloc":
-            piece = pieces[event["addr"]] = Piece(event["size"], *kind_and_place(event["frames"]))
-            now[piece.kind] = now.get(piece.kind, 0) + piece.size
+            piece = Piece(event["size"], *kind_and_place(event["frames"]))
+            pieces[event["addr"]] = piece
+            bytes_of[piece.kind] = bytes_of.get(piece.kind, 0) + piece.size
         elif event["action"] == "free_completed":
             piece = pieces.pop(event["addr"])
-            now[piece.kind] -= piece.size
-        kinds.append(now)
+            bytes_of[piece.kind] -= piece.size
+        steps.append(bytes_of)
         if number == top:
             peak = list(pieces.values())
-    start = trace[0]["time_us"] if trace else 0
-    times = [0.0, *((event["time_us"] - start) / 1e3 for event in trace)]
-    return History(
-        times,
-        reserved,
-        allocated,
-        {kind: [each.get(kind, 0) for each in kinds] for kind in kinds[-1]},
-        peak,
-    )
+    kinds = {kind: [step.get(kind, 0) for step in steps] for kind in steps[-1]}
+    return kinds, peak
 
 
 def kind_and_place(frames: list[dict]) -> tuple[str, str]:
-    """Return kind and place of an allocation in a step, by its frames, innermost first."""
-    ours = [
-        frame
-        for frame in frames
-        if frame["filename"].startswith(PROJECT) and "/site-packages/" not in frame["filename"]
-    ]
+    """Return kind and place of an allocation during a step.
+
+    `frames`: its stack frames, innermost first.
+    """
+    ours = []
+    for frame in frames:
+        file = frame["filename"]
+        if file.startswith(PROJECT) and "/site-packages/" not in file:
+            ours.append(frame)
     if not ours:
         return UNNAMED, ""
     file = ours[0]["filename"].removeprefix(PROJECT)
@@ -220,7 +236,10 @@ def kind_and_place(frames: list[dict]) -> tuple[str, str]:
 
 
 def document(history: History, counted: int, facts: dict) -> dict:
-    """Return the content of memory.json, in bytes."""
+    """Return the content of memory.json. All sizes are in bytes.
+
+    `counted`: peak by torch's own counter. `facts`: facts of the run, which are included.
+    """
     top = history.top
     places: dict[tuple[str, str], list[int]] = {}
     for piece in history.peak:

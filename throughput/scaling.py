@@ -1,7 +1,7 @@
 """Training steps on 1, 2, 4 and 8 GPUs, collectives by size, and the links between GPUs.
 
-The models are a GPT under data parallelism and a sharded Llama with few layers. Each number of GPUs
-runs under a separate torchrun (throughput/scaling_rank.py) with one process per GPU. On a CPU, a
+The models are a GPT with data parallelism and a sharded Llama with few layers. For each number of
+GPUs, a separate torchrun starts one process per GPU (throughput/scaling_rank.py). On a CPU, a
 process takes the place of a GPU.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from common.command_line import complete
-from common.errors import Interrupted, RunError
+from common.errors import Interrupted, OutOfMemory, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks
@@ -31,14 +31,13 @@ from throughput.scaling_rank import ScalingRequest
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
-LIMIT_S = 900.0  # for one number of GPUs; collectives have their own timeout
-# The GPT measured by default: the first whose published peak memory (7b: 107.9 GB, 3b: 26.9 GB)
-# leaves a tenth of the GPU free.
+LIMIT_S = 900.0  # time limit for one number of GPUs; collectives have a shorter timeout
+# GPT -> bytes that the GPU's memory must exceed. The first that fits is the default. The numbers
+# are the published peak memory (7b: 107.9 GB, 3b: 26.9 GB) plus about a tenth.
 DEFAULT_GPT = {"7b": 120e9, "3b": 30e9, "small": 0.0}
 LLAMA_LAYERS = {"cuda": 4, "cpu": 2}
-# On a GPU: 1 MiB to 1 GiB.
 COLLECTIVE_BYTES = {
-    "cuda": tuple(4**k << 20 for k in range(6)),
+    "cuda": tuple(4**k << 20 for k in range(6)),  # 1 MiB to 1 GiB
     "cpu": (2**16, 2**18, 2**20),
 }
 REPEATS = {"cuda": 20, "cpu": 5}
@@ -69,18 +68,18 @@ SCALING = Table(
     value="tokens_per_s",
     formulas=(
         "The time of a step is that of the slowest rank, optimizer included. Efficiency = tokens/s "
-        "on n GPUs / (n x tokens/s on one). The batch per GPU stays the same.",
-        "DDP: a GPT (`gpt`) whole on each GPU, torch's DistributedDataParallel, bf16 throughout; "
-        "on one GPU without the wrapper. ZeRO-2: this package's Llama 3.1 8B with fewer layers, "
-        "fused blocks, sharded fp32 master weights and moments, NCCL's reduce-scatter and "
-        "all-gather. On a CPU both are toys.",
-        "Exposed communication = (step - step without reduction) / step. Without reduction: under "
-        "DDP's no_sync; in ZeRO-2 each rank adds its own rows of its own gradient. Both include "
-        "the gather of weights.",
+        "on n GPUs / (n x tokens/s on one). The batch per GPU is the same for all n.",
+        "DDP: a GPT (`gpt`) replicated on each GPU, torch's DistributedDataParallel, bf16 "
+        "throughout; on one GPU without the wrapper. ZeRO-2: this package's Llama 3.1 8B with "
+        "fewer layers, fused blocks, sharded fp32 master weights and moments, NCCL's "
+        "reduce-scatter and all-gather. On a CPU both models are tiny.",
+        "Exposed communication = (step - step without reduction) / step. Without reduction: for "
+        "DDP, inside no_sync; for ZeRO-2, each rank adds its own rows of its own gradient. Both "
+        "include the gather of weights.",
         "TFLOP/s: 6 N + 6 L S H per token. N: parameters in matrix products. Attention counts half "
         "of the square. MFU: share of the dense peak of one GPU, of FP8 if the precision is fp8.",
-        "Mark: fewer tokens/s than on the next smaller number of GPUs, or steps faster than there "
-        "beyond the spread. Measure that row again.",
+        "Mark: a row with fewer tokens/s than the next smaller number of GPUs, or with steps that "
+        "are faster than there beyond the spread. Measure such a row again.",
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
@@ -101,7 +100,7 @@ COLLECTIVES = Table(
     keys=("name", "mib"),
     value="bus_gb_per_s",
     formulas=(
-        "Size: of the tensor that is reduced, or of the whole that is gathered. Algorithm "
+        "Size: of the tensor that is reduced, or of the result that is gathered. Algorithm "
         "bandwidth = size / median time of the slowest rank.",
         "Bus bandwidth, as NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md): algorithm "
         "bandwidth x 2 (n - 1) / n for all-reduce, x (n - 1) / n for all-gather. It is the rate of "
@@ -122,8 +121,8 @@ LINKS = Table(
     value="gb_per_s",
     formulas=(
         "Link: name given by the driver (nvidia-smi topo -m, rocm-smi --showtopo). Copy: 256 MiB "
-        "from one GPU's memory to another's, one direction at a time, the other GPUs idle. Without "
-        "peer access it goes through the host.",
+        "from one GPU's memory to another's, in one direction, while the other GPUs are idle. "
+        "Without peer access the copy goes through the host.",
     ),
     plots=(
         Plot(
@@ -157,26 +156,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure each number of GPUs, then the links. Raises ConfigError for an unknown model."""
+    available = min(2, os.cpu_count() or 1)
     if options.device == "cuda":
+        available = torch.cuda.device_count()
         # On AMD this is RCCL's version.
         result.data["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    there = torch.cuda.device_count() if options.device == "cuda" else min(2, os.cpu_count() or 1)
     model, request = request_for(options, result)
-    result.data["machine"] |= {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("NCCL_", "RCCL_"))
-    }
-    for count in sorted(options.gpus or [count for count in (1, 2, 4, 8) if count <= there]):
-        print(
-            f"starting {count} process{'es' if count > 1 else ''} ...", file=sys.stderr, flush=True
-        )
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(("NCCL_", "RCCL_")):
+            result.data["machine"][name] = value
+    counts = options.gpus or [count for count in (1, 2, 4, 8) if count <= available]
+    for count in sorted(counts):
+        processes = "process" if count == 1 else "processes"
+        print(f"starting {count} {processes} ...", file=sys.stderr, flush=True)
         measured, error = run_ranks(request, count)
         for strategy in ("DDP", "ZeRO-2"):
             add_steps(strategy, model, request, count, measured, error, result)
         add_collectives(count, measured.get("collectives", []), result)
-    if options.device == "cuda" and there > 1:
-        add_links(there, result)
+    if options.device == "cuda" and available > 1:
+        add_links(available, result)
 
 
 def request_for(options: argparse.Namespace, result: Result) -> tuple[str, ScalingRequest]:
@@ -190,28 +188,26 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Scali
         batch=options.batch or known[model].batch,
         sequence_length=options.seq or known[model].sequence_length,
     )
-    kind = "CPU" if device == "cpu" else str(result.data["machine"].get("kind"))
-    fp8 = options.precision == "fp8"
-    sizes = COLLECTIVE_BYTES[device]
-    return model, ScalingRequest(
-        kind,
-        gpt,
-        LLAMA_LAYERS[device],
-        fp8,
-        options.warmup,
-        options.steps or STEPS[device],
-        sizes,
-        REPEATS[device],
+    request = ScalingRequest(
+        gpu="CPU" if device == "cpu" else str(result.data["machine"].get("kind")),
+        gpt=gpt,
+        llama_layers=LLAMA_LAYERS[device],
+        fp8=options.precision == "fp8",
+        warmup=options.warmup,
+        steps=options.steps or STEPS[device],
+        collective_bytes=COLLECTIVE_BYTES[device],
+        collective_repeats=REPEATS[device],
     )
+    return model, request
 
 
 def default_gpt(memory_bytes: int) -> str:
-    """Return the GPT for a GPU with this memory, or the smallest stand-in for 0 (a CPU)."""
+    """Return the name of the default GPT for a GPU with this memory, or "tiny" for 0 (a CPU)."""
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
 
 
 def run_ranks(request: ScalingRequest, count: int) -> tuple[dict[str, Any], RunError | None]:
-    """Measure on `count` ranks. Return their measurements, and the error that ended them or None.
+    """Measure on `count` ranks. Return their measurements and error as `ranks.run_ranks` does.
 
     On a CPU each rank has one thread. Raises Interrupted.
     """
@@ -232,36 +228,24 @@ def add_steps(
     error: RunError | None,
     result: Result,
 ) -> None:
-    """Add the row of one strategy on `gpus` GPUs, or a row with the reason why it is missing."""
-    row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus}
-    if strategy == "DDP":
-        length = request.gpt.sequence_length
-        batch = request.gpt.batch
-        precision = "bf16"
-        flops = request.gpt.shape.training_flops_per_token(length)
-    else:
-        rules = request.rules
-        model = f"Llama, {request.llama_layers} layers"
-        length = rules.sequence_length
-        batch = 1
-        flops = rules.flops_per_token
-        precision = "fp32" if request.gpu == "CPU" else "bf16"
-        if request.fp8:
-            precision = "fp8"
-    row |= {"model": model, "precision": precision, "batch": batch, "seq": length}
+    """Add the row of `strategy` ("DDP" or "ZeRO-2") on `gpus` GPUs.
+
+    If `measured` lacks the strategy, the row has the reason. `model`: name of the GPT.
+    """
+    described, flops = describe_steps(strategy, model, request)
+    row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus, **described}
     part = measured.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
     if part is None:
         result.add(row | {"error": reason(error)})
         return
     row |= spread(part["times_ms"])
-    rate = 1e3 * gpus * batch * length / row["ms"]
+    rate = 1e3 * gpus * row["batch"] * row["seq"] / row["ms"]
+    tflops = flops * rate / gpus / 1e12
     row |= {
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / gpus,
-        "tflops_per_gpu": flops * rate / gpus / 1e12,
-    }
-    row |= {
-        "percent": result.percent(row["tflops_per_gpu"], precision),
+        "tflops_per_gpu": tflops,
+        "percent": result.percent(tflops, row["precision"]),
         "memory_gb": part["memory_bytes"] / 1e9 or None,
     }
     if part["alone_ms"]:
@@ -270,35 +254,58 @@ def add_steps(
     smaller = [
         old for old in result.rows if old.get("strategy") == strategy and "tokens_per_s" in old
     ]
-    one = smaller[0] if smaller else row
-    if one["gpus"] == 1:
-        row["efficiency"] = 100 * rate / gpus / one["tokens_per_s"]
-    result.add(row | ({"mark": mark(smaller[-1], row)} if smaller else {}))
+    first = smaller[0] if smaller else row
+    if first["gpus"] == 1:
+        row["efficiency"] = 100 * rate / gpus / first["tokens_per_s"]
+    if smaller:
+        row["mark"] = mark(smaller[-1], row)
+    result.add(row)
+
+
+def describe_steps(
+    strategy: str, model: str, request: ScalingRequest
+) -> tuple[dict[str, Any], int]:
+    """Return the columns that describe the model and its batch, and the FLOPs per token."""
+    if strategy == "DDP":
+        length = request.gpt.sequence_length
+        gpt = {"model": model, "precision": "bf16", "batch": request.gpt.batch, "seq": length}
+        return gpt, request.gpt.shape.training_flops_per_token(length)
+    precision = "fp32" if request.gpu == "CPU" else "bf16"
+    if request.fp8:
+        precision = "fp8"
+    llama = {
+        "model": f"Llama, {request.llama_layers} layers",
+        "precision": precision,
+        "batch": 1,
+        "seq": request.rules.sequence_length,
+    }
+    return llama, request.rules.flops_per_token
 
 
 def reason(error: RunError | None) -> str:
+    """Return why a part was not measured. `error`: the error that ended the ranks."""
     if error is None:
         return "not measured"
-    return (
-        "out of memory"
-        if error.kind == "out_of_memory" or "out of memory" in error.what
-        else error.what
-    )
+    if error.kind == OutOfMemory.kind or "out of memory" in error.what:
+        return "out of memory"
+    return error.what
 
 
 def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
-    """Describe why `row` does not fit the scaling trend, if it does not.
+    """Describe why `row` does not fit the scaling trend, or return "" if it fits.
 
     `smaller`: the row of the next smaller number of GPUs.
     """
     if row["tokens_per_s"] < smaller["tokens_per_s"]:
-        return f"below {smaller['gpus']} GPU{'s' if smaller['gpus'] > 1 else ''}"
+        unit = "GPU" if smaller["gpus"] == 1 else "GPUs"
+        return f"below {smaller['gpus']} {unit}"
     if row["ms_p90"] < smaller["ms_p10"]:
         return f"faster per GPU than {smaller['gpus']}"
     return ""
 
 
 def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) -> None:
+    """Add the rows of table "collectives". `measured`: see `measure_collectives`."""
     factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
     for call in measured:
         speed = call["bytes"] / statistics.median(call["times_ms"]) / 1e6
@@ -306,14 +313,14 @@ def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) 
             "table": "collectives",
             "name": f"{call['name']}, {ranks} ranks",
             "mib": call["bytes"] / MIB,
+            "algorithm_gb_per_s": speed,
+            "bus_gb_per_s": speed * factors[call["name"]],
         }
-        result.add(
-            row | {"algorithm_gb_per_s": speed, "bus_gb_per_s": speed * factors[call["name"]]},
-            call["times_ms"],
-        )
+        result.add(row, call["times_ms"])
 
 
 def add_links(count: int, result: Result) -> None:
+    """Add the rows of table "links" for `count` GPUs, and a row for each part that failed."""
     vendor = "amd" if torch.version.hip else "nvidia"
     names, why = links.ask_driver(vendor, os.environ, count)
     with tempfile.TemporaryDirectory(prefix="links-") as name:
@@ -325,7 +332,8 @@ def add_links(count: int, result: Result) -> None:
         copies = json.loads((folder / "copies.json").read_text()) if ending.returncode == 0 else []
     for row in links.rows(names, copies):
         result.add({"table": "links", **row})
-    for failed in filter(
-        None, (why, "" if copies else "the copies failed: see the messages above")
-    ):
-        result.add({"table": "links", "pair": "all", "error": failed})
+    if why:
+        result.add({"table": "links", "pair": "all", "error": why})
+    if not copies:
+        error = "the copies failed: see the messages above"
+        result.add({"table": "links", "pair": "all", "error": error})

@@ -1,16 +1,16 @@
-"""Events of the steps in a trace of torch's profiler, for kernel_time.py. No torch.
+"""Events of the steps in a trace of torch's profiler, for kernel_time.py. Without torch.
 
-The trace is Chrome trace JSON, which Perfetto opens. Steps are the ranges `ProfilerStep#<n>`. The
-first is a lead-in: the window runs from its end to the end of the last, so that it contains the
-gaps between steps. On a GPU a step ends with the last main-stream kernel launched in it, on a CPU
-with the range itself. On a CPU the events are the ops of the thread that steps, and gloo's threads
-as further streams.
+The trace is Chrome trace JSON, which Perfetto opens. The steps are the ranges `ProfilerStep#<n>`.
+The first is a lead-in: the window begins at its end and ends with the last step, so that it
+contains the gaps between steps. On a GPU a step ends with the last kernel of the main stream
+launched in it, on a CPU with the range itself. On a CPU the events are the ops of the thread that
+runs the steps, and gloo's threads count as further streams.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import CheckFailed
@@ -20,7 +20,8 @@ from throughput.kernel_time import AUTOGRAD, TraceEvent, class_of, main_stream
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's category is cuda_runtime as well
 ON_GPU = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-# Op -> index of a product's first factor among its inputs. The second factor is the next input.
+# Op that is a matrix product -> index of the first factor among its inputs. The second factor is
+# the next input.
 FIRST_FACTOR = {
     "aten::mm": 0,
     "aten::_scaled_mm": 0,
@@ -46,63 +47,79 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[TraceEvent], int, int, 
     Raises CheckFailed if the trace lacks steps, or kernels that belong to them.
     """
     spans = [record for record in trace["traceEvents"] if record.get("ph") == "X"]
-    steps = sorted(
-        (s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith(STEP)),
-        key=lambda s: s["ts"],
-    )
-    if len(steps) < 2:
-        raise CheckFailed(
-            f"the trace holds {len(steps)} steps",
-            "a lead-in and at least one more are needed",
-            "profile --steps 1 or more",
-        )
-    threads = defaultdict(list)
+    steps = _steps(spans)
+    threads: dict[object, list[Mapping]] = defaultdict(list)
     for span in spans:
         if span.get("cat") in ("cpu_op", "user_annotation", *LAUNCHES):
             threads[span["tid"]].append(span)
     on_gpu = [span for span in spans if span.get("cat") in ON_GPU]
     if not on_gpu:
-        # Ranges, autograd nodes and functions (no namespace) are omitted, since their own time is
-        # Python and bookkeeping.
-        ops = [
-            (s, calls)
-            for s, calls in _nested(threads.pop(steps[0]["tid"]))
-            if s["cat"] == "cpu_op" and "::" in s["name"]
-        ]
-        events = [
-            _event(span, 0, "op", calls, roles)
-            for span, calls in ops
-            if not AUTOGRAD.search(span["name"])
-        ]
-        for number, others in enumerate(threads.values(), start=1):
-            events += [
-                _event(s, number, "kernel", ()) for s in others if s["name"].startswith("gloo:")
-            ]
+        stepping = threads.pop(steps[0]["tid"])
+        events = _cpu_events(stepping, threads.values(), roles)
         return events, _end(steps[0]), _end(steps[-1]), len(steps) - 1
-    on_host = [
-        (span, calls)
-        for thread in threads.values()
-        for span, calls in _nested(thread)
-        if span["cat"] in LAUNCHES
-    ]
-    launches = {
-        span["args"].get("correlation"): (_ns(span["ts"]), calls) for span, calls in on_host
-    }
-    launched = [launches.get(span["args"].get("correlation"), (-1, ())) for span in on_gpu]
-    streams = [(span["args"].get("stream", 0), ON_GPU[span["cat"]]) for span in on_gpu]
-    kernels = [
-        _event(s, *stream, calls, roles)
-        for s, stream, (_, calls) in zip(on_gpu, streams, launched, strict=True)
-    ]
+    launches = _launches(threads.values())
+    kernels = []
+    launch_times = []
+    for span in on_gpu:
+        launched_ns, calls = launches.get(span["args"].get("correlation"), (-1, ()))
+        stream = span["args"].get("stream", 0)
+        kernels.append(_event(span, stream, ON_GPU[span["cat"]], calls, roles))
+        launch_times.append(launched_ns)
     # Gathers that a step launches last run into the next step. After the last step they run alone
-    # and therefore end sooner. So only the main stream counts.
+    # and therefore end earlier. So only the main stream counts.
     main = main_stream(kernels, [class_of(kernel) for kernel in kernels])
-    on_main = [
-        (moment, kernel.end_ns)
-        for kernel, (moment, _) in zip(kernels, launched, strict=True)
-        if kernel.stream == main
-    ]
+    on_main = []
+    for kernel, launched_ns in zip(kernels, launch_times, strict=True):
+        if kernel.stream == main:
+            on_main.append((launched_ns, kernel.end_ns))
     return kernels, _last_end(steps[0], on_main), _last_end(steps[-1], on_main), len(steps) - 1
+
+
+def _steps(spans: Sequence[Mapping]) -> list[Mapping]:
+    """Return the ranges of the steps in order. Raises CheckFailed if there are fewer than two."""
+    steps = []
+    for span in spans:
+        if span.get("cat") == "user_annotation" and span["name"].startswith(STEP):
+            steps.append(span)
+    if len(steps) < 2:
+        raise CheckFailed(
+            f"the trace has {len(steps)} steps",
+            "it must have a lead-in and at least one more",
+            "profile --steps 1 or more",
+        )
+    return sorted(steps, key=lambda step: step["ts"])
+
+
+def _cpu_events(
+    stepping: Sequence[Mapping], others: Iterable[Sequence[Mapping]], roles: Roles
+) -> list[TraceEvent]:
+    """Return the ops of the thread `stepping` that runs the steps, and gloo's collectives.
+
+    Ranges, autograd nodes and functions (names without ::) are omitted, because their own time is
+    Python and bookkeeping.
+    """
+    events = []
+    for span, calls in _nested(stepping):
+        is_op = span["cat"] == "cpu_op" and "::" in span["name"]
+        if is_op and not AUTOGRAD.search(span["name"]):
+            events.append(_event(span, 0, "op", calls, roles))
+    for number, thread in enumerate(others, start=1):
+        for span in thread:
+            if span["name"].startswith("gloo:"):
+                events.append(_event(span, number, "kernel", ()))
+    return events
+
+
+def _launches(
+    threads: Iterable[Sequence[Mapping]],
+) -> dict[object, tuple[int, tuple[_Call, ...]]]:
+    """Return correlation ID -> time in ns, and ops and ranges around it, of each kernel launch."""
+    launches = {}
+    for thread in threads:
+        for span, calls in _nested(thread):
+            if span["cat"] in LAUNCHES:
+                launches[span["args"].get("correlation")] = (_ns(span["ts"]), calls)
+    return launches
 
 
 def _event(
@@ -122,7 +139,7 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
     ends = [end for launched, end in kernels if _ns(step["ts"]) <= launched <= _end(step)]
     if not ends:
         why = (
-            "launches and kernels of the trace do not match: "
+            "the launches and the kernels in the trace do not match: "
             "another profiler may be attached, or this machine cannot trace kernels"
         )
         raise CheckFailed(f"no kernel belongs to {step['name']}", why, "see trace.json.gz")
@@ -132,7 +149,7 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
 def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, ...]]]:
     """Yield each span of one thread with the ops and ranges around it, outermost first.
 
-    An op or range is itself the last of them.
+    If the span is itself an op or range, it is the last of them.
     """
     stack: list[_Call] = []
     for span in sorted(thread, key=lambda span: (_ns(span["ts"]), -span["dur"])):
@@ -141,22 +158,22 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
         if span["cat"] not in LAUNCHES:
             first = FIRST_FACTOR.get(span["name"])
             dims = span.get("args", {}).get("Input Dims", [])
-            stack.append(
-                _Call(span["name"], _end(span), [] if first is None else dims[first : first + 2])
-            )
+            factors = [] if first is None else dims[first : first + 2]
+            stack.append(_Call(span["name"], _end(span), factors))
         yield span, tuple(stack)
 
 
 class Roles:
-    """Names of matrix products by their shape.
+    """Names of matrix products, by their shape.
 
-    With T tokens and W [out, in]: y is T x out, dx is T x in, and dW is out x in or its transpose.
+    With T tokens and a weight W [out, in], y is T x out, dx is T x in, and dW is out x in or its
+    transpose.
     """
 
     def __init__(self, shape: ModelShape, tokens: int, weights_train: bool):
         """Build the tables of names.
 
-        `tokens`: rows of x in a micro-batch. `weights_train`: whether the matrices themselves get
+        `tokens`: number of tokens in a micro-batch. `weights_train`: whether the weights have
         gradients.
         """
         hidden = shape.hidden_size
@@ -172,28 +189,28 @@ class Roles:
         for role, (out, columns) in {**blocks, "head": (shape.vocab_size, hidden)}.items():
             self.forward[tokens, out, columns].append(role)
             self.backward[tokens, columns, out].append(f"{role} dgrad")
-            for wgrad in {(out, columns, tokens), (columns, out, tokens)} if weights_train else ():
-                self.backward[wgrad].append(f"{role} wgrad")
+            if weights_train:
+                for wgrad in {(out, columns, tokens), (columns, out, tokens)}:
+                    self.backward[wgrad].append(f"{role} wgrad")
 
     def name(self, shape: Shape, in_backward: bool) -> str:
-        """Return role and shape.
+        """Return all roles that have this shape, and the shape: "qkv: 8192 x 6144 x 4096".
 
-        All roles of an equal shape are named. A shape without a role is named by the shape alone.
+        A forward product inside the backward is a recomputation, marked "again". If no role has the
+        shape, return the shape alone.
         """
         forward = self.forward.get(shape, [])
         backward = self.backward.get(shape, [])
-        names = (
-            (backward or [f"{name} again" for name in forward])
-            if in_backward
-            else (forward or backward)
-        )
+        names = forward or backward
+        if in_backward:
+            names = backward or [f"{name} again" for name in forward]
         size = " x ".join(map(str, shape))
         return f"{' or '.join(names)}: {size}" if names else size
 
     def product(self, calls: Sequence[_Call]) -> tuple[str, int]:
-        """Return label and FLOPs of the innermost product in `calls`.
+        """Return the label and the FLOPs of the innermost product in `calls`, or "" and 0.
 
-        Its FLOPs count once, however many kernels it has.
+        If a product has several kernels, its FLOPs are returned for the first one only.
         """
         call = next((call for call in reversed(calls) if len(call.factors) == 2), None)
         if call is None:
@@ -201,10 +218,8 @@ class Roles:
         (rows, inner), (_, columns) = call.factors
         flops = 0 if call.counted else 2 * rows * columns * inner
         call.counted = True
-        return self.name(
-            (rows, columns, inner),
-            any(outer.name.startswith("autograd::engine") for outer in calls),
-        ), flops
+        in_backward = any(outer.name.startswith("autograd::engine") for outer in calls)
+        return self.name((rows, columns, inner), in_backward), flops
 
 
 def _ns(microseconds: float) -> int:
