@@ -1,6 +1,6 @@
 """Training steps of GPTs of eight sizes, 30 M to 10 B parameters, on one GPU in plain torch.
 
---batch max and --sweep find the largest batch.
+--batch max finds the largest batch that fits, and --sweep measures all powers of two up to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
 
-# Largest batch of a sweep on a CPU, whose memory is the machine's own and must not be filled.
+# Largest batch of a sweep on a CPU, where a sweep must not fill the memory of the host.
 MOST_ON_CPU = 16
 PRECISION = "bf16"
 
@@ -57,14 +57,14 @@ COLUMNS = (
 FORMULAS = (
     "Step: forward, mean cross-entropy, backward, fused AdamW, on random tokens. Weights, "
     "gradients and both moments are bf16, 8 bytes per parameter, without fp32 master "
-    "weights. Plain torch: not compiled, nothing recomputed, attention by "
-    "scaled_dot_product_attention, vocabulary of 50,257 not padded.",
+    "weights. Plain torch: without compilation and recomputation, with "
+    "scaled_dot_product_attention and a vocabulary of 50,257 that is not padded.",
     "Tokens/s = batch x sequence / median step time. P: all parameters, with the embedding, which "
     "is also the head, counted once. N: parameters in matrix products. L: layers, S: sequence, H: "
     "hidden size. Causal attention counts half of the square.",
-    "MFU: TFLOP/s, 6 N + 6 L S H, as a share of the dense BF16 peak of this GPU kind. Memory: peak "
-    "of the allocator, in 1e9 bytes.",
-    "tiny and mini replace the eight sizes on a CPU. They only show that the measurement works.",
+    "MFU: TFLOP/s by 6 N + 6 L S H, as a share of the dense BF16 peak of this GPU kind. Memory: "
+    "peak of torch's allocator, in 1e9 bytes.",
+    "On a CPU, tiny and mini replace the eight sizes. They only show that the measurement works.",
 )
 KEYS = ("model", "batch", "seq")
 TABLES = (
@@ -113,12 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Measure the chosen sizes, at one batch each or as a sweep. Raises ConfigError."""
+    """Measure the chosen sizes, at one batch each or as a sweep.
+
+    Raises ConfigError for wrong options.
+    """
     if options.batch and options.sweep:
         raise ConfigError(
             "--batch and --sweep exclude each other",
-            "a sweep chooses the batches itself",
-            "leave one of them out",
+            "a sweep chooses the batches",
+            "leave out one of them",
         )
     if options.device == "cpu" and options.batch == common.MAX:
         raise ConfigError(
@@ -128,8 +131,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         )
     options.steps = options.steps or STEPS[options.device]
     known = SIZES | STAND_INS
-    default = list(STAND_INS if options.device == "cpu" else SIZES)
-    for name in [common.choose("--model", options.model, known)] if options.model else default:
+    names = list(STAND_INS if options.device == "cpu" else SIZES)
+    if options.model:
+        names = [common.choose("--model", options.model, known)]
+    for name in names:
         size = replace(known[name], sequence_length=options.seq or known[name].sequence_length)
         if options.sweep:
             sweep(name, size, options, result)
@@ -141,10 +146,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
-    """Measure one size and add its row.
+    """Measure one size, add its row, and return whether the measurement succeeded.
 
-    Return False if it failed, for example out of memory. Raises OutOfMemory before it starts if the
-    memory of the host does not suffice.
+    `table`: "gpt" or "sweep". Raises OutOfMemory, before it starts, if the memory of the host is
+    too small.
     """
     if options.device == "cpu":
         require_host_memory(f"gpt {name}, batch {size.batch}", state_bytes(size))
@@ -159,11 +164,12 @@ def add_row(table: str, name: str, size: Size, options: argparse.Namespace, resu
 
 
 def state_bytes(size: Size) -> int:
-    """Return the bytes of weights, gradients and moments. Activations come on top."""
+    """Return the bytes of weights, gradients and moments, without activations."""
     return STATE_BYTES * size.shape.num_parameters(size.sequence_length)
 
 
 def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
+    """Time the steps of one size. Return the values of its row, and the times in ms."""
     times, memory = timed_steps(size, options.device, options.warmup, options.steps)
     shape = size.shape
     length = size.sequence_length
@@ -199,37 +205,43 @@ def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[
 def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) -> None:
     """Add rows for batches 1, 2, 4, ... and mark the fastest.
 
-    If memory runs out, add a row that says so and a row of the largest batch that fits.
+    If memory runs out, add a row with the error, and a row for the largest batch that fits.
     """
     first = len(result.rows)
     batch = 1
-    while add_row("sweep", name, replace(size, batch=batch), options, result) and not (
-        options.device == "cpu" and batch >= MOST_ON_CPU
-    ):
+    while add_row("sweep", name, replace(size, batch=batch), options, result):
+        if options.device == "cpu" and batch >= MOST_ON_CPU:
+            break
         batch *= 2
     marks: dict[int, list[str]] = {}
     if batch > 1 and "error" in result.rows[-1]:
-        good = batch // 2
-        bad = batch
-        most = largest(
-            lambda count: count <= good or (count < bad and fits(size, options.device, count))
-        )
+        most = largest_between(batch // 2, batch, size, options.device)
         marks[most] = ["largest that fits"]
-        if most > good:
+        if most > batch // 2:
             add_row("sweep", name, replace(size, batch=most), options, result)
     measured = [row for row in result.rows[first:] if "tokens_per_s" in row]
     if measured:
-        marks.setdefault(max(measured, key=lambda row: row["tokens_per_s"])["batch"], []).append(
-            "most tokens/s"
-        )
+        fastest = max(measured, key=lambda row: row["tokens_per_s"])
+        marks.setdefault(fastest["batch"], []).append("most tokens/s")
     for row in measured:
         row["mark"] = ", ".join(marks.get(row["batch"], []))
 
 
-def fits(size: Size, device: str, batch: int) -> bool:
-    """Return whether two steps fit in memory; AdamW's moments exist from the second step on.
+def largest_between(good: int, bad: int, size: Size, device: str) -> int:
+    """Return the largest batch that fits, if `good` is known to fit and `bad` not to fit."""
 
-    Raises any error other than out of memory.
+    def batch_fits(batch: int) -> bool:
+        if batch <= good:
+            return True
+        return batch < bad and fits(size, device, batch)
+
+    return largest(batch_fits)
+
+
+def fits(size: Size, device: str, batch: int) -> bool:
+    """Return whether two steps fit in memory. AdamW's moments exist from the second step on.
+
+    Raises the error of a step unless it is out of memory.
     """
     try:
         timed_steps(replace(size, batch=batch), device, warmup=1, steps=1)

@@ -1,13 +1,12 @@
 """A GPT in plain torch, in eight sizes, with its training step.
 
-`throughput gpt` and `throughput scaling` time it. Nothing is compiled or fused by hand, so the
-numbers show the speed of plain torch on a machine. `bench` times the fused Llama of this package.
-The layers:
+`throughput gpt` and `throughput scaling` time it. Nothing is compiled or fused by hand, so it shows
+the speed of plain torch on a machine. `bench` times the fused Llama of this package. The layers:
 
     token embedding + learned position embedding
-    N times: LayerNorm, causal attention with as many key as query heads, residual,
-             LayerNorm, two matrices with GELU between, residual
-    LayerNorm, logits through the token embedding
+    N times: LayerNorm, causal attention with as many key heads as query heads, residual,
+             LayerNorm, two linear layers with GELU between them, residual
+    LayerNorm, logits by the token embedding
 
 Every linear layer has a bias. Weights, gradients and both moments of AdamW are bf16: 8 bytes per
 parameter. There are no fp32 master weights, which real training would have (16 bytes per
@@ -32,6 +31,8 @@ LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class GptShape:
+    """Sizes of a GPT."""
+
     num_layers: int
     num_heads: int
     hidden_size: int
@@ -40,7 +41,7 @@ class GptShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights used in a matrix product per token: linear layers, and the embedding as the head.
+        """Number of weights that multiply each token: linear layers, and the embedding as the head.
 
         Biases are not counted.
         """
@@ -50,7 +51,7 @@ class GptShape:
     def num_parameters(self, sequence_length: int) -> int:
         """Return the number of all parameters.
 
-        The position embedding counts one row per position of the sequence.
+        The position embedding has one row for each token of the sequence.
         """
         per_layer = 9 * self.hidden_size + self.ffn_hidden_size
         biases_and_norms = self.num_layers * per_layer + 2 * self.hidden_size
@@ -58,9 +59,10 @@ class GptShape:
         return self.matmul_parameters + positions + biases_and_norms
 
     def training_flops_per_token(self, sequence_length: int) -> int:
-        """Return 6*N + 6*L*S*H, with causal attention at half of the square.
+        """Return 6*N + 6*L*S*H, in which causal attention counts half of the square.
 
-        common/model/shapes.py counts the Llama's FLOPs in the same way.
+        N: `matmul_parameters`, L: layers, S: sequence length, H: hidden size.
+        common/model/shapes.py counts the FLOPs of Llama in the same way.
         """
         return 6 * self.matmul_parameters + 6 * self.num_layers * sequence_length * self.hidden_size
 
@@ -75,8 +77,7 @@ class Size:
 
 
 # The eight sizes of a published benchmark of one MI350X, whose rows are in
-# throughput/published.json. "7b" and "13b" are its labels: they have 5.2 and 10.1 billion
-# parameters.
+# throughput/published.json. Its models "7b" and "13b" have 5.2 and 10.1 billion parameters.
 SIZES = {
     "small": Size(GptShape(6, 6, 384, 1536), 32, 512),
     "medium": Size(GptShape(12, 12, 768, 3072), 16, 512),
@@ -87,7 +88,7 @@ SIZES = {
     "7b": Size(GptShape(32, 32, 4096, 11008), 8, 1024),
     "13b": Size(GptShape(40, 40, 5120, 13824), 4, 1024),
 }
-# Sizes for a CPU: they show that the command works and say nothing about the machine.
+# Sizes for a CPU. They show that the command works, and say nothing about the machine.
 STAND_INS = {
     "tiny": Size(GptShape(2, 2, 64, 256, 2048), 2, 64),
     "mini": Size(GptShape(4, 4, 128, 512, 2048), 2, 64),
@@ -124,11 +125,12 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(GPTBlock(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.hidden_size)
         for table in (self.embedding, self.positions):
-            # As GPT-2. The head is tied, so rows of N(0, 1) would give huge logits.
+            # As in GPT-2. The embedding is also the head: torch's default N(0, 1) would give huge
+            # logits.
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return the mean loss over all next tokens, [], of int tokens [batch, sequence + 1]."""
+        """Return the mean cross-entropy of all next tokens, []. `tokens_BS`: int [B, S + 1]."""
         inputs = tokens_BS[:, :-1]
         labels = tokens_BS[:, 1:]
         x_BSD = self.embedding(inputs) + self.positions.weight
@@ -148,7 +150,7 @@ def build_gpt(shape: GptShape, sequence_length: int, device: torch.device) -> Gp
 def train_step(model: nn.Module, size: Size) -> Callable[[], None]:
     """Return a function that runs one step on random tokens: forward, backward, AdamW.
 
-    `model`: a Gpt, or a wrapped one.
+    `model`: a Gpt, which may be wrapped in DistributedDataParallel.
     """
     device = next(model.parameters()).device
     tokens = torch.randint(

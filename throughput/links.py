@@ -1,6 +1,6 @@
-"""Links between the GPUs of this machine: the driver's names, speeds of copies, and a picture.
+"""Links between the GPUs of this machine: names given by the driver, speeds of copies, a drawing.
 
-`python -m throughput.links FILE` measures the copies in a separate process, since the contexts on
+`python -m throughput.links FILE` measures the copies in a separate process, so that its contexts on
 all GPUs end with it.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, product
+from itertools import cycle, permutations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,14 @@ REPEATS = 10
 Names = dict[tuple[int, int], str]  # (GPU, another GPU) -> NV18, XGMI, PIX, ...
 
 
-# --- names from the driver ------------------------------------------------------------------------
+# --- names given by the driver --------------------------------------------------------------------
 
 
-def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple[Names, str]:
-    """Return the names of the links between the `count` visible GPUs, and "" or why there are none.
+def read_names(vendor: str, environment: Mapping[str, str], count: int) -> tuple[Names, str]:
+    """Return the names of the links between the visible GPUs, and why they are missing or "".
 
-    GPUs are numbered as torch numbers them.
+    GPUs are numbered as torch numbers them. `vendor`: "nvidia" or "amd". `count`: number of GPUs
+    that torch sees.
     """
     command = COMMANDS[vendor]
     try:
@@ -49,16 +50,14 @@ def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple
         return {}, f"{' '.join(command)}: {error}"
     driver_names = {"nvidia": parse_nvidia, "amd": parse_rocm}[vendor](answer.stdout)
     total = 1 + max((gpu for pair in driver_names for gpu in pair), default=-1)
-    chosen = list(range(total))
+    visible = list(range(total))
     for name in VISIBLE[vendor]:
-        chosen = [chosen[i] for i in visible_indices(len(chosen), environment.get(name))]
-    if len(chosen) != count:
-        return (
-            {},
-            f"{' '.join(command)} shows {total} GPUs and torch {count}: the order is unknown",
-        )
+        visible = [visible[i] for i in visible_indices(len(visible), environment.get(name))]
+    if len(visible) != count:
+        why = f"{' '.join(command)} shows {total} GPUs and torch {count}: the order is unknown"
+        return {}, why
     names: Names = {}
-    for (i, first), (j, second) in product(enumerate(chosen), repeat=2):
+    for (i, first), (j, second) in product(enumerate(visible), repeat=2):
         if (first, second) in driver_names:
             names[i, j] = driver_names[first, second]
     return names, ""
@@ -85,12 +84,9 @@ def _matrix(rows: list[list[str]]) -> Names:
             head = cells
         elif head and re.fullmatch(r"GPU\d+", cells[0]):
             gpu = int(cells[0][3:])
-            named = [
-                (int(name[3:]), link)
-                for name, link in zip(head, cells[1:], strict=False)
-                if re.fullmatch(r"GPU\d+", name)
-            ]
-            names |= {(gpu, other): link for other, link in named if other != gpu}
+            for name, link in zip(head, cells[1:], strict=False):
+                if re.fullmatch(r"GPU\d+", name) and int(name[3:]) != gpu:
+                    names[gpu, int(name[3:])] = link
     return names
 
 
@@ -101,13 +97,11 @@ def measure_copies(path: Path) -> None:
     """Write [from, to, GB/s, peer access] of every ordered pair of GPUs to `path`, as JSON."""
     import torch
 
-    gpus = range(torch.cuda.device_count())
-    pairs = [(i, j) for i in gpus for j in gpus if i != j]
-    path.write_text(
-        json.dumps(
-            [[i, j, copy_gb_per_s(i, j), torch.cuda.can_device_access_peer(i, j)] for i, j in pairs]
-        )
-    )
+    copies = []
+    for source, target in permutations(range(torch.cuda.device_count()), 2):
+        peer = torch.cuda.can_device_access_peer(source, target)
+        copies.append([source, target, copy_gb_per_s(source, target), peer])
+    path.write_text(json.dumps(copies))
 
 
 def copy_gb_per_s(source: int, target: int) -> float:
@@ -131,47 +125,63 @@ def copy_gb_per_s(source: int, target: int) -> float:
     return REPEATS * COPY_BYTES / seconds(REPEATS) / 1e9
 
 
-# --- rows and picture -----------------------------------------------------------------------------
+# --- rows and drawing -----------------------------------------------------------------------------
 
 
 def rows(names: Names, copies: list[list]) -> list[dict[str, Any]]:
     """Return a row for each ordered pair of GPUs.
 
-    `names`: from `ask_driver`. `copies`: the lists that `measure_copies` wrote.
+    `names`: from `read_names`. `copies`: the lists that `measure_copies` wrote.
     """
-    speeds = {
-        (i, j): {"gb_per_s": speed, "peer": "yes" if peer else "no"} for i, j, speed, peer in copies
-    }
-    pairs = sorted({*names, *speeds})
-    return [
-        {"pair": f"{i} to {j}", "link": names.get((i, j), "unknown"), **speeds.get((i, j), {})}
-        for i, j in pairs
-    ]
+    speeds: dict[tuple[int, int], dict[str, Any]] = {}
+    for source, target, gb_per_s, peer in copies:
+        speeds[source, target] = {"gb_per_s": gb_per_s, "peer": "yes" if peer else "no"}
+    pairs = []
+    for pair in sorted({*names, *speeds}):
+        row = {"pair": f"{pair[0]} to {pair[1]}", "link": names.get(pair, "unknown")}
+        pairs.append(row | speeds.get(pair, {}))
+    return pairs
 
 
 def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[str]) -> None:
-    """Draw the GPUs in a circle and, to the right, the matrix of speeds, where darker is faster.
+    """Draw the GPUs in a circle and, to the right, the matrix of speeds, in which darker is faster.
 
-    A line between two GPUs has the color of their kind of link. `points`: (pair, GB/s, link).
+    A line between two GPUs has the color of its kind of link. `points`: (pair, GB/s, link).
     """
-    speeds: dict[tuple[int, ...], tuple[float, str]] = {}
+    speeds: dict[tuple[int, ...], float] = {}
+    links: dict[tuple[int, ...], str] = {}
     for pair, speed, link in points:
-        speeds[tuple(map(int, pair.split(" to ")))] = (speed, link)
+        numbers = tuple(map(int, pair.split(" to ")))
+        speeds[numbers] = speed
+        links[numbers] = link
     gpus = sorted({gpu for pair in speeds for gpu in pair})
-    kinds = dict.fromkeys(link for _, link in speeds.values())
-    color = dict(zip(kinds, cycle(colors), strict=False))
+    _draw_circle(axes, gpus, links, colors)
+    _draw_matrix(axes, gpus, speeds, colors[0])
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+
+
+def _draw_circle(
+    axes: Axes, gpus: list[int], links: dict[tuple[int, ...], str], colors: Sequence[str]
+) -> None:
+    color = dict(zip(dict.fromkeys(links.values()), cycle(colors), strict=False))
     place: dict[int, tuple[float, float]] = {}
     for number, gpu in enumerate(gpus):
         angle = 2 * math.pi * number / len(gpus)
         place[gpu] = (math.sin(angle), math.cos(angle))
-    for (i, j), (_, link) in speeds.items():
+    for (i, j), link in links.items():
         axes.plot(*zip(place[i], place[j], strict=True), color=color[link], linewidth=1.5, zorder=1)
     for link in color:
         axes.plot([], [], color=color[link], label=link)  # only for the legend
     for gpu, (x, y) in place.items():
         axes.plot([x], [y], "o", color="white", markeredgecolor="black", markersize=16, zorder=2)
         axes.text(x, y, str(gpu), ha="center", va="center", color="black", zorder=3)
-    most = max(speed for speed, _ in speeds.values())
+
+
+def _draw_matrix(
+    axes: Axes, gpus: list[int], speeds: dict[tuple[int, ...], float], color: str
+) -> None:
+    most = max(speeds.values())
     cell = 2.2 / (len(gpus) + 1)
     for row, gpu in enumerate(gpus, start=1):
         for column, other in enumerate(gpus, start=1):
@@ -179,19 +189,17 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
             middle = 1.1 - cell * (row + 0.5)
             if row == 1:
                 axes.text(left + cell / 2, 1.1 - cell / 2, str(other), ha="center", va="center")
-            if speed := speeds.get((gpu, other), (0.0, ""))[0]:
+            if speed := speeds.get((gpu, other), 0.0):
                 right = left + cell
                 bottom = middle - cell / 2
                 top = middle + cell / 2
                 xs = [left, right, right, left]
                 ys = [bottom, bottom, top, top]
-                axes.fill(xs, ys, color=colors[0], alpha=0.5 * speed / most, linewidth=0)
+                axes.fill(xs, ys, color=color, alpha=0.5 * speed / most, linewidth=0)
                 axes.text(
                     left + cell / 2, middle, f"{speed:.0f}", ha="center", va="center", fontsize=7
                 )
         axes.text(1.5 + cell / 2, 1.1 - cell * (row + 0.5), str(gpu), ha="center", va="center")
-    axes.set_aspect("equal")
-    axes.set_axis_off()
 
 
 if __name__ == "__main__":

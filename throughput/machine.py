@@ -1,6 +1,6 @@
-"""Facts of this machine and its software for a result, from torch, the driver and Linux.
+"""Facts about this machine and its software, for a result. Facts that cannot be read are left out.
 
-Facts that cannot be read are missing.
+The sources are torch, the driver and Linux.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OF_LINUX = {  # key of a system description -> key of `facts`
 
 
 def facts(detected: Probe, device: str) -> dict[str, Any]:
-    """Return the facts of the GPU, the CPU and the operating system.
+    """Return facts about the GPU, the CPU and the operating system.
 
-    GPU: name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind,
-    count, memory, power limit, boost slider and power profiles.
+    Those of the GPU are name, kind, number, memory, dense peaks (of a kind in common/gpu_kinds.py),
+    power limit, boost slider and power profiles.
     """
     of_linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {
@@ -55,7 +55,7 @@ def facts(detected: Probe, device: str) -> dict[str, Any]:
 
 
 def kind_of(detected: Probe) -> str:
-    # Partitioned or mixed GPUs are unknown. Only a kind in KINDS has a peak to print a share of.
+    """Return the GPU kind as text. It is "unknown" for partitioned or mixed GPUs."""
     try:
         kind = identify(detected, os.environ.get("GPU_KIND", ""))
     except PreflightError:
@@ -66,6 +66,7 @@ def kind_of(detected: Probe) -> str:
 
 
 def power_limit(detected: Probe) -> dict[str, float]:
+    """Return the lowest power limit of the GPUs in W, {} if it cannot be read."""
     try:
         values = read_gpus(
             detected.vendor, [device.address for device in detected.devices], ["power_limit_w"]
@@ -77,7 +78,7 @@ def power_limit(detected: Probe) -> dict[str, float]:
 
 
 def power_settings(detected: Probe) -> dict[str, str]:
-    """Return the positions of the boost slider of NVIDIA GPUs, and their power profiles."""
+    """Return the positions of the boost slider and the power profiles, for NVIDIA GPUs only."""
     if detected.vendor != "nvidia":
         return {}
     try:
@@ -93,7 +94,7 @@ def power_settings(detected: Probe) -> dict[str, str]:
 def versions(detected: Probe) -> dict[str, Any]:
     """Return the commit and the versions of driver, Python, packages, and torch's CUDA or ROCm.
 
-    The commit is followed by "modified" if files were changed.
+    The commit is followed by ", modified" if the working tree has changes.
     """
     known = run_directory.versions(ROOT, detected)
     commit = "unknown"

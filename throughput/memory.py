@@ -1,4 +1,4 @@
-"""Memory: that of a GPU as torch counts it, that of the host, and out-of-memory errors."""
+"""Memory of a GPU (as torch counts it) and of the host, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from launch.preflight.host import available_memory
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Return whether `error` is torch's own out-of-memory error or that of a library.
+    """Return whether `error` is an out-of-memory error, of torch or of a library.
 
-    Libraries that ask the driver for memory themselves are recognized by their messages.
+    The errors of libraries that allocate memory from the driver are recognized by their messages.
     """
     return (
         isinstance(error, torch.OutOfMemoryError)
@@ -26,8 +26,8 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 def free_memory(device: torch.device) -> None:
     """Release all unreferenced memory and reset the peak."""
-    # A failed backward leaves work that refers to its graph, and so to the model, until torch runs
-    # the next backward.
+    # After a failed backward, the autograd engine refers to the graph, and so to the model, until
+    # the next backward runs.
     torch.zeros((), device=device, requires_grad=True).backward()
     gc.collect()
     if device.type == "cuda":
@@ -41,9 +41,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def require_host_memory(what: str, needed: float) -> None:
-    """Raise OutOfMemory if `what`, measured on the CPU, needs more bytes than the host can give.
+    """Raise OutOfMemory if `what`, measured on the CPU, needs more bytes than are available.
 
-    Without this check, Linux would end some process of the machine when its memory is full.
+    Without this check, Linux would kill a process of this machine, not necessarily this one.
     """
     available = available_memory(Path("/"))
     if needed > available:

@@ -1,4 +1,4 @@
-"""Options that several measurements share, with one name and one meaning, and their parsing."""
+"""Options that several measurements share, and checks of their values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from common.hardware import Probe
 from common.known_issues import installed
 from launch.torch_build import require_fitting_torch
 
-MAX = "max"  # --batch max: the largest that fits, found by trying
+MAX = "max"  # --batch max: the largest batch that fits
 
 
 def whole(text: str) -> int:
+    """Parse a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
@@ -27,6 +28,7 @@ def whole_or_max(text: str) -> int | str:
 
 
 def counts(text: str) -> list[int]:
+    """Parse whole numbers of at least 1, separated by commas."""
     return [whole(part) for part in text.split(",")]
 
 
@@ -52,7 +54,7 @@ COMMON: dict[str, dict[str, Any]] = {
         "type": whole,
         "metavar": "N",
         "default": 5,
-        "help": "number of untimed steps before (default: %(default)s)",
+        "help": "number of untimed steps before the timed ones (default: %(default)s)",
     },
     "steps": {
         "type": whole,
@@ -66,7 +68,7 @@ COMMON: dict[str, dict[str, Any]] = {
 def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any]) -> None:
     """Add the options `names` of COMMON to `parser`.
 
-    `changes`: changed settings by option, e.g. add(parser, "steps", seq={"default": 1024}).
+    `changes`: options with changed settings, as in add(parser, "steps", seq={"default": 1024}).
     """
     for name in (*names, *(name for name in changes if name not in names)):
         parser.add_argument(f"--{name}", **COMMON[name] | changes.get(name, {}))
@@ -87,28 +89,33 @@ def device_of(option: str | None, detected: Probe) -> str:
 
 
 def check_torch(device: str, detected: Probe) -> None:
-    """Raise PreflightError if the measurement is on GPUs that torch is not built for."""
+    """Raise PreflightError if `device` is "cuda" and torch is not built for these GPUs."""
     if device == "cuda":
         require_fitting_torch(detected, installed(detected.driver), os.environ)
 
 
 def check_gpus(wanted: list[int], device: str, detected: Probe) -> None:
-    """Raise ConfigError if there are fewer GPUs than the largest number wanted.
+    """Raise ConfigError if there are fewer GPUs than the largest number in `wanted`.
 
-    On a CPU a "GPU" is a process, at most one per core.
+    On a CPU the numbers are those of processes, of which there may be one for each core.
     """
-    there = (os.cpu_count() or 1) if device == "cpu" else len(detected.devices)
-    if max(wanted) > there:
-        kind = "CPU cores" if device == "cpu" else "GPUs"
+    available = len(detected.devices)
+    kind = "GPUs"
+    if device == "cpu":
+        available = os.cpu_count() or 1
+        kind = "CPU cores"
+    if max(wanted) > available:
         raise ConfigError(
-            f"--gpus {max(wanted)}", f"this machine has {there} {kind}", f"use at most {there}"
+            f"--gpus {max(wanted)}",
+            f"this machine has {available} {kind}",
+            f"use at most {available}",
         )
 
 
 def choose(option: str, value: str, known: Iterable[str]) -> str:
-    """Return `value` of `option` (such as --model).
+    """Return `value`, the value of `option` (such as --model).
 
-    Raises ConfigError that lists `known` if `value` is not in it.
+    Raises ConfigError, with the list of known values, if it is not in `known`.
     """
     if value not in known:
         raise ConfigError(

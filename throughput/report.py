@@ -25,7 +25,7 @@ Content = TypeVar("Content")
 
 # --- one result -----------------------------------------------------------------------------------
 
-# Keys of machine and versions -> their names on a page. Other keys are shown with spaces.
+# Keys of machine and versions -> their names on a page. Of other keys, _ becomes a space.
 FACTS = {
     "started": "Date",
     "command": "Command",
@@ -56,7 +56,7 @@ FACTS = {
 
 
 def title(what: str, data: dict[str, Any]) -> str:
-    """Return the title of a page: measurement, machine and date."""
+    """Return the title of a page: measurement, machine and, if it is known, the date."""
     day = f" · {date(data)}" if "started" in data else ""
     return f"{what} · {machine_name(data)}{day}"
 
@@ -66,12 +66,12 @@ def machine_name(data: dict[str, Any]) -> str:
 
 
 def date(data: dict[str, Any], format: str = "%Y-%m-%d") -> str:
-    """Return the start of a measurement as text, in UTC."""
+    """Return the date on which a measurement started, in UTC. `format`: as for time.strftime."""
     return time.strftime(format, time.gmtime(data["started"]))
 
 
 def gpu_kind(data: dict[str, Any]) -> str:
-    """Return the kind of GPU that was measured, "" for a CPU."""
+    """Return the GPU kind that was measured, "" for a CPU."""
     return data["machine"].get("kind", "")
 
 
@@ -80,15 +80,14 @@ def sections(data: dict[str, Any]) -> list[Section]:
 
     They are machine and software, each measured table, and the published tables of the same GPU.
     """
-    return [
-        facts([("", data)]),
-        *(part for table in data["tables"] for part in measured(table, data)),
-        *others(data["tables"], {gpu_kind(data)}),
-    ]
+    made = [facts([("", data)])]
+    for table in data["tables"]:
+        made += measured(table, data)
+    return made + others(data["tables"], {gpu_kind(data)})
 
 
 def others(tables: Iterable[Table], gpus: set[str]) -> list[Section]:
-    """Return the published tables that `tables` name, each once, with the rows of `gpus` only."""
+    """Return the published tables that `tables` name, each once, with the rows of `gpus`."""
     names = dict.fromkeys(wanted.table for table in tables for wanted in table.published)
     made = [of_published(name, gpus) for name in names]
     return [section for section in made if section.rows]
@@ -110,28 +109,30 @@ def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
 
 
 def described(data: dict[str, Any]) -> dict[str, str]:
-    """Return date, command, machine and versions of a result as text."""
+    """Return date, command, machine and versions of a result, name -> text."""
     known: dict[str, Any] = {}
     if "started" in data:
         known["started"] = date(data, "%Y-%m-%d %H:%M UTC")
     known |= {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
     if data.get("status") != "finished":
-        known["status"] = "the measurement did not end: rows may be missing"
+        known["status"] = "the measurement did not finish: rows may be missing"
     if gpu_kind(data) == "unknown":
-        known["peak"] = "unknown for this GPU: no percentage of a peak is given"
+        known["peak"] = "unknown for this GPU: there are no percentages of a peak"
     return {name: str(value) for name, value in known.items()}
 
 
 def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a table in its order. In a sorted table, failed rows come last."""
+    """Return the rows of a table in its order. In a sorted table, failed rows are last."""
     rows = [row for row in data["rows"] if row.get("table") == table.name]
-    return sorted(rows, key=lambda row: -(row.get(table.sort) or 0.0)) if table.sort else rows
+    if table.sort:
+        rows.sort(key=lambda row: -(row.get(table.sort) or 0.0))
+    return rows
 
 
 def measured(table: Table, data: dict[str, Any]) -> list[Section]:
-    """Return the section of a table, in a list that is empty if the table has no rows.
+    """Return the section of a table as a list, which is empty if the table has no rows.
 
-    A failed row shows its error in place of the table's value.
+    For a failed row, the error replaces the value.
     """
     rows = rows_of(table, data)
     if not rows:
@@ -144,9 +145,11 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
             (column.head, bool(column.format), cells),
             *beside(column, table, rows, gpu_kind(data)),
         ]
-    drawings = tuple(
-        drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"]))
-    )
+    drawings = []
+    for plot in table.plots:
+        drawing = drawn(plot, table, rows, data["notes"])
+        if drawing:
+            drawings.append(drawing)
     heads, numbers, columns = zip(*parts, strict=True)
     return [
         Section(
@@ -156,7 +159,7 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
             numbers,
             tuple(zip(*columns, strict=True)),
             table.formulas,
-            drawings,
+            tuple(drawings),
         )
     ]
 
@@ -164,32 +167,37 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
 def beside(
     column: Column, table: Table, rows: list[dict[str, Any]], gpu: str
 ) -> list[tuple[str, bool, list[str]]]:
-    """Return the columns of values published for `gpu` to the right of `column`.
+    """Return the columns with values published for `gpu` that stand to the right of `column`.
 
-    They belong to the column of the same key or, if no column has that key, to the column of the
+    They stand beside the column with the same key or, if there is none, beside the column of the
     table's value.
     """
     parts = []
     keys = {own.key for own in table.columns}
     for wanted in table.published:
-        if wanted.match and column.key == (wanted.value if wanted.value in keys else table.value):
-            cells = [published.beside(row, wanted, gpu) for row in rows]
+        beside_key = wanted.value if wanted.value in keys else table.value
+        if not wanted.match or column.key != beside_key:
+            continue
+        cells = [published.beside(row, wanted, gpu) for row in rows]
+        if set(cells) != {"-"}:
             head = published.tables()[wanted.table].column(wanted.value).head
-            parts += [(f"{head}, published", False, cells)] if set(cells) != {"-"} else []
+            parts.append((f"{head}, published", False, cells))
     return parts
 
 
 def drawn(
     plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
 ) -> Drawing | None:
-    """Return the drawing of `plot`, or None if no row has all values."""
+    """Return the drawing of `plot`, or None if no row has all of its values."""
     columns = {column.key: column for column in table.columns}
     names = plot.x.split(", ")
     points = []
     for row in rows:
         if not all(_has(row, key) for key in (plot.y, *names)):
             continue
-        x = row[plot.x] if len(names) == 1 else ", ".join(columns[key].text(row) for key in names)
+        x = row[names[0]]
+        if len(names) > 1:
+            x = ", ".join(columns[key].text(row) for key in names)
         points.append((x, row[plot.y], str(row.get(plot.by, ""))))
     if not points:
         return None
@@ -202,20 +210,19 @@ def _has(row: dict[str, Any], key: str) -> bool:
 
 
 def of_published(name: str, gpus: set[str]) -> Section:
-    """Return the rows of `gpus` in the published table `name`."""
+    """Return the section of the published table `name`, with the rows of `gpus`."""
     table = published.tables()[name]
-    rows = tuple(
-        tuple(column.text(row) for column in table.columns)
-        for row in table.rows
-        if row["gpu"] in gpus
-    )
+    rows = []
+    for row in table.rows:
+        if row["gpu"] in gpus:
+            rows.append(tuple(column.text(row) for column in table.columns))
     numbers = tuple(bool(column.format) for column in table.columns)
     return Section(
         table.title,
         f"published: {table.source}",
         tuple(column.head for column in table.columns),
         numbers,
-        rows,
+        tuple(rows),
         table.notes,
     )
 
@@ -226,25 +233,35 @@ def of_published(name: str, gpus: set[str]) -> Section:
 def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
     """Return the sections that compare results of the same measurement, given as (label, result).
 
-    For each combination of a table's `keys` they show its `value`, and the ratio to the first
-    result.
+    For each combination of a table's `keys`, they show the `value` in each result, and its ratio to
+    that in the first result.
     """
     made = [facts(results)]
+    labels = [label for label, _ in results]
     tables = {table.name: table for _, data in results for table in data["tables"]}
     for table in tables.values():
-        keyed = [
-            {tuple(row.get(key) for key in table.keys): row for row in rows_of(table, data)}
-            for _, data in results
-        ]
-        keys = list(dict.fromkeys(key for rows in keyed for key in rows))
+        keyed = [_by_keys(table, data) for _, data in results]
+        keys: dict[tuple, None] = {}
+        for rows in keyed:
+            keys |= dict.fromkeys(rows)
         if keys:
-            made.append(_side_by_side(table, [label for label, _ in results], keyed, keys))
+            made.append(_side_by_side(table, labels, keyed, list(keys)))
     return made + others(tables.values(), {gpu_kind(data) for _, data in results})
+
+
+def _by_keys(table: Table, data: dict[str, Any]) -> dict[tuple, dict]:
+    """Return values of the table's keys -> row."""
+    return {tuple(row.get(key) for key in table.keys): row for row in rows_of(table, data)}
 
 
 def _side_by_side(
     table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]
 ) -> Section:
+    """Return the section that compares one table of several results.
+
+    `labels`: names of the results. `keyed`: the rows of each result by their keys. `keys`: those of
+    the rows to show.
+    """
     by_key = {column.key: column for column in table.columns}
     named = [by_key[key] for key in table.keys]
     value = by_key[table.value]
@@ -267,18 +284,16 @@ def _side_by_side(
                 *map(ratio.text, ratios),
             )
         )
-    points = tuple(
-        (" ".join(str(part) for part in key), rows[key][table.value], label)
-        for label, rows in zip(labels, keyed, strict=True)
-        for key in keys
-        if rows.get(key, {}).get(table.value) is not None
-    )
-    plot = Plot("bars", value.head, "row", table.value, "result")
-    drawings = (
-        (Drawing(plot, ("", value.head), points, {}),)
-        if 0 < len(keys) <= MAX_BARS and points
-        else ()
-    )
+    points = []
+    for label, rows in zip(labels, keyed, strict=True):
+        for key in keys:
+            measured_value = rows.get(key, {}).get(table.value)
+            if measured_value is not None:
+                points.append((" ".join(map(str, key)), measured_value, label))
+    drawings: tuple[Drawing, ...] = ()
+    if points and len(keys) <= MAX_BARS:
+        plot = Plot("bars", value.head, "row", table.value, "result")
+        drawings = (Drawing(plot, ("", value.head), tuple(points), {}),)
     numbers = tuple(bool(column.format) for column in named) + (True,) * (len(heads) - len(named))
     return Section(
         table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings
@@ -289,7 +304,7 @@ def _side_by_side(
 
 
 def write(folder: Path, title: str, made: list[Section]) -> None:
-    """Write table.md and page.html in `folder`, and print where they are.
+    """Write table.md and page.html into `folder`, and print where they are.
 
     page.html is written only if jinja2 and matplotlib are installed. Raises StorageError.
     """
@@ -300,8 +315,8 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
         if error.name not in NEEDED_BY_PAGE:
             raise
         print(
-            f"result: {folder}, table.md. No page, because {error.name} is missing: "
-            f"where it is installed, throughput compare {folder} makes the page"
+            f"result: {folder}, table.md. There is no page, because {error.name} is missing: "
+            f"install it and run throughput compare {folder}"
         )
         return
     write_text(folder / "page.html", page.html(title, made))
@@ -336,10 +351,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def markdown(title: str, made: list[Section]) -> str:
+    """Return the sections as Markdown, for table.md."""
     parts = [f"# {title}\n"]
     for section in made:
         parts.append(f"## {section.title}\n")
-        parts += [f"{section.mark[:1].upper()}{section.mark[1:]}.\n"] if section.mark else []
+        if section.mark:
+            parts.append(f"{section.mark[:1].upper()}{section.mark[1:]}.\n")
         alignment = "".join(">" if number else "<" for number in section.numbers)
         parts.append(text_tables.markdown(section.heads, section.rows, alignment))
         parts += [f"{note}\n" for note in section.notes]
@@ -347,5 +364,5 @@ def markdown(title: str, made: list[Section]) -> str:
 
 
 def relabeled(made: list[Section], what: str) -> list[Section]:
-    """Return the sections with `what` before each title, for a page of several measurements."""
+    """Return the sections with `what` before each title, for a page with several measurements."""
     return [replace(section, title=f"{what}: {section.title}") for section in made]

@@ -1,16 +1,17 @@
 """The result of one measurement: a directory with result.json, table.md and page.html.
 
-result.json grows row by row; the other two are made from it. A measurement that fails leaves
-failure.json (kind, exit_code, what, why, do) beside them. The keys of result.json:
+result.json is saved after every row, and the other two are made from it. A measurement that fails
+adds failure.json (kind, exit_code, what, why, do). The keys of result.json:
 
-- `what`, `started` (Unix time), `command`, `machine`, `versions`
-- `status`: "running" until `finish`
-- `tables`: the meaning of the rows (throughput/tables.py)
-- `notes`: name -> value, e.g. the roofs of a plot
+- `what`: name of the measurement; `started`: Unix time
+- `device`, `command`, `machine`, `versions`
+- `status`: "running", then "finished"
+- `tables`: declarations of the tables (throughput/tables.py)
+- `notes`: name -> value, for example the roofs of a plot
 - `rows`
 
-A row is flat: "table", the keys of that table's columns, "source": "measured" and, if something was
-timed, "ms", "ms_p10", "ms_p90" and "samples". A failed row has "error".
+A row is a flat object: "table", "source" (always "measured"), the keys of the table's columns, and
+"ms", "ms_p10", "ms_p90" and "samples" if something was timed. A failed row has "error".
 """
 
 from __future__ import annotations
@@ -38,18 +39,16 @@ Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in
 
 def default_directory(what: str) -> Path:
     """Return LOGDIR/throughput/<what>-<time>. LOGDIR defaults to `results`."""
-    return (
-        Path(os.environ.get("LOGDIR") or "results")
-        / "throughput"
-        / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    log_dir = Path(os.environ.get("LOGDIR") or "results")
+    return log_dir / "throughput" / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 class Result:
     """A result that is saved after every row.
 
-    `machine` and `versions`: from throughput/machine.py. `device`: "cuda" or "cpu". The constructor
-    raises ConfigError if `folder` contains files.
+    `what`: name of the measurement. `folder`: directory of the files. `device`: "cuda" or "cpu".
+    `machine` and `versions`: from throughput/machine.py. The constructor raises ConfigError if
+    `folder` contains files.
     """
 
     def __init__(
@@ -71,8 +70,6 @@ class Result:
             "started": time.time(),
             "device": device,
             "command": command,
-        }
-        self.data |= {
             "machine": machine,
             "versions": versions,
             "tables": [table.as_dict() for table in tables],
@@ -87,41 +84,38 @@ class Result:
         return self.data["rows"]
 
     def percent(self, tflops: float, precision: str) -> float | None:
-        """Return TFLOP/s of one GPU as a percentage of its dense peak, as in the machine's facts.
+        """Return TFLOP/s of one GPU as a percentage of its dense peak.
 
-        `precision`: "bf16", "fp16" or "fp8". Return None for other precisions, if no peak is known,
-        and on a CPU.
+        `precision`: "bf16", "fp16" or "fp8". Return None for other precisions, for a GPU without a
+        known peak, and on a CPU.
         """
-        peak = self.data["machine"].get(
-            {
-                "bf16": "peak_tflops_16_bits",
-                "fp16": "peak_tflops_16_bits",
-                "fp8": "peak_tflops_fp8",
-            }.get(precision)
-        )
+        keys = {
+            "bf16": "peak_tflops_16_bits",
+            "fp16": "peak_tflops_16_bits",
+            "fp8": "peak_tflops_fp8",
+        }
+        peak = self.data["machine"].get(keys.get(precision))
         return 100 * tflops / peak if peak else None
 
     def add(self, row: dict[str, Any], samples_ms: list[float] | None = None) -> None:
         """Append `row`, print it as one line, and save.
 
-        `row`: a flat dict with "table" (default: the first table). With `samples_ms`, "ms",
-        "ms_p10", "ms_p90" and "samples" are added.
+        `row`: a flat dict with "table" (default: the first table). `samples_ms`: times, from which
+        "ms", "ms_p10", "ms_p90" and "samples" are computed.
         """
-        row = (
-            {"table": next(iter(self.tables)), "source": "measured"}
-            | row
-            | (spread(samples_ms) if samples_ms else {})
-        )
+        row = {"table": next(iter(self.tables)), "source": "measured"} | row
+        if samples_ms:
+            row |= spread(samples_ms)
         self.rows.append(row)
         self._write()
         print(line(row, self.tables[row["table"]]), flush=True)
 
     def attempt(self, row: dict[str, Any], work: Callable[[], Measured]) -> bool:
-        """Add `row` with the values that `work` returns, or with the error if it fails.
+        """Add `row` with the values of `work`, or with its error. Return whether it succeeded.
 
-        Return whether it succeeded. The measurement continues after a failure, such as out of
-        memory or a product that the device or torch does not support. A RunError, which is for the
-        user, is raised.
+        The measurement continues after a failure, such as out of memory or a product that the
+        device or torch does not support. Raises RunError if `work` does, because its text is for
+        the user.
         """
         try:
             values, samples_ms = work()
@@ -160,7 +154,7 @@ class Result:
 
 
 def why_failed(error: Exception) -> str:
-    """Return the error as one line."""
+    """Return the error of a row as one line."""
     if ran_out_of_memory(error):
         return "out of memory"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
@@ -168,14 +162,17 @@ def why_failed(error: Exception) -> str:
 
 def line(row: dict[str, Any], table: Table) -> str:
     """Return `row` as one line of progress."""
-    known = [column for column in table.columns if row.get(column.key) not in (None, "")]
-    cells = [
-        f"{column.title} {column.text(row)} {column.unit}".rstrip()
-        if column.format
-        else column.text(row)
-        for column in known
-    ]
-    return ", ".join([*cells, *([row["error"]] if "error" in row else [])])
+    cells = []
+    for column in table.columns:
+        if row.get(column.key) in (None, ""):
+            continue
+        text = column.text(row)
+        if column.format:
+            text = f"{column.title} {text} {column.unit}".rstrip()
+        cells.append(text)
+    if "error" in row:
+        cells.append(row["error"])
+    return ", ".join(cells)
 
 
 def claim(folder: Path) -> None:
@@ -195,7 +192,9 @@ def claim(folder: Path) -> None:
             "name another directory with --out",
         ) from None
     raise ConfigError(
-        f"{folder} holds files", "a result is never overwritten", "name a new directory with --out"
+        f"{folder} contains files",
+        "a result is never overwritten",
+        "name a new directory with --out",
     )
 
 

@@ -322,7 +322,7 @@ def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) 
 def add_links(count: int, result: Result) -> None:
     """Add the rows of table "links" for `count` GPUs, and a row for each part that failed."""
     vendor = "amd" if torch.version.hip else "nvidia"
-    names, why = links.ask_driver(vendor, os.environ, count)
+    names, why = links.read_names(vendor, os.environ, count)
     with tempfile.TemporaryDirectory(prefix="links-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "throughput.links", str(folder / "copies.json")]

@@ -1,6 +1,6 @@
-"""Declarations of a measurement's tables, and the sections that they become. Standard library only.
+"""Declarations of a measurement's tables, and sections of its page. Standard library only.
 
-result.json contains the declarations, so tables and page can be made again from it alone.
+result.json contains the declarations, so that table.md and page.html can be made from it alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 class Column:
     """A column of a table.
 
-    `key`: its key in a row. `title`, `unit`: the head of the column. `format`: Python format ("":
-    text).
+    `key`: its key in a row. `title` and `unit`: the head of the column. `format`: format of
+    numbers, or "" for text.
     """
 
     key: str
@@ -35,18 +35,21 @@ class Column:
 
 
 def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tuple[Column, ...]:
-    """Return the columns of the values that `spread` of throughput/timing.py returns."""
+    """Return the columns for the values that `spread` (throughput/timing.py) returns.
+
+    `count`: title of the number of samples. `title` and `format`: those of the median in ms.
+    """
     percentiles = (Column(f"ms_p{part}", f"p{part}", "ms", format) for part in (10, 90))
     return (Column("samples", count, "", "d"), Column("ms", title, "ms", format), *percentiles)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of a table's rows. x, y and `by` are keys of columns.
+    """A plot of a table's rows. `x`, `y` and `by` are keys of columns.
 
-    Each value of `by` has one color. Values of `kind`:
+    Each value of `by` has its own color. Values of `kind`:
 
-    - `bars`: y of each row, named by its x. x may be several keys, as in "model, seq", whose texts
+    - `bars`: y of each row, named by its x. If x has several keys, as in "model, seq", their texts
       together name a bar.
     - `lines`: y over the number x.
     - `roofline`: TFLOP/s y over arithmetic intensity x, under the roofs of the result's note
@@ -63,10 +66,11 @@ class Plot:
 
 @dataclass(frozen=True)
 class Beside:
-    """A table of published.json to show under the measured one.
+    """A table of published.json that is shown below a measured table.
 
-    If its row is of the same GPU and agrees with a measured row in the keys `match`, its `value` is
-    shown next to the measured one. `compared`: whether `suite --against` compares the two values.
+    If a published row is of the same GPU kind and agrees with a measured row in the keys `match`,
+    its value of column `value` is also shown next to the measured one. `compared`: whether
+    `suite --against` compares the two values.
     """
 
     table: str
@@ -80,9 +84,9 @@ class Table:
     """A table of the rows whose "table" is `name`.
 
     `keys`: the columns that identify what was measured. `value`: the column in which two results
-    are compared. `formulas`: explanations, one line each, printed under the table. `sort`: key of
-    the column to sort by, largest first. `larger_is_better`: whether a larger `value` is better.
-    Only such tables have rows in a baseline (throughput/baseline.py).
+    are compared. `formulas`: explanations below the table. `sort`: key of the column to sort by,
+    largest first, or "". `larger_is_better`: whether a larger `value` is better. Only such tables
+    are in a baseline (throughput/baseline.py).
     """
 
     name: str
@@ -101,17 +105,19 @@ class Table:
 
     @staticmethod
     def from_dict(fields: dict) -> Table:
-        """Return the Table of the dict `fields`, as `as_dict` makes it.
+        """Return the Table of a dict that `as_dict` made.
 
         Raises TypeError or KeyError if a field is missing or unknown.
         """
         beside = (part | {"match": tuple(part["match"])} for part in fields["published"])
-        made = {
+        converted = {
             "columns": tuple(Column(**part) for part in fields["columns"]),
             "plots": tuple(Plot(**part) for part in fields["plots"]),
             "published": tuple(Beside(**part) for part in beside),
+            "keys": tuple(fields["keys"]),
+            "formulas": tuple(fields["formulas"]),
         }
-        return Table(**fields | made | {name: tuple(fields[name]) for name in ("keys", "formulas")})
+        return Table(**fields | converted)
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """A table as text.
+    """A table as text, with notes and drawings.
 
-    `mark`: "measured here", or "published" and by whom. `numbers`: which columns hold numbers.
-    `tiles`: the page shows each row, a name and a value, as a tile.
+    `mark`: "measured here", or "published" and the source. `numbers`: for each column, whether it
+    contains numbers. `tiles`: whether the page shows each row, a name and a value, as a tile.
     """
 
     title: str

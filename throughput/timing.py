@@ -1,4 +1,4 @@
-"""Times of a call in milliseconds: a kernel with cold caches, or consecutive training steps."""
+"""Times of calls in milliseconds: of a kernel with a cold cache, or of consecutive steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kernel_ms(
 ) -> list[float]:
     """Return the time of each call, about `repeat_ms` in total, after `warmup_ms` of untimed calls.
 
-    On a GPU it is Triton's do_bench: events around each call, the L2 cache overwritten before it.
+    On a GPU, Triton's do_bench times each call by events and overwrites the L2 cache before it.
     """
     if device == "cuda":
         from triton.testing import do_bench
@@ -39,7 +39,7 @@ def kernel_ms(
 
 
 def step_ms(step: Callable[[], object], device: str, warmup: int, steps: int) -> list[float]:
-    """Return the time of each of `steps` calls without pauses, after `warmup` untimed calls."""
+    """Return the time of each of `steps` consecutive calls, after `warmup` untimed calls."""
     place = torch.device(device)
     times_s(step, warmup, place)
     return [1e3 * seconds for seconds in times_s(step, steps, place)]

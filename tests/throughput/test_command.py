@@ -77,7 +77,7 @@ def test_a_result_is_written_once(tmp_path, capsys):
     assert (tmp_path / "a" / "table.md").is_file() and (tmp_path / "a" / "page.html").is_file()
     capsys.readouterr()
     assert main([*MLP, "--out", str(tmp_path / "a")]) == 2
-    assert "holds files" in three_lines(capsys)[0]
+    assert "contains files" in three_lines(capsys)[0]
     assert (tmp_path / "a" / "result.json").read_bytes() == before
 
 

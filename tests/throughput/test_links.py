@@ -113,14 +113,14 @@ def test_links_have_the_numbers_by_which_torch_knows_the_gpus(
     driver, vendor, environment, expected
 ):
     count = 1 + max(gpu for pair in expected for gpu in pair)
-    assert links.ask_driver(vendor, environment, count) == (expected, "")
+    assert links.read_names(vendor, environment, count) == (expected, "")
 
 
 def test_where_the_numbers_are_not_known_there_are_no_links_but_a_reason(driver, monkeypatch):
-    names, why = links.ask_driver("nvidia", {}, 2)
+    names, why = links.read_names("nvidia", {}, 2)
     assert names == {} and "3 GPUs" in why
     monkeypatch.setitem(links.COMMANDS, "nvidia", ["/no/such/tool"])
-    names, why = links.ask_driver("nvidia", {}, 3)
+    names, why = links.read_names("nvidia", {}, 3)
     assert names == {} and "/no/such/tool" in why
 
 

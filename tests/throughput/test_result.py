@@ -199,7 +199,7 @@ def test_compare_puts_results_beside_each_other(tmp_path):
         and f"| {name} | bf16 | 512 | - | 400.0 | - |" in lines
     )
     assert Page((tmp_path / "both" / "page.html").read_text()).tags.count("svg") == 1
-    with pytest.raises(ConfigError, match="holds files"):
+    with pytest.raises(ConfigError, match="contains files"):
         compared(one, two, "--out", tmp_path / "both")
 
 

@@ -127,7 +127,7 @@ def test_it_refuses_other_options_another_directory_and_a_spoilt_file(tmp_path, 
         suite.main(asked(tmp_path / "s", quick=True))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "result.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds files"):
+    with pytest.raises(ConfigError, match="contains files"):
         suite.main(asked(tmp_path / "other"))
     (tmp_path / "s" / "suite.json").write_text(json.dumps({"quick": False}))
     with pytest.raises(DataError):
