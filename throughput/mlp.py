@@ -39,12 +39,12 @@ TABLES = (
         value="samples_per_s",
         formulas=(
             "Step: forward, mean squared error against a random target in fp32, backward, AdamW "
-            "(fused on a GPU). Weights, biases, gradients and both moments have the dtype of the "
-            "row. Gradients are dropped before each forward. fp32 products run without TF32. The "
-            "median step counts. p10 and p90 are percentiles.",
+            "(fused on a GPU). Weights, biases, gradients and both moments have the precision of "
+            "the row. Gradients are released before each forward. fp32 products run without TF32. "
+            "The median step counts. p10 and p90 are percentiles.",
             "Samples/s = batch / median step time. TFLOP/s = 6 x parameters x samples/s / 1e12: "
-            "two operations per weight in the forward, four in the backward. The optimizer is not "
-            "counted.",
+            "two operations per parameter in the forward, four in the backward. The optimizer is "
+            "not counted.",
         ),
         plots=(Plot("bars", "Samples per second", "model", "samples_per_s", "precision"),),
         published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
@@ -78,6 +78,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 def run(
     sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result
 ) -> Measured:
+    """Time the steps in one precision. Return the values of the row, and the times in ms.
+
+    `sizes`: sizes of the input and of the output of each layer.
+    """
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     layers = [
@@ -85,10 +89,8 @@ def run(
     ]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.device == "cuda")
-    x, target = (
-        torch.randn(options.batch, size, device=options.device, dtype=dtype)
-        for size in (sizes[0], sizes[-1])
-    )
+    x = torch.randn(options.batch, sizes[0], device=options.device, dtype=dtype)
+    target = torch.randn(options.batch, sizes[-1], device=options.device, dtype=dtype)
 
     def step() -> Tensor:
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""Time profile of some steps, from torch's profiler: trace, profile.json, table and page.
+"""Time profile of some steps, by torch's profiler: trace, profile.json, table and page.
 
-The trace opens in Perfetto. All ranks run the steps; only rank 0 is profiled and writes. The steps
-are those of `bench`: random tokens, optimizer included.
+Perfetto opens the trace. All ranks run the steps, and rank 0 is profiled and writes the files. The
+steps are those of `bench`: random tokens, optimizer included.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ PARTS = {
     "products": "matrix product, M x N x K",
     "others": "name in class other",
 }
-CLOCK_AGREES = 0.01  # allowed difference between the step of the trace and that of the clock
-OTHERS_PRINTED = 3
+CLOCK_TOLERANCE = 0.01  # relative difference between trace and clock above which a note is shown
+OTHERS_PRINTED = 3  # number of kernels of class other on the terminal
 
 
 def record(step: Callable[[], object], steps: int, folder: Path, processes: Processes) -> float:
-    """Run a lead-in step and `steps` more, on rank 0 under the profiler. All ranks must call it.
+    """Run a lead-in step and `steps` more steps, on rank 0 under the profiler.
 
-    Rank 0 writes folder/trace.json.gz. Returns the mean milliseconds of a step by this rank's
-    clock: CUDA events on a GPU, the monotonic clock on a CPU. Raises StorageError.
+    All ranks must call this function. Rank 0 writes folder/trace.json.gz. Returns the mean
+    milliseconds of a step by this rank's clock, which is CUDA events on a GPU and the monotonic
+    clock on a CPU. Raises StorageError.
     """
     activities = [ProfilerActivity.CPU]
     if processes.device.type == "cuda":
@@ -89,9 +90,8 @@ def summarize(
 
     `facts`: benchmark, config, precision, layers, world_size, device, torch, steps,
     tokens_per_step_per_rank, started (Unix time), command and commit. They become part of
-    profile.json. `clock_ms`: a step under the
-    profiler, from `record`. `bench_ms`: a step without the profiler, measured earlier in the same
-    process.
+    profile.json. `clock_ms`: time of a step under the profiler, from `record`. `bench_ms`: time of
+    a step without the profiler, measured earlier in the same process.
     """
     roles = trace.Roles(
         model.shape,
@@ -115,9 +115,10 @@ def _cannot_write(path: Path, error: OSError) -> StorageError:
 
 
 def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
-    """Return the content of profile.json: per step, in milliseconds unless the key says otherwise.
+    """Return the content of profile.json.
 
-    The classes sum to window_ms.
+    Times are milliseconds per step, unless the key names another unit. The classes sum to
+    window_ms.
     """
 
     def entry(row: Row) -> dict:
@@ -155,10 +156,10 @@ def _heading(profile: dict) -> list[str]:
         f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler "
         f"(which costs {cost:+.1%})",
     ]
-    if abs(over_clock) > CLOCK_AGREES:
+    if abs(over_clock) > CLOCK_TOLERANCE:
         lines.append(
-            f"NOTE: trace and clock differ by more than {CLOCK_AGREES:.0%}; "
-            "the table shows the trace's step"
+            f"NOTE: trace and clock differ by more than {CLOCK_TOLERANCE:.0%}; "
+            "the table shows the step in the trace"
         )
     return lines
 
@@ -189,27 +190,24 @@ def text(profile: dict) -> str:
 
 
 def title(profile: dict) -> str:
-    """Return the title of the page: what was profiled, machine and date."""
+    """Return the title of the page: benchmark, config, machine and date."""
     what = f"{profile['benchmark']} {profile['config']}"
     return f"profile · {what} · {profile['device']} · {report.date(profile)}"
 
 
 def sections(profile: dict) -> list[Section]:
-    """Return the sections of the page.
+    """Return the sections of the page: headline, facts of the run, and the tables of PARTS.
 
-    They are a headline, the facts of the run, the tables of PARTS that have rows, and bars of the
-    classes.
+    Tables without rows are left out. That of the classes has bars.
     """
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
-    bars = tuple(
-        (row["name"], row[key], kind)
-        for row in profile["classes"]
-        for key, kind in kinds.items()
-        if row["kernel_ms"] or row["ms"]
-    )
+    bars = []
+    for row in profile["classes"]:
+        if row["kernel_ms"] or row["ms"]:
+            bars += [(row["name"], row[key], kind) for key, kind in kinds.items()]
     plot = Plot("bars", "Where a step's time went", "name", "ms", "kind")
-    drawing = Drawing(plot, ("", "ms per step"), bars, {})
-    numbers = (False, *[True] * len(COLUMNS))
+    drawing = Drawing(plot, ("", "ms per step"), tuple(bars), {})
+    numbers = (False, *(True for _ in COLUMNS))
     made = [_headline(profile), _run_facts(profile)]
     for part, name in PARTS.items():
         rows = tuple(_cells(profile[part]))

@@ -41,10 +41,11 @@ def run_ranks(
     limit_s: float = math.inf,
     threads: int = 1,
 ) -> tuple[dict[str, Any], RunError | None]:
-    """Run `python -m *arguments` on `count` ranks. Return their measurements and error.
+    """Run `python -m <arguments>` on `count` ranks. Return their measurements and their error.
 
-    The measurements are {} if there are none. The error is the one that ended the ranks, or None.
-    `settings`: environment variables. `threads`: per rank. Raises Interrupted.
+    The measurements are the content of MEASURED in `folder`, or {}. The error is the one that ended
+    the ranks, or None. `settings`: environment variables. `limit_s`: time limit in seconds.
+    `threads`: number of threads of each rank. Raises Interrupted.
     """
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
@@ -57,22 +58,19 @@ def run_ranks(
     path = folder / MEASURED
     measured = json.loads(path.read_text()) if path.is_file() else {}
     if ending.stopped:
-        what = f"{count} ranks needed more than {limit_s:.0f} s"
         return measured, Hang(
-            what,
+            f"{count} ranks needed more than {limit_s:.0f} s",
             "a rank hangs, or the machine is very slow",
-            "measure on one GPU, or less at a time",
+            "measure on one GPU, or fewer things at a time",
         )
     if not ending.returncode:
         return measured, None
     error = diagnose(folder, count)[0]
-    # The result row reports out of memory. The traceback of any other failure would be deleted with
-    # the folder.
+    # A row of the result reports out of memory. For any other failure, print the traceback, because
+    # it is deleted with the folder.
     if error.kind != OutOfMemory.kind:
-        print(
-            *(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))),
-            file=sys.stderr,
-        )
+        for file in sorted(folder.glob("ranks/*.traceback")):
+            print(file.read_text(), file=sys.stderr)
     return measured, error
 
 
@@ -80,7 +78,7 @@ def run_ranks(
 
 
 def main(measure: Callable[[Path], None]) -> None:
-    """Run `measure` on the folder that the command line names."""
+    """Run `measure` on the folder that the first argument of the command line names."""
     folder = Path(sys.argv[1])
     run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
 
@@ -93,10 +91,10 @@ def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
 
 
 class Unsent(NcclReduceScatter):
-    """A reduce-scatter that sends nothing.
+    """A reduce-scatter without communication, for measurements.
 
-    Each rank uses its rows of its own gradient as if they were the mean of all ranks. Work and
-    memory are the same, but no rank waits for another. The weights after such steps are wrong.
+    Each rank uses its rows of its own gradient as if they were the mean over all ranks. Computation
+    and memory are the same, but no rank waits for another. The weights after such steps are wrong.
     """
 
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:

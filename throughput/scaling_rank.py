@@ -1,9 +1,9 @@
 """Measurements of `throughput scaling` on one rank: `python -m throughput.scaling_rank FOLDER`.
 
-torchrun starts it on n GPUs. FOLDER/request.json holds the ScalingRequest. Rank 0 writes
-FOLDER/measured.json after each part, so that a part that runs out of memory does not lose the parts
-before it. The order is collectives by size, the sharded Llama, then the GPT under data parallelism,
-which needs the most memory.
+torchrun starts one process per GPU. FOLDER/request.json contains the ScalingRequest. Rank 0 writes
+FOLDER/measured.json after each part, so that the parts before one that runs out of memory are not
+lost. The order is collectives by size, the sharded Llama, and the GPT with data parallelism, which
+needs the most memory.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ class ScalingRequest:
 
     @staticmethod
     def read(path: Path) -> ScalingRequest:
-        table = json.loads(path.read_text())
-        gpt = table.pop("gpt")
-        return ScalingRequest(gpt=Size(**gpt | {"shape": GptShape(**gpt["shape"])}), **table)
+        fields = json.loads(path.read_text())
+        gpt = fields.pop("gpt")
+        gpt["shape"] = GptShape(**gpt["shape"])
+        return ScalingRequest(gpt=Size(**gpt), **fields)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
     @property
     def rules(self) -> Rules:
-        """The benchmark's rules with fewer layers, on a CPU those of the miniature."""
+        """The rules of the benchmark (on a CPU, of its miniature) with fewer layers."""
         rules = divisions(measured_in("full"))["miniature" if self.gpu == "CPU" else "closed"]
         return replace(rules, shape=replace(rules.shape, num_layers=self.llama_layers))
 
@@ -90,10 +91,10 @@ def measure(folder: Path) -> None:
 
 
 def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
-    """Measure the GPT, replicated on each rank.
+    """Measure the steps of the GPT, which is replicated on each rank.
 
-    torch's DistributedDataParallel averages the gradients during backward. A single rank has no
-    wrapper.
+    torch's DistributedDataParallel averages the gradients during the backward. A single rank runs
+    without it.
     """
     model = build_gpt(request.gpt.shape, request.gpt.sequence_length, processes.device)
     if processes.world_size == 1:
@@ -110,9 +111,9 @@ def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
 
 
 def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
-    """Measure the Llama that this package trains: ZeRO-2 and fused blocks.
+    """Measure the steps of the Llama that this package trains, with ZeRO-2 and fused blocks.
 
-    Reduction of gradients and gathering of weights overlap with the computation.
+    The reduction of gradients and the gathering of weights overlap with the computation.
     """
     rules = request.rules
     ranks = processes.world_size
@@ -163,11 +164,10 @@ def measure_steps(
     times = max_over_ranks(step_ms(step, device.type, request.warmup, request.steps), processes)
     memory = peak_bytes(device)
     processes.barrier()
-    alone_ms = (
-        max_over_ranks(step_ms(alone, device.type, request.warmup, request.steps), processes)
-        if alone
-        else []
-    )
+    alone_ms: list[float] = []
+    if alone:
+        own_ms = step_ms(alone, device.type, request.warmup, request.steps)
+        alone_ms = max_over_ranks(own_ms, processes)
     return {
         "times_ms": times,
         "alone_ms": alone_ms,
@@ -179,9 +179,9 @@ def measure_steps(
 
 
 def measure_collectives(request: ScalingRequest, processes: Processes) -> list[dict]:
-    """Return the milliseconds of each call on the slowest rank, for each collective and size.
+    """Measure each collective at each size. Return name, bytes and times_ms of each measurement.
 
-    The list is empty with one rank.
+    The times are those of the slowest rank. With one rank, the list is empty.
     """
     calls = []
     for name in COLLECTIVES if processes.world_size > 1 else ():
@@ -198,12 +198,12 @@ def measure_collectives(request: ScalingRequest, processes: Processes) -> list[d
 def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[], object]:
     """Return a call of collective `name` on random bf16 values.
 
-    `size`: bytes, as NCCL's tests count them: the tensor that is reduced, or the whole that is
-    gathered.
+    `size`: bytes, as NCCL's tests count them: of the tensor that is reduced, or of the result that
+    is gathered.
     """
     whole = torch.randn(size // 2, device=processes.device, dtype=torch.bfloat16)
     if name == "all-reduce":
-        # MAX, since repeated sums would overflow.
+        # MAX, because repeated sums would overflow.
         return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)
     part = whole[: len(whole) // processes.world_size].clone()
     target = whole[: len(part) * processes.world_size]

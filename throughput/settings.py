@@ -1,19 +1,19 @@
-"""Time other launch settings of each Triton kernel on this GPU at a benchmark's shapes.
+"""Time alternative launch settings of each Triton kernel on this GPU, at a benchmark's shapes.
 
     ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
 
-For authors of common/kernels. Results are also checked against the reference.
+For authors of common/kernels. The results of the kernels are compared with the reference.
 
-Attention comes first: each of SDPA's backends, AITER on ROCm and FlashAttention-4 on CUDA. A line
-shows microseconds of forward and backward together, and dB against the math backend. A run uses the
-first that works (common/kernels/attention.py).
+The first lines are for attention: each backend of SDPA, AITER on ROCm, and FlashAttention-4 on
+CUDA. A line shows the microseconds of forward and backward together, and the accuracy against the
+math backend in dB. A run uses the first engine that works (common/kernels/attention.py).
 
-Each further line is one Tile of common/kernels/architecture.py. The shipped one is marked. A
-candidate that does not compile, or whose results differ from its reference's, shows the reason
-instead of a time. `tune` times whole steps with other engines and variables.
+Each further line is a Tile (common/kernels/architecture.py). The shipped one is marked. A candidate
+that does not compile, or whose results differ from the reference, shows the reason instead of a
+time. `tune` times whole steps with other engines and variables.
 
-If a line is faster on your GPU, put it into the kernel's `_settings` function and run pytest
-tests/kernels. Then send us both, with the first line of the output.
+If a candidate is faster on your GPU, change the kernel's `_settings` function accordingly and run
+pytest tests/kernels. Then send us the change and the output of both commands.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
 from throughput import options as common
 
-SECONDS = 0.02
-# Op of a case in common/training/kernel_cases.py -> the settings function that it launches with.
+SECONDS = 0.02  # time to measure for each candidate
+# Op of common/training/kernel_cases.py -> the function that returns its launch settings.
 SETTINGS = {
     "add + RMS norm": "rms_norm.add_rms_norm_settings",
     "RMS norm backward": "rms_norm.rms_norm_backward_settings",
@@ -58,9 +58,9 @@ SETTINGS = {
     "adapter up backward": "lora.up_backward_settings",
     "cross entropy": "cross_entropy.cross_entropy_forward_settings",
 }
-# Their columns are a whole row, or half of a head.
+# Ops whose tile has a fixed width: a whole row, or half of a head.
 WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")
-LOOPS = ("RMS norm backward", "adapter")
+LOOPS = ("RMS norm backward", "adapter")  # ops whose kernel has a loop, and therefore stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch",
         type=common.whole,
         metavar="N",
-        help="sequences per micro-batch (default: 2, with adapters 1)",
+        help="sequences per micro-batch (default: 2, or 1 for LoRA)",
     )
     parser.add_argument(
         "--only",
         default="",
         metavar="OP",
-        help=f"only ops whose name contains OP; ops: {', '.join(SETTINGS)}",
+        help=f"time only ops whose name contains OP: attention, {', '.join(SETTINGS)}",
     )
 
 
@@ -102,9 +102,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
-    """Yield one line per backend and per optional package (common/kernels/attention.py).
+    """Yield one line for each backend of SDPA and for each optional package.
 
-    On ROCm the flash backend has one line per library.
+    On ROCm the flash backend has one line for each library.
     """
     heads = f"{sizes.shape.num_heads}/{sizes.shape.num_kv_heads}"
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}]"
@@ -149,7 +149,7 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
-    """Return the microseconds of a forward and a backward."""
+    """Return the microseconds of a forward and a backward of attention."""
     shape = sizes.shape
     draw = Draw(device)
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -181,7 +181,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
-    """Yield one line per op and candidate."""
+    """Yield one line for each op, followed by a line for each candidate."""
     arch = architecture(device)
     for op, shape, case in kernel_cases(sizes, Draw(device)):
         if only not in op:
@@ -209,9 +209,10 @@ def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
 
 
 def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
-    """Yield the changes to try, one at a time, beginning with no change.
+    """Yield the changes to try, beginning with no change. Each change concerns one key of the Tile.
 
-    They are factors of warps and tile, stages for kernels with loops, and waves per SIMD on AMD.
+    The changes are factors for warps and tile sizes, numbers of stages for kernels with loops, and
+    numbers of waves per SIMD on AMD.
     """
     yield {}
     tile = [] if op.startswith(WHOLE_ROWS) else ["columns"]
@@ -224,21 +225,22 @@ def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
 
 
 def changed_tile(tile: Tile, change: Mapping[str, float]) -> Tile:
-    absolute = ("stages", "waves_per_eu")
-    return tile._replace(
-        **{
-            key: int(x if key in absolute else max(1, x * getattr(tile, key)))
-            for key, x in change.items()
-        }
-    )
+    """Return `tile` with a change that `changes` yields."""
+    values = {}
+    for key, value in change.items():
+        if key in ("stages", "waves_per_eu"):
+            values[key] = int(value)
+        else:
+            values[key] = int(max(1, value * getattr(tile, key)))  # a factor
+    return tile._replace(**values)
 
 
 def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
-    """Return the microseconds of the op by Triton, or why it failed.
+    """Return the microseconds of the op with Triton kernels, or why it failed.
 
-    The time includes what else the op launches: a transpose, a clone of the tensors that it
-    changes. It runs in a CUDA graph, since many ops take less time on the GPU than their launches
-    take on the host.
+    The time includes everything that the op launches, such as a transpose, or a clone of tensors
+    that it changes. The op runs in a CUDA graph, because many ops take less time on the GPU than
+    their launches take on the host.
     """
     try:
         db = against_reference(case, sizes, device)

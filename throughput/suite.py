@@ -1,8 +1,8 @@
-"""Run all measurements, each in a separate process, and write one page of the results.
+"""Run all measurements, each in a separate process, and write one page with the results.
 
-Run again with the same --out, it continues where it was interrupted. The exit code is 0 if every
-part succeeded, otherwise that of the first part that failed. With --against, it is 20 if a row is
-slower than the baseline allows.
+If the same command is run again with the same --out, it continues where it was interrupted. The
+exit code is 0 if every part succeeded, otherwise that of the first part that failed. With
+--against, it is 20 if a row is slower than the baseline allows.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from throughput import options as common
 from throughput.tables import Section, Table
 
 NAME = "suite.json"
-LOG_LINES = 10  # of a failed part that a terminal shows
+LOG_LINES = 10  # number of lines of a failed part's log that a terminal shows
 NOT_MEASURED = "not measured"
-SCHEDULED = 60.0  # seconds: less time left than this is not reported
+SHORTEST_REPORTED = 60.0  # seconds; less remaining time is not reported
 
 
 @dataclass(frozen=True)
 class SuitePart:
     """One command of the suite.
 
-    `words` follow `python3 -m throughput`. With --quick, `quick` replaces them ("" skips the part).
-    {gpus} is replaced by 1,2,4 or the value of --gpus, {layers} by --layers 8 on a GPU and by
-    nothing on a CPU, whose model has 4. `seconds`, `quick_seconds`: used to estimate the time left,
-    measured on one H200, scaling on two.
+    In `arguments` and `quick`, {gpus} is replaced by the numbers of GPUs, such as 1,2,4, and
+    {layers} by --layers 8 on a GPU and by nothing on a CPU, whose model has 4 layers.
     """
 
     name: str
-    words: str
-    quick: str
+    arguments: str  # of `python3 -m throughput`
+    quick: str  # arguments with --quick; "" skips the part
+    # Duration on one H200 (for `scaling`, on two), from which the remaining time is estimated.
     seconds: float
     quick_seconds: float
 
@@ -72,30 +71,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer models and batches: ten minutes on one H200, two minutes on a CPU",
+        help="measure fewer models and batches (ten minutes on one H200, two on a CPU)",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="device to measure (default: cuda if there are GPUs; ROCm's GPUs are cuda too)",
+        help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
     )
     common.add(
         parser,
         gpus={
             "default": None,
-            "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all)",
+            "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all GPUs)",
         },
     )
     parser.add_argument(
         "--save-baseline",
         type=Path,
         metavar="FILE",
-        help="save the measured rows to a new file, for --against",
+        help="save the measured rows to a new file, for a later --against",
     )
     parser.add_argument(
         "--against",
         metavar="FILE|GPU",
-        help="compare each row with a saved baseline, or with the known numbers of a kind of GPU",
+        help="compare each row with a saved baseline, or with the known numbers of a GPU kind",
     )
     parser.add_argument(
         "--tolerance",
@@ -107,11 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the suite and return the exit code.
-
-    It is that of the first part that failed. If none failed, it is that of CheckFailed if a row is
-    below the baseline, otherwise 0. Raises RunError.
-    """
+    """Run the suite and return the exit code (see the top of this file). Raises RunError."""
     detected = probe(os.environ)
     device = common.device_of(options.device, detected)
     common.check_torch(device, detected)
@@ -131,8 +126,8 @@ def main(options: argparse.Namespace) -> int:
         verdicts = baseline.compare(reference, list(results.values()), options.tolerance)
         comparison = [baseline.section(reference, verdicts, options.tolerance)]
     tiles = headline(ended, results, verdicts)
-    made = [tiles, *comparison, *sections(folder, ended, results)]
-    report.write(folder, suite_title(results), made)
+    page = [tiles, *comparison, *sections(folder, ended, results)]
+    report.write(folder, suite_title(results), page)
     for name, value in tiles.rows:
         print(f"{name}: {value}", flush=True)
     if failed:
@@ -147,7 +142,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
-    """Run the parts that have not ended in `folder`, and return all of them in order."""
+    """Run the parts that have not yet succeeded in `folder`. Return part -> command and outcome.
+
+    `asked`: the options that the parts depend on.
+    """
     ended = resume(folder, asked)
     parts = chosen(asked["quick"])
     for number, part in enumerate(parts, start=1):
@@ -164,7 +162,7 @@ def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
 def declared_tables() -> list[Table]:
     """Return the tables of all measurements of the suite."""
     tables: list[Table] = []
-    for name in dict.fromkeys(part.words.split()[0] for part in PARTS):
+    for name in dict.fromkeys(part.arguments.split()[0] for part in PARTS):
         tables += importlib.import_module(f"throughput.{name}").TABLES
     return tables
 
@@ -188,16 +186,16 @@ def chosen(quick: bool) -> list[SuitePart]:
 
 
 def doubled(count: int) -> list[int]:
-    """Return 1, 2, 4, ... and `count` itself."""
-    return sorted({count, *(2**power for power in range(count.bit_length()) if 2**power <= count)})
+    """Return 1, 2, 4, ... up to `count`, and `count` itself."""
+    powers = {2**power for power in range(count.bit_length())}
+    return sorted(powers | {count})
 
 
 def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
-    """Return the parts that ended successfully in `folder`, and create it if it is missing.
+    """Return the parts that succeeded in `folder`, which is created if it is missing.
 
-    Results of an interrupted or failed part are moved aside. Raises ConfigError if `folder`
-    contains anything else, or a suite with other options. Raises DataError if suite.json cannot be
-    read.
+    Directories of interrupted or failed parts are renamed. Raises ConfigError if `folder` contains
+    other files, or a suite with other options. Raises DataError if suite.json cannot be read.
     """
     path = folder / NAME
     if not path.is_file():
@@ -215,7 +213,7 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     if before != asked:
         why = f"it was started with {before}, and now with {asked}"
         raise ConfigError(
-            f"{folder} holds another suite",
+            f"{folder} contains another suite",
             why,
             "repeat its options, or name a new directory with --out",
         )
@@ -230,19 +228,13 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
 
 def run(part: SuitePart, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
-    words = (part.quick if asked["quick"] else part.words).format(
+    template = part.quick if asked["quick"] else part.arguments
+    arguments = template.format(
         gpus=",".join(map(str, asked["gpus"])),
         layers="--layers 8" if asked["device"] == "cuda" else "",
     )
-    command = [
-        "-m",
-        "throughput",
-        *words.split(),
-        "--device",
-        asked["device"],
-        "--out",
-        str(folder / part.name),
-    ]
+    command = ["-m", "throughput", *arguments.split()]
+    command += ["--device", asked["device"], "--out", str(folder / part.name)]
     began = time.monotonic()
     run_directory = (folder / part.name).absolute()
     if sys.stdout.isatty():
@@ -259,9 +251,9 @@ def run(part: SuitePart, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_with_bar(part: SuitePart, command: list[str], folder: Path) -> Ending:
-    """Run a part behind a bar with its elapsed time. Its rows go to <folder>.log.
+    """Run a part while a progress bar shows its elapsed time. Its output goes to <folder>.log.
 
-    The end of the log is printed if the part fails.
+    If the part fails, the end of the log is printed.
     """
     path = folder.with_name(f"{folder.name}.log")
     with path.open("w") as log, Progress(part.name, 0, "rows") as progress:
@@ -272,16 +264,17 @@ def _run_with_bar(part: SuitePart, command: list[str], folder: Path) -> Ending:
 
         environment = dict(os.environ)
         ending = supervise(command, environment, folder, stop=show, stdout=log, stderr=log)
-    lines = path.read_text(errors="replace").splitlines()
     if ending.returncode:
+        lines = path.read_text(errors="replace").splitlines()
         print_stderr(*lines[-LOG_LINES:], f"log: {path}")
     return ending
 
 
 def time_left(ended: dict[str, dict], quick: bool) -> str:
-    """Return the time left in words.
+    """Return the estimated remaining time in words, or "" if it is short.
 
-    The expected seconds are scaled by the ratio of actual to expected time of the finished parts.
+    The expected time of the remaining parts is multiplied by the ratio of actual to expected time
+    of the finished parts.
     """
     expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
     spent = sum(ended[name]["seconds"] for name in ended)
@@ -289,7 +282,7 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
     left = sum(seconds for name, seconds in expected.items() if name not in ended)
     if planned:
         left *= spent / planned
-    return f"; about {max(left / 60, 1):.0f} min left" if left > SCHEDULED else ""
+    return f"; about {max(left / 60, 1):.0f} min left" if left > SHORTEST_REPORTED else ""
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -299,7 +292,7 @@ def read_results(folder: Path, ended: dict[str, dict]) -> dict[str, dict[str, An
     """Return the result of each part that wrote one."""
     results: dict[str, dict[str, Any]] = {}
     for name in ended:
-        with contextlib.suppress(RunError):  # no result: the part's row says how it ended
+        with contextlib.suppress(RunError):  # without a result, the part's row says how it ended
             results[name] = result.read(folder / name)
     return results
 
@@ -334,7 +327,7 @@ def headline(
     results: dict[str, dict[str, Any]],
     verdicts: list[baseline.BaselineVerdict],
 ) -> Section:
-    """Return the section of the few numbers that summarize the machine."""
+    """Return the section with the few numbers that summarize the machine."""
     succeeded = sum(part["exit_code"] == 0 for part in ended.values())
     tiles = [("Parts that succeeded", f"{succeeded} of {len(ended)}")]
     if verdicts:
@@ -357,7 +350,7 @@ def headline(
 
 
 def llama_tile(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return name and tokens/s of the fastest full training step: the 8B, on a CPU its stand-in."""
+    """Return the model and the tokens/s of the fastest step of full training."""
     steps = [row for row in rows if row["table"] == "llama" and row["mode"] == "full"]
     if not steps:
         return "Llama 3.1 8B", NOT_MEASURED
@@ -391,8 +384,10 @@ def parts_section(
 
 
 def outcome(exit_code: int, why: str) -> str:
-    """Return how a part ended, in words. `why`: its error, "" if it wrote none."""
+    """Return how a part ended, in words. `why`: its error, or "" if it wrote none."""
     if exit_code == 0:
         return "succeeded"
-    how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return f"failed, {how}{': ' + why if why else ''}"
+    text = f"failed, exit code {exit_code}"
+    if exit_code < 0:
+        text = f"failed, killed by signal {-exit_code}"
+    return f"{text}: {why}" if why else text

@@ -123,7 +123,7 @@ def test_a_signal_that_ends_a_part_is_its_exit_code(tmp_path, commands):
 
 def test_it_refuses_other_options_another_directory_and_a_spoilt_file(tmp_path, commands):
     suite.main(asked(tmp_path / "s"))
-    with pytest.raises(ConfigError, match="holds another suite"):
+    with pytest.raises(ConfigError, match="another suite"):
         suite.main(asked(tmp_path / "s", quick=True))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "result.json").write_text("{}")
@@ -292,7 +292,7 @@ def test_a_tolerance_is_a_percentage():
 
 @pytest.mark.parametrize("part", suite.PARTS, ids=lambda part: part.name)
 def test_the_commands_of_the_parts_are_understood(part):
-    for words in filter(None, (part.words, part.quick)):
+    for words in filter(None, (part.arguments, part.quick)):
         what, *rest = words.format(gpus="1,2", layers="--layers 8").split()
         assert what in MEASUREMENTS
         parser = Parser("throughput x")
@@ -301,7 +301,7 @@ def test_the_commands_of_the_parts_are_understood(part):
 
 
 def test_the_suite_measures_everything():
-    assert {part.words.split()[0] for part in suite.PARTS} == set(MEASUREMENTS)
+    assert {part.arguments.split()[0] for part in suite.PARTS} == set(MEASUREMENTS)
 
 
 def test_on_a_terminal_a_part_is_one_bar_and_its_rows_go_to_a_log(tmp_path, monkeypatch):
