@@ -1,6 +1,6 @@
-"""page.html of sections (throughput/tables.py).
+"""page.html from sections (throughput/tables.py).
 
-It is the page of common/html/page.py with plots that matplotlib draws as inline SVG.
+The page is that of common/html/page.py, with plots that matplotlib draws as inline SVG.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from common.html.page import COLORS, Block
 from throughput import links
 from throughput.tables import Drawing, Section
 
-# Color of axes and text, replaced by the page's own color, which changes with the scheme.
+# Color of axes and text in the SVG. It is replaced by the page's text color, which depends on the
+# color scheme.
 INK = "#0a0b0c"
 MARKERS = "osD^vP"
 STYLES: dict[Any, Any] = {  # the keys are literals in matplotlib's types
@@ -52,14 +53,16 @@ STYLES: dict[Any, Any] = {  # the keys are literals in matplotlib's types
 
 
 def html(title: str, sections: list[Section]) -> str:
+    """Return the page as HTML text."""
     return page.render(title, [(section.title, _blocks(section)) for section in sections])
 
 
 def _blocks(section: Section) -> list[Block]:
     if section.tiles:
         return [{"tiles": section.rows}, {"notes": section.notes}]
-    words = [column for column, number in enumerate(section.numbers) if not number]
-    table = page.table(section.heads if any(section.heads) else (), section.rows, words)
+    text_columns = [column for column, number in enumerate(section.numbers) if not number]
+    heads = section.heads if any(section.heads) else ()
+    table = page.table(heads, section.rows, text_columns)
     drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]
     return [
         {"notes": [section.mark] if section.mark else []},
@@ -70,21 +73,18 @@ def _blocks(section: Section) -> list[Block]:
 
 
 def svg(drawing: Drawing) -> Markup:
+    """Return the drawing as an SVG element."""
+    kind = drawing.plot.kind
+    draw = {"bars": _bars, "lines": _lines, "roofline": _roofline, "links": _links}[kind]
+    height = 3.4
+    if kind == "bars":
+        height = 1.2 + 0.19 * len(drawing.points)
     with rc_context(STYLES):
-        height = 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.add_subplot()
-        if drawing.plot.kind == "links":
-            links.draw(axes, drawing.points, COLORS)
-        else:
-            {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](
-                axes, drawing
-            )
+        draw(axes, drawing)
         axes.set_title(drawing.plot.title, fontsize=10, loc="left")
-        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in (
-            "roofline",
-            "links",
-        ):
+        if kind in ("roofline", "links") or len(_grouped(drawing)) > 1:
             figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -100,6 +100,7 @@ def svg(drawing: Drawing) -> Markup:
 
 
 def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
+    """Return value of `by` -> points (x, y)."""
     groups: dict[str, list[tuple]] = {}
     for x, y, by in drawing.points:
         groups.setdefault(by, []).append((x, y))
@@ -107,9 +108,9 @@ def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
 
 
 def _bars(axes: Axes, drawing: Drawing) -> None:
-    """Draw horizontal bars: one position per x, with a bar for each group.
+    """Draw horizontal bars: a position for each x, with a bar for each group.
 
-    Positions follow the order of the points, from the top.
+    The positions are in the order of the points, from the top.
     """
     groups = _grouped(drawing)
     names = list(dict.fromkeys(str(x) for x, _, _ in drawing.points))
@@ -124,7 +125,7 @@ def _bars(axes: Axes, drawing: Drawing) -> None:
 
 
 def _short(name: str) -> str:
-    """Return `name` in at most 40 characters, since its width reduces that of the bars.
+    """Return `name` shortened to 40 characters, because its width reduces that of the bars.
 
     It may be the path of a model's file.
     """
@@ -148,13 +149,17 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
     axes.set_ylabel(drawing.labels[1])
     axes.set_ylim(bottom=0)
     xs = [x for x, _, _ in drawing.points]
-    if 0 < 50 * min(xs) < max(xs):  # sizes that double repeatedly, such as those of messages
+    if 0 < 50 * min(xs) < max(xs):  # values over a wide range, such as sizes of messages
         axes.set_xscale("log", base=2)
     axes.grid()
 
 
+def _links(axes: Axes, drawing: Drawing) -> None:
+    links.draw(axes, drawing.points, COLORS)
+
+
 def _roofline(axes: Axes, drawing: Drawing) -> None:
-    """Draw the points under the roofs of the machine. Without a peak only the bandwidth is drawn.
+    """Draw the points and the roofs of the machine. Without a peak, the only roof is the bandwidth.
 
     `drawing.roofs`:
 
@@ -176,10 +181,8 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
     left = min(xs) / 8
     right = max(xs) * 2
     name, bandwidth = drawing.roofs["bandwidth"]
-    top = max(
-        [level for _, level in drawing.roofs["peaks"]]
-        or [left * bandwidth, *(y for _, y, _ in drawing.points)]
-    )
+    peaks = [level for _, level in drawing.roofs["peaks"]]
+    top = max(peaks or [left * bandwidth, *(y for _, y, _ in drawing.points)])
     ridge = min(right, top / bandwidth)
     axes.plot(
         [min(left, ridge / 4), ridge],

@@ -1,8 +1,8 @@
-"""Comparison of two profiles, kernel by kernel: what explains the difference between their steps.
+"""Comparison of two profiles, kernel by kernel, to explain the difference between their steps.
 
-A kernel is matched by its class and its name. A matrix product is matched by its role and shape, so
-products of two vendors' libraries match. The times of all kernels and of idle add up to the step,
-so their changes add up to the change of the step. Standard library only.
+Kernels are matched by class and name. Matrix products are matched by role and shape, so those of
+two vendors' libraries match as well. The times of all kernels and of idle add up to the step, so
+their changes add up to the change of the step. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from throughput import report
 from throughput.tables import Section
 
 NAME = "profile.json"
-MAX_NAME = 90  # characters of a kernel's name, which may hold all of its template arguments
-MAX_TILE = 48  # the same in the headline
-NEGLIGIBLE_MS = 0.0005  # changes below are not listed
+MAX_NAME = 90  # characters of a kernel's name, which may contain its template arguments
+MAX_TILE = 48  # characters of a kernel's name in the headline
+NEGLIGIBLE_MS = 0.0005  # smaller changes are not listed
 NOTES = (
     "Milliseconds per step that belong to the kernel (docs/profile.md). They add up to the step.",
-    "The largest changes come first. new: only in the second profile. gone: only in the first.",
+    "The largest changes are first. new: only in the second profile. gone: only in the first.",
 )
 
 
@@ -31,11 +31,11 @@ def cut(name: str, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A kernel in both profiles: milliseconds per step, and whether it ran at all."""
+    """The change of one kernel, or of one kernel class, between two profiles."""
 
-    kind: str
+    kind: str  # the kernel's class
     name: str
-    before_ms: float
+    before_ms: float  # per step; 0 if it is not in the profile
     after_ms: float
     in_before: bool
     in_after: bool
@@ -92,6 +92,7 @@ def sections(before: dict[str, Any], after: dict[str, Any]) -> list[Section]:
 
 
 def title(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the title of the page: benchmark, machines and date."""
     machines = " and ".join(dict.fromkeys((before["device"], after["device"])))
     return f"profiles compared · {after['benchmark']} · {machines} · {report.date(after)}"
 

@@ -1,14 +1,14 @@
 """Tune the GEMMs of AMD's libraries before a run: ./run_and_time.sh <benchmark> gemms COMMAND.
 
-    gemms record DIR               in a short bench, record every GEMM of training and evaluation
-                                   in the new directory DIR
-    gemms tune DIR [--out FILE]    on one GPU: time and prove the solutions of each GEMM, and write
-                                   configs/gemm/<GPU>.csv
-    gemms check [FILE]             check that FILE, or the file that the config names, fits this
-                                   machine's library versions
+    gemms record DIR               run a short bench, and record every GEMM of training and
+                                   evaluation in the new directory DIR
+    gemms tune DIR [--out FILE]    time the solutions of each GEMM on one GPU, check the fastest
+                                   numerically, and write configs/gemm/<GPU>.csv
+    gemms check [FILE]             check that FILE, or the file that the config names, was tuned
+                                   with this machine's library versions
 
-A run uses a tuned file only if the config's [env] names it, and never tunes anything itself. Needs
-no torch. See docs/gemm_tuning.md.
+A run uses a tuned file only if the config's [env] names it. A run never tunes. See
+docs/gemm_tuning.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parser(benchmark: str) -> Parser:
         type=Path,
         nargs="?",
         metavar="DIR|FILE",
-        help="record, tune: directory of the records; check: tuned file",
+        help="record, tune: directory of the recorded GEMMs; check: tuned file",
     )
     parser.add_argument(
         "--out",
@@ -69,13 +69,11 @@ def main(arguments: list[str]) -> int:
 def work(benchmark: str, *rest: str) -> int:
     options = parser(benchmark).parse_args(rest)
     if options.path is None and options.step != "check":
-        parser(benchmark).error(f"{options.step} needs the directory of the records")
-    config = select_config(
-        ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()
-    ).config
-    return {"record": record, "tune": tune, "check": check}[options.step](
-        benchmark, config, options
-    )
+        parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
+    detected = Probe("none") if options.device == "cpu" else probe()
+    config = select_config(ROOT, benchmark, options, os.environ, detected).config
+    steps = {"record": record, "tune": tune, "check": check}
+    return steps[options.step](benchmark, config, options)
 
 
 def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
@@ -83,18 +81,18 @@ def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
 
 
 def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    """Record the GEMMs of training and of evaluation in a bench.
+    """Record the GEMMs of training and of evaluation in a bench. Return its exit code.
 
-    Training and evaluation may have different micro-batches, and then GEMMs of different sizes.
+    Training and evaluation may have different micro-batches, and therefore different GEMMs.
     """
     try:
-        # DIR must be new, since `tune` would also tune what another config recorded there.
+        # The directory must be new: otherwise `tune` would also tune the GEMMs of another config.
         options.path.mkdir(parents=True)
     except OSError as error:
         raise StorageError(
             f"cannot create {options.path}: {error.strerror}",
-            "records need a new directory",
-            "name another",
+            "GEMMs are recorded in a new directory",
+            "name another directory",
         ) from None
     # TunableOp inserts the GPU's index before the last dot.
     out = str(options.path.absolute() / "untuned_gpu.csv")
@@ -102,9 +100,9 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
     env = _without_tunable_op({**os.environ}) | {
         PREFIX + name: value for name, value in switches.items()
     }
-    if code := subprocess.run(
-        bench_command(benchmark, config, options), env=env, stdout=sys.stderr
-    ).returncode:
+    command = bench_command(benchmark, config, options)
+    code = subprocess.run(command, env=env, stdout=sys.stderr).returncode
+    if code:
         return code
     count = len(read_recorded(options.path))
     print(f"{count} GEMMs recorded; next: {PROGRAM} {benchmark} gemms tune {options.path}")
@@ -114,31 +112,23 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
 def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace) -> list[str]:
     """Return the command of the bench.
 
-    It runs two layers, since all have the same GEMMs, and two micro-batches per step, since the
-    first may differ from the others.
+    The bench runs two layers, because all layers have the same GEMMs. It runs two micro-batches per
+    step, because the first may differ from the others.
     """
-    changes = [*options.set, f"global_batch_size={2 * config.micro_batch_size * config.world_size}"]
-    command = [
-        sys.executable,
-        "-m",
-        "launch.commands",
-        "bench",
-        benchmark,
-        "--layers",
-        "2",
-        "--warmup",
-        "1",
-        "--steps",
-        "1",
-    ]
+    command = [sys.executable, "-m", "launch.commands", "bench", benchmark]
+    command += ["--layers", "2", "--warmup", "1", "--steps", "1"]
     command += ["--eval-sequences", str(config.eval_micro_batch_size * config.world_size)]
-    command += [
-        f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))
-    ]
-    return command + [f"--set={change}" for change in changes]
+    if options.config:
+        command.append(f"--config={options.config}")
+    if options.device:
+        command.append(f"--device={options.device}")
+    command += [f"--set={change}" for change in options.set]
+    batch = 2 * config.micro_batch_size * config.world_size
+    return [*command, f"--set=global_batch_size={batch}"]
 
 
 def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
+    """Tune the recorded GEMMs, and print a line for each."""
     recorded = read_recorded(options.path)
     tuner = _tuner(config)
     out = options.out or ROOT / "configs" / "gemm" / f"{config.gpu}.csv"
@@ -148,16 +138,16 @@ def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    paths = (
-        per_gpu(options.path, config.gpus_per_node)
-        if options.path
-        else configured(config.env, config.gpus_per_node)
-    )
+    """Raise ConfigError unless the tuned files fit this machine's library versions."""
+    if options.path:
+        paths = per_gpu(options.path, config.gpus_per_node)
+    else:
+        paths = configured(config.env, config.gpus_per_node)
     if not paths:
         raise ConfigError(
             "gemms check: no file to check",
-            "the config's [env] names none",
-            "give a file; see docs/gemm_tuning.md",
+            "the config's [env] names no file",
+            "name a file; see docs/gemm_tuning.md",
         )
     files = {path: read_tuned(path) for path in paths}
     versions = _tuner(config).versions()
@@ -168,9 +158,10 @@ def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int
 
 
 def _tuner(config: RunConfig) -> ModuleType:
-    """Import throughput.gemm_tuning.tune, and torch with it, in the config's [env] as in a run.
+    """Import throughput.gemm_tuning.tune, and with it torch, with the config's [env] as in a run.
 
-    hipBLASLt's workspace size decides which solutions exist. Raises PreflightError without a GPU.
+    The environment decides, for example by hipBLASLt's workspace size, which solutions exist.
+    Raises PreflightError without a GPU.
     """
     environment = _without_tunable_op({**os.environ, **config.env})
     os.environ.clear()

@@ -1,9 +1,9 @@
-"""TunableOp's files: the GEMMs that a run recorded, and the tuned solution of each.
+"""Files of TunableOp: recorded GEMMs, and the tuned solution of each GEMM.
 
-A recorded file has one `OP,PARAMETERS` per line. A tuned file has `Validator,NAME,VERSION` lines,
-then `OP,PARAMETERS,SOLUTION[,MILLISECONDS]`. A solution is an index into the list of one version of
-hipBLASLt or rocBLAS, so the file is valid only for the library versions it names. Standard library
-only.
+A line of a recorded file is `OP,PARAMETERS`. A tuned file has lines `Validator,NAME,VERSION`, then
+lines `OP,PARAMETERS,SOLUTION[,MILLISECONDS]`. A solution is an index into a list of one version of
+hipBLASLt or rocBLAS, so the file is valid only for the library versions that it names. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ Key = tuple[str, str]  # operation with dtypes and layouts, parameters with size
 
 @dataclass(frozen=True)
 class Tuned:
+    """The content of a tuned file."""
+
     validators: dict[str, str]  # library -> version
-    # Solution, and its milliseconds as text ("" if not given).
+    # GEMM -> its solution, and the milliseconds as text ("" if the file does not give them).
     solutions: dict[Key, tuple[str, str]]
 
 
 def per_gpu(name: str | Path, gpus: int) -> list[Path]:
-    """Return the files that torch reads for `name`, one per GPU.
+    """Return the paths of the files that torch reads for the file name `name`, one for each GPU.
 
     The GPU's index replaces %d, or is inserted before the last dot.
     """
@@ -55,10 +57,10 @@ def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Return the content of a tuned file.
+    """Return the content of the tuned file at `path`.
 
-    Raises ConfigError if the file is missing, has no versions or no solutions, or has a line that
-    torch would silently skip.
+    Raises ConfigError if it is missing, lacks versions or solutions, or has a line that torch would
+    skip without an error.
     """
     validators: dict[str, str] = {}
     solutions: dict[Key, tuple[str, str]] = {}
@@ -78,7 +80,7 @@ def read_tuned(path: Path) -> Tuned:
 
 
 def write_tuned(path: Path, tuned: Tuned) -> None:
-    """Write the whole file or nothing. Raises StorageError."""
+    """Write a tuned file atomically. Raises StorageError."""
     lines = [f"Validator,{name},{version}" for name, version in sorted(tuned.validators.items())]
     lines += [
         ",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())
@@ -108,14 +110,17 @@ def read_recorded(folder: Path) -> list[Key]:
     if not recorded:
         raise ConfigError(
             f"{folder}: no recorded GEMMs",
-            "it has no untuned*.csv with a GEMM in it",
+            "it has no untuned*.csv that contains a GEMM",
             "run `gemms record` first",
         )
     return sorted(recorded)
 
 
 def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise ConfigError that names every library whose version differs, if any does."""
+    """Raise ConfigError if a library's version differs. The error names all of them.
+
+    `tuned`: versions in the tuned file at `path`. `here`: versions on this machine.
+    """
     names = sorted(name for name in tuned.keys() | here.keys() if tuned.get(name) != here.get(name))
     if names:
         differences = "; ".join(

@@ -1,9 +1,10 @@
-"""Tune recorded GEMMs with torch's TunableOp on one GPU, and prove every solution numerically.
+"""Tune recorded GEMMs with torch's TunableOp on one GPU, and check every solution numerically.
 
-On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it has only cuBLAS's
-default, so tuning works but gains nothing. This code ran on an H100 and never on an AMD GPU. The
-proof exists because a fast solution can be wrong: hipBLASLt's solution 320617 returned NaN on
-MI355X for e5m2 x e4m3 with an extreme dequantization scale (ROCm/rocm-libraries#9450).
+On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it has only the default of
+cuBLAS, so tuning works but gains nothing. This code was run on an H100, and never on an AMD GPU.
+The numerical check is necessary because a fast solution can be wrong: hipBLASLt's solution 320617
+returned NaN on MI355X for e5m2 x e4m3 with an extreme dequantization scale
+(ROCm/rocm-libraries#9450).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from throughput.gemm_tuning.file import (
     write_tuned,
 )
 
-# Operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X.
+# Twice the 256 MB Infinity Cache of an MI300X, so that operands are read from memory.
 ROTATING_BUFFER_MB = 512
 MAX_MS_PER_SOLUTION = 30
 DTYPES = {"float": torch.float32, "tf32": torch.float32, "BFloat16": torch.bfloat16}
@@ -42,7 +43,7 @@ EXTREME_SCALES = ((1.0, 1.0), (1e-15, 1.0), (1.0, 1e-15), (1e15, 1.0), (1.0, 1e1
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that TunableOp ties a file to.
+    """Return the versions for which TunableOp accepts a file, by library.
 
     They are torch's and, on AMD, also those of HIP, hipBLASLt, rocBLAS and the chip.
     """
@@ -60,9 +61,9 @@ def results() -> dict[Key, tuple[str, float]]:
 def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dtype] | None:
     """Return operands a [m, k] and b [k, n] of the recorded call, and the dtype of a x b.
 
-    The operands have the recorded dtypes and strides. Their values are normally distributed, in FP8
-    over the dtype's range. Return None for an operation, dtype or scaling that the trainers do not
-    use. TunableOp counts in columns: its first operand is b here.
+    The operands have the recorded dtypes and strides. Their values are normally distributed, for
+    FP8 over the range of the dtype. Return None for an operation, dtype or scaling that the
+    trainers do not use. TunableOp's matrices are column-major: its first operand is b here.
     """
     names = "|".join(sorted(DTYPES, key=len, reverse=True))
     op = re.fullmatch(
@@ -88,34 +89,34 @@ def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dty
         part = values.to(dtype)[:, :inner]
         return part.t() if transposed else part
 
-    return stored(m, k, lda, op[5] == "T", a_dtype), stored(k, n, ldb, op[4] == "T", b_dtype), out
+    a = stored(m, k, lda, op[5] == "T", a_dtype)
+    b = stored(k, n, ldb, op[4] == "T", b_dtype)
+    return a, b, out
 
 
 def product(a: Tensor, b: Tensor, out: torch.dtype, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """Return a x b [m, n], by the torch call that was recorded.
+    """Return a x b [m, n] in dtype `out`, computed by the torch call that was recorded.
 
     The scales (fp32 scalars) apply to FP8 operands only.
     """
-    return (
-        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
-        if a.dtype.itemsize == 1
-        else torch.mm(a, b)
-    )
+    if a.dtype.itemsize == 1:
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
+    return torch.mm(a, b)
 
 
 def fault(key: Key, device: torch.device) -> str:
-    """Describe the fault of the tuned solution of `key`, or return "" if it has none.
+    """Describe what is wrong with the tuned solution of `key`, or return "".
 
-    The tuned solution must be as accurate as the default one, also at extreme scales. The measure
-    is the relative error in the Frobenius norm, against the fp32 product of the same operands. It
-    may be at most twice the default's.
+    The tuned solution must be about as accurate as the default one, also at extreme scales: its
+    error may be at most twice that of the default. The error is relative, in the Frobenius norm,
+    against the fp32 product of the same operands.
     """
     call = reproduce(key, device)
     if call is None:
-        return "the proof does not cover this operation"
+        return "the numerical check does not cover this operation"
     a, b, out = call
 
-    # In fp64, since squares of 1e-30 underflow in fp32.
+    # In fp64, because squares of 1e-30 underflow in fp32.
     def relative_error(computed: Tensor, truth: Tensor) -> float:
         return float((computed.double() - truth).norm() / truth.norm())
 
@@ -125,9 +126,9 @@ def fault(key: Key, device: torch.device) -> str:
         known = len(results())
         tunable.enable(True)
         tuned = product(a, b, out, scale_a, scale_b)
-        # Otherwise torch looked up another key, so another solution would be proven.
+        # A new entry means that torch looked up another key, so another solution was used.
         if len(results()) != known:
-            return "the proof could not reproduce the recorded call"
+            return "the numerical check could not reproduce the recorded call"
         tunable.enable(False)
         default = relative_error(product(a, b, out, scale_a, scale_b), truth)
         error = relative_error(tuned, truth)
@@ -138,9 +139,9 @@ def fault(key: Key, device: torch.device) -> str:
 
 
 def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Iterator[str]:
-    """Tune and prove every GEMM of `recorded`, then write `out` once per GPU of a node.
+    """Tune and check every GEMM of `recorded`, then write `out` once for each GPU of a node.
 
-    Yields one line per GEMM and a summary. An existing file of the same versions is extended.
+    Yields a line for each GEMM, and a summary. An existing file of the same versions is extended.
     Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
     """
     validators = versions()
@@ -155,7 +156,7 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
     for key in recorded:
         wrong = fault(key, device) if key in tuned else "TunableOp does not tune it offline"
         if wrong:
-            outcome = f"{wrong}; keeps the default"
+            outcome = f"{wrong}; the default solution is kept"
         else:
             solution, milliseconds = tuned[key]
             solutions[key] = (solution, f"{milliseconds:.6g}")
@@ -164,12 +165,14 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
     tunable.enable(False)
     if not solutions:
         raise PreflightError(
-            "no GEMM could be tuned", "the lines above say why for each", "nothing was written"
+            "no GEMM could be tuned",
+            "the lines above give the reason for each GEMM",
+            "nothing was written",
         )
     for path in files:
         write_tuned(path, Tuned(validators, solutions))
     count = sum(key in solutions for key in recorded)
-    yield (f"{count} of {len(recorded)} GEMMs tuned and proven; {files[0]} holds {len(solutions)}")
+    yield f"{count} of {len(recorded)} GEMMs tuned and checked; {files[0]} has {len(solutions)}"
 
 
 def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
@@ -178,7 +181,7 @@ def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
     tunable.record_untuned_enable(False)
     tunable.set_rotating_buffer_size(ROTATING_BUFFER_MB)
     tunable.set_max_tuning_duration(MAX_MS_PER_SOLUTION)
-    # TunableOp also writes a file itself. The file written here holds only proven solutions.
+    # TunableOp also writes its own file, here a temporary one with unchecked solutions.
     with tempfile.TemporaryDirectory() as folder:
         tunable.set_filename(str(Path(folder, "results.csv")))
         path = Path(folder, "untuned.csv")
