@@ -17,7 +17,7 @@ from common.kernels import attention, lora, rms_norm
 from common.kernels.fp8 import fp8_dtypes
 from common.paths import ROOT
 from common.training import self_test
-from launch.preflight import __main__ as verb
+from launch.preflight import __main__ as preflight_command
 from launch.preflight.measured import Measured
 from launch.select_config import select_config
 
@@ -113,17 +113,17 @@ def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
 
 
 def _options() -> argparse.Namespace:
-    options = verb.parser("llama31_8b").parse_args([])
+    options = preflight_command.parser("llama31_8b").parse_args([])
     options.benchmark = "llama31_8b"
     return options
 
 
 def rows_of(tmp_path, monkeypatch, card, ranks):
-    monkeypatch.setattr(verb, "probe", lambda env: probe(tmp_path, card))
-    monkeypatch.setattr(verb, "read_gpus", lambda *_: [])
-    monkeypatch.setattr(verb, "installed", lambda driver: VERSIONS)
-    monkeypatch.setattr(verb, "run_ranks", lambda *_: ranks)
-    return {row.check: row for row in verb.check(_options(), {})[0]}
+    monkeypatch.setattr(preflight_command, "probe", lambda env: probe(tmp_path, card))
+    monkeypatch.setattr(preflight_command, "read_gpus", lambda *_: [])
+    monkeypatch.setattr(preflight_command, "installed", lambda driver: VERSIONS)
+    monkeypatch.setattr(preflight_command, "run_ranks", lambda *_: ranks)
+    return {row.check: row for row in preflight_command.check(_options(), {})[0]}
 
 
 @each_card

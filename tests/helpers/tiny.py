@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import fp8_on_cpu  # noqa: F401  (changes torch)
@@ -51,6 +52,8 @@ TINY = replace(
     target_loss=0.01,
     max_steps=400,
 )
+# Sizes that FP8 products take: multiples of 16.
+FP8_RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))
 LORA = replace(
     lora_rules.MINIATURE,
     shape=TINY.shape,
@@ -171,9 +174,14 @@ def run(
         continues=continues,
         save=save,
     )
+    return facts(run_dir, run_here(trainer, rules, asked))
+
+
+def run_here(trainer: ModuleType, rules: Rules | lora_rules.Rules, asked: Run) -> RunError | None:
+    """Call `run` of a benchmark's trainer with `rules`, and return the error that ended it."""
     error = None
     with mock.patch.object(trainer, "rules_of", lambda config: rules):
-        reports = Reports.to(run_dir, rank)
+        reports = Reports.to(asked.run_dir, asked.rank)
         try:
             trainer.run(asked, reports)
         except RunError as failure:
@@ -183,7 +191,7 @@ def run(
             # The training loop disables the garbage collector for the rest of its process.
             gc.unfreeze()
             gc.enable()
-    return facts(run_dir, error)
+    return error
 
 
 def facts(run_dir: Path, error: RunError | None = None) -> Facts:

@@ -196,7 +196,7 @@ def test_help_and_version_end_well(line, capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 @pytest.mark.parametrize("benchmark", ["", "llama2_70b_lora"])
-def test_every_verb_has_help_with_its_own_name(name, benchmark, capsys):
+def test_every_command_has_help_with_its_own_name(name, benchmark, capsys):
     """Also before one has chosen a benchmark."""
     takes_it = cli.COMMANDS[name].benchmark and cli.has_command(benchmark, name)
     words = [benchmark, name] if benchmark and takes_it else [name]

@@ -164,8 +164,10 @@ def test_only_a_benchmark_that_can_save_takes_the_option():
     assert " --save\n" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("verb", ["check", "report", "score", "describe", "package"])
-def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_path, verb):
+@pytest.mark.parametrize("subcommand", ["check", "report", "score", "describe", "package"])
+def test_commands_of_submission_get_the_rest_of_the_line_and_no_torch(
+    project, tmp_path, subcommand
+):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     (project / "submission/score.py").write_text(STUB + "import sys; print('score', sys.argv[1:])")
     for name in ("describe", "package"):
@@ -176,7 +178,7 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
         launch(
             project,
             tmp_path,
-            verb,
+            subcommand,
             str(tmp_path),
             "--some",
             "option",
@@ -190,11 +192,11 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
         "score": (0, f"score ['{tmp_path}', '--some', 'option']"),
     }
     assert (code, out.strip()) == wanted.get(
-        verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")
+        subcommand, (20, f"{subcommand} ['{tmp_path}', '--some', 'option']")
     ), err
 
 
-def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
+def test_a_signal_reaches_the_module_of_a_command(project, tmp_path):
     """The command can end its own processes before it is killed."""
     stub = STUB + (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "

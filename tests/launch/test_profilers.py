@@ -147,8 +147,8 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
 
 
 @pytest.fixture
-def verb(tmp_path, monkeypatch):
-    """The verb in this process."""
+def profile_command(tmp_path, monkeypatch):
+    """The command in this process."""
     monkeypatch.setattr(program, "outlive_readers", lambda: None)
     monkeypatch.setattr(program, "raise_at_signals", lambda: None)
     return lambda *arguments: program.main(
@@ -167,16 +167,18 @@ def verb(tmp_path, monkeypatch):
         (["--with", "rocprofv3"], 18, "rocprofv3 is not on PATH"),
     ],
 )
-def test_nothing_is_started_for_what_cannot_be(tmp_path, verb, capsys, arguments, code, words):
+def test_invalid_arguments_start_nothing(
+    tmp_path, profile_command, capsys, arguments, code, words
+):
     assert (
-        verb(*arguments) == code
+        profile_command(*arguments) == code
         and words in capsys.readouterr().err
         and not (tmp_path / "out").exists()
     )
 
 
-def test_print_shows_a_command_that_a_shell_takes(verb, capsys):
-    assert verb("--with", "rocprofv3", "--print") == 0
+def test_print_shows_a_command_that_a_shell_takes(profile_command, capsys):
+    assert profile_command("--with", "rocprofv3", "--print") == 0
     words = shlex.split(capsys.readouterr().out)
     assert (
         words[words.index("-c") + 1].startswith(

@@ -5,20 +5,15 @@ import shutil
 import subprocess
 
 import pytest
+from probes import H200X4
 
 from common.config import load
 from common.errors import StorageError
-from common.gpu_kinds import GIB
-from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import run_directory
 from llama31_8b.rules import Config
 
 pytestmark = pytest.mark.quick
-
-H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
-MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
-NOTHING = Probe("none")
 
 
 def test_run_directories_are_never_reused(tmp_path, monkeypatch):

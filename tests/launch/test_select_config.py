@@ -4,6 +4,7 @@ import argparse
 import re
 
 import pytest
+from probes import H200X4, MI300X, NOTHING
 
 from common.benchmarks import names
 from common.errors import ConfigError, OutOfMemory, PreflightError
@@ -15,9 +16,6 @@ from submission.own_log import CONFIG_NAME
 
 pytestmark = pytest.mark.quick
 
-H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
-MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
-NOTHING = Probe("none")
 MINIATURES = sorted(ROOT.glob("configs/*/CPU_1x1.toml"))
 
 

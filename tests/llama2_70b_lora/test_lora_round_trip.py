@@ -3,7 +3,6 @@
 All of them give the same logits. A closed-division log is written by the real loop and rules.
 """
 
-import gc
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_govreport import LENGTH, VOCAB, write
-from tiny import LORA, lora_config
+from tiny import LORA, lora_config, run_here
 
 from common.errors import RunError, StorageError
 from common.model.checkpoint_loader import load_base
@@ -22,7 +21,6 @@ from common.model.initialization import copy_weight, init_weights
 from common.paths import ROOT
 from common.training import lora_training
 from common.training.log_keys import hyperparameters
-from common.training.reports import Reports
 from common.training.run import Run
 from launch.diagnosis import finished, read_result
 from llama2_70b_lora import merge, train
@@ -79,18 +77,7 @@ def start(
         checkpoint=checkpoint,
         continues=continues,
     )
-    error = None
-    with mock.patch.object(train, "rules_of", lambda config: rules):
-        reports = Reports.to(run_dir, processes.rank)
-        try:
-            train.run(asked, reports)
-        except RunError as failure:
-            error = failure
-            reports.abort()
-        finally:
-            gc.unfreeze()
-            gc.enable()
-    return run_dir, error
+    return run_dir, run_here(train, rules, asked)
 
 
 @pytest.mark.parametrize("layout", ["fused", "ordinary"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip
 
 from common.data import corpus
 from common.data.manifest import Manifest
@@ -339,12 +340,6 @@ def test_an_error_of_the_weights_names_the_command_that_helps(tmp_path, capsys):
 
 def verify(folder, *options):
     return prepare.main(["verify", "--data-dir", str(folder / "d"), *options])
-
-
-def flip(path, position):
-    raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
-    path.write_bytes(raw)
 
 
 def test_verify_of_good_data_and_weights(whole, capsys):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import flip
 
 from common.command_line import exit_code_of
 from common.data import corpus, preparation
@@ -269,12 +270,6 @@ def verify(folder, *options):
 def test_verify_of_good_data(copy, capsys):
     assert verify(copy) == 0 and verify(copy, "--full") == 0
     assert "no differences" in capsys.readouterr().err
-
-
-def flip(path, position):
-    raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
-    path.write_bytes(raw)
 
 
 TRAIN = MINIATURE.train_prefix

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
 from ranks import call_on_ranks
 from safetensors.torch import load_file, save_file
 from tiny import LORA, lora_config
@@ -158,12 +159,6 @@ def test_two_ranks_hash_and_both_report_the_damage(stored, tmp_path):
 
 
 # ---- refused
-
-
-def flip(path, position):
-    raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
-    path.write_bytes(raw)
 
 
 def manifest_for(folder, path):

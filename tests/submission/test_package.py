@@ -298,16 +298,21 @@ def case(tmp_path, project, monkeypatch):
     return Case(tmp_path, project)
 
 
+def lora_request(folder, project) -> PackageRequest:
+    """Return a request to package the LoRA series in `folder`/logs."""
+    return PackageRequest(
+        {NAMES[1]: folder / "logs"},
+        described(folder),
+        folder / "out",
+        synthetic.ORG,
+        root=project,
+    )
+
+
 class Case:
     def __init__(self, folder, project):
         self.folder, self.plans = folder, plans(LORA, project)
-        self.request = PackageRequest(
-            {NAMES[1]: folder / "logs"},
-            described(folder),
-            folder / "out",
-            synthetic.ORG,
-            root=project,
-        )
+        self.request = lora_request(folder, project)
 
     def write(self, **options):
         return synthetic.write(self.folder / "logs", LORA, self.plans, **options)
@@ -700,13 +705,7 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
     attempts = plans(LORA, project)
     attempts[4].fails = "missed"
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = PackageRequest(
-        {NAMES[1]: tmp_path / "logs"},
-        described(tmp_path),
-        tmp_path / "out",
-        synthetic.ORG,
-        root=project,
-    )
+    request = lora_request(tmp_path, project)
     assert package.package(request) == 0
     log = (
         tmp_path / "out" / "Acme" / "results" / synthetic.SYSTEM / NAMES[1] / "result_4.txt"
@@ -732,13 +731,7 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     for plan in attempts:
         plan.evaluations = 2
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = PackageRequest(
-        {NAMES[1]: tmp_path / "logs"},
-        described(tmp_path),
-        tmp_path / "out",
-        synthetic.ORG,
-        root=project,
-    )
+    request = lora_request(tmp_path, project)
     assert package.package(request) == 20
     out = capsys.readouterr().out
     assert "RCP test" in out and "RCP Test Failed" in out and "NOT a submission" in out

@@ -305,24 +305,24 @@ def die_at(monkeypatch, count: int) -> None:
         monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
 
 
-@pytest.mark.parametrize("verb", ["apply", "revert"])
-def test_killed_between_any_two_changes_revert_restores_every_value(tmp_path, capsys, verb):
+@pytest.mark.parametrize("subcommand", ["apply", "revert"])
+def test_killed_between_any_two_changes_revert_restores_every_value(tmp_path, capsys, subcommand):
     root = host(tmp_path / "host", cpus=2)
     before = contents(root)
     for count in range(60):
-        if verb == "revert":
+        if subcommand == "revert":
             assert cli.main(["apply"], root) == 0
         killed = False
         with pytest.MonkeyPatch.context() as monkeypatch:
             die_at(monkeypatch, count)
             try:
-                assert cli.main([verb], root) == 0
+                assert cli.main([subcommand], root) == 0
             except Killed:
                 killed = True
         assert cli.main(["revert"], root) == 0 and contents(root) == before, f"killed at {count}"
         if not killed:
             break
-    assert 8 <= count < 59  # every change of the whole verb was killed once
+    assert 8 <= count < 59  # every change of the whole command was killed once
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -402,8 +402,8 @@ def test_a_damaged_journal_stops_everything(call, epyc):
     ):
         (epyc / cli.JOURNAL_PATH).write_text(text)
         before = contents(epyc)
-        for verb in (["apply"], ["revert"]):
-            code, printed = call(epyc, *verb)
+        for subcommand in (["apply"], ["revert"]):
+            code, printed = call(epyc, *subcommand)
             assert code == 17 and str(epyc / cli.JOURNAL_PATH) in printed
         assert contents(epyc) == before
 
@@ -465,8 +465,8 @@ def test_it_runs_copied_alone_with_the_standard_library_only(tmp_path):
     root = xeon(tmp_path / "host")
     code = "import pathlib, sys; sys.path.insert(0, '.'); from system_tuning.__main__ import main; "
     code += "sys.exit(main(sys.argv[1:-1], pathlib.Path(sys.argv[-1])))"
-    for verb, watchdog in (("check", "1"), ("apply", "0"), ("revert", "1")):
-        command = [sys.executable, "-I", "-S", "-c", code, verb, str(root)]
+    for subcommand, watchdog in (("check", "1"), ("apply", "0"), ("revert", "1")):
+        command = [sys.executable, "-I", "-S", "-c", code, subcommand, str(root)]
         done = subprocess.run(
             command, cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30
         )

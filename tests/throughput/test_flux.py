@@ -13,7 +13,7 @@ from ranks import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
 from launch.plan.estimate import largest
-from throughput import __main__ as verb
+from throughput import __main__ as throughput_command
 from throughput import flux, flux_rank, published
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest, build, synthetic_batch, train_step, try_batch
@@ -44,7 +44,7 @@ def test_two_ranks_on_this_cpu(tmp_path):
         "--warmup=1",
         "--steps=2",
     ]
-    assert verb.main(["flux", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert throughput_command.main(["flux", *arguments, "--out", str(tmp_path / "out")]) == 0
     (row,) = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     known = {
         "model": "tiny, 1 + 1 blocks",

@@ -607,10 +607,10 @@ def test_two_profiles_are_compared_kernel_by_kernel(tmp_path, capsys):
     assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
 
 
-# --- the verb -------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
-def profile_verb(tmp_path, *arguments, device="cpu"):
+def profile_command(tmp_path, *arguments, device="cpu"):
     environment = os.environ | {
         "PYTHONPATH": python_path(ROOT),
         "LOGDIR": str(tmp_path / "results"),
@@ -643,7 +643,7 @@ def read_profile(tmp_path):
 
 def test_profile_of_the_miniature(tmp_path):
     small = ["--layers", "2", "--steps", "1", "--warmup", "1", "--set", "micro_batch_size=4"]
-    done = profile_verb(tmp_path, *small)
+    done = profile_command(tmp_path, *small)
     assert done.returncode == 0, done.stderr
     folder, found, rows = read_profile(tmp_path)
     page = read_page(folder / "page.html")
@@ -681,7 +681,7 @@ def test_profile_of_the_miniature(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_profile_of_the_miniature_on_a_gpu(tmp_path):
     config = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "gpu=H200"]
-    done = profile_verb(tmp_path, *config, device="cuda")
+    done = profile_command(tmp_path, *config, device="cuda")
     assert done.returncode == 0, done.stderr
     _, found, rows = read_profile(tmp_path)
     assert found["device"] != "cpu"
@@ -704,18 +704,18 @@ def test_profile_of_the_miniature_on_a_gpu(tmp_path):
 def test_a_profile_is_never_overwritten(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/profile.json").write_text("mine")
-    done = profile_verb(tmp_path, "--out", str(tmp_path / "old"))
+    done = profile_command(tmp_path, "--out", str(tmp_path / "old"))
     assert done.returncode == 2 and str(tmp_path / "old") in done.stderr
     assert (tmp_path / "old/profile.json").read_text() == "mine"
 
 
 def test_no_steps_are_refused(tmp_path):
-    done = profile_verb(tmp_path, "--steps", "0", "--out", str(tmp_path / "new"))
+    done = profile_command(tmp_path, "--steps", "0", "--out", str(tmp_path / "new"))
     assert done.returncode == 2 and "--steps" in done.stderr and not (tmp_path / "new").exists()
 
 
 def test_print_says_where_it_would_go(tmp_path):
-    done = profile_verb(tmp_path, "--print", "--out", str(tmp_path / "new"))
+    done = profile_command(tmp_path, "--print", "--out", str(tmp_path / "new"))
     assert (
         done.returncode == 0
         and "--steps 2 " in done.stdout

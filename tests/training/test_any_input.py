@@ -125,11 +125,16 @@ def test_command_lines():
     }
     taken = 0
     for _ in range(300):
-        verb = chance.choice(list(COMMANDS))
+        subcommand = chance.choice(list(COMMANDS))
         line = chance.choice(
-            ([verb], [chance.choice(names), verb], [chance.choice(names)], [chance.choice(WORDS)])
+            (
+                [subcommand],
+                [chance.choice(names), subcommand],
+                [chance.choice(names)],
+                [chance.choice(WORDS)],
+            )
         )
-        known = [*options[verb], *EVERYWHERE]
+        known = [*options[subcommand], *EVERYWHERE]
         line = line + [
             chance.choice([*known, *WORDS, *names, *COMMANDS]) for _ in range(chance.randint(0, 4))
         ]

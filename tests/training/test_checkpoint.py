@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import call_on_ranks
 from synthetic_run import records
-from tiny import TINY, facts, run, run_config, write_data
+from tiny import FP8_RULES, TINY, facts, run, run_config, write_data
 from toy import wait_until
 
 from common.errors import ConfigError, StorageError, WeightsError
@@ -45,9 +45,6 @@ SIZES = {
     "eval_micro_batch_size": 2,
     "max_samples": 108,
 }
-FP8_RULES = replace(
-    TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0)
-)  # sizes that FP8 products take
 BF16_MOMENTS = {"linear": "fp8", "moment_precision": "bf16"}
 
 

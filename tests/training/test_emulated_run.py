@@ -1,22 +1,19 @@
 """Test the real trainer in an emulated block format with healing: log, warm-up, records, target."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from synthetic_run import records
-from tiny import TINY, run, write_data
+from tiny import FP8_RULES as RULES
+from tiny import run, write_data
 
 from common.config import load
-from common.model.shapes import ModelShape
 from common.paths import ROOT
 from common.training import warmup
 from common.training.mllog import EMULATED
 from llama31_8b.rules import MINIATURE, Config
 
-RULES = replace(
-    TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0)
-)  # sizes that FP8 products take
 FORMAT = "mxfp4+stochastic+hadamard"
 HEALED = f"{FORMAT} until step 6, then fp8"
 UNHEALED = f"{FORMAT} until step 9999, then fp8"  # in bf16, as what heals to FP8

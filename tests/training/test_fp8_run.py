@@ -1,20 +1,17 @@
 """Test the real trainer in FP8: warm-up and exact restore, training, evaluation, disclosure."""
 
 import json
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from synthetic_run import records
-from tiny import TINY, run, write_data
+from tiny import FP8_RULES as RULES
+from tiny import run, write_data
 
-from common.model.shapes import ModelShape
 from common.training import warmup
 from llama31_8b.rules import Config
 
-# Sizes that FP8 products take: multiples of 16.
-RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))
 FP8 = {"linear": "fp8"}
 
 

@@ -92,19 +92,19 @@ def summary(run: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    texts = verbs.add_parser("text")
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = commands.add_parser("text")
     texts.add_argument("--packages", nargs="*", default=[])
     texts.add_argument("--out", type=Path, required=True)
-    weights = verbs.add_parser("weights")
+    weights = commands.add_parser("weights")
     weights.add_argument("--model", required=True)
     weights.add_argument("--out", type=Path, required=True)
-    runs = verbs.add_parser("summary")
+    runs = commands.add_parser("summary")
     runs.add_argument("runs", type=Path, nargs="+")
     options = parser.parse_args()
-    if options.verb == "text":
+    if options.command == "text":
         write_text(options.packages, options.out)
-    elif options.verb == "weights":
+    elif options.command == "weights":
         write_weights(options.model, options.out)
     else:
         for run in options.runs:

@@ -13,7 +13,7 @@ from toy import alive, wait_until
 
 from common.errors import ConfigError
 from common.paths import ROOT
-from launch.preflight import __main__ as verb
+from launch.preflight import __main__ as preflight_command
 from launch.preflight.nodes import (
     examine,
     facts,
@@ -346,7 +346,9 @@ def test_each_fault_is_found_and_named(namespaces, tmp_path, monkeypatch, capsys
     out = tmp_path / "out"
     arguments = ["--nodes", ",".join(nodes), "--launcher", f"{launcher} {{node}}", "--quick"]
     start = time.monotonic()
-    code = verb.main([*arguments, "--device", "cpu", "--out", str(out), "--deadline", "100"])
+    code = preflight_command.main(
+        [*arguments, "--device", "cpu", "--out", str(out), "--deadline", "100"]
+    )
     printed = capsys.readouterr()
     print(printed.out, printed.err, f"{time.monotonic() - start:.1f} s", file=sys.stderr)
     assert code == 18
@@ -379,7 +381,7 @@ def test_healthy_nodes_pass_with_every_pair_measured(namespaces, tmp_path, monke
     nodes = [GOOD, ALSO_GOOD, OTHER]
     out = tmp_path / "out"
     arguments = ["--nodes", ",".join(nodes), "--launcher", "ip netns exec {node}", "--quick"]
-    code = verb.main([*arguments, "--device", "cpu", "--out", str(out)])
+    code = preflight_command.main([*arguments, "--device", "cpu", "--out", str(out)])
     result = json.loads((out / "nodes.json").read_text())
     assert result["failing"] == {} and code == 0
     assert (out / "passing_nodes.txt").read_text().split() == nodes

@@ -27,7 +27,7 @@ from common.gpu_stats import (
 )
 from common.hardware import Device, Probe
 from common.paths import ROOT
-from launch.preflight import __main__ as verb
+from launch.preflight import __main__ as preflight_command
 from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import UNITS, Measured, read_ranks
@@ -256,7 +256,7 @@ def power_settings_of(
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     devices = (replace(H200, address="GPU-b"), replace(H200, address="GPU-a"))
-    return verb.power_settings(Probe("nvidia", devices))
+    return preflight_command.power_settings(Probe("nvidia", devices))
 
 
 def test_power_settings_are_read_and_must_not_differ(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_drivers_without_power_settings(tmp_path, monkeypatch):
     row = power_settings_of(tmp_path, monkeypatch, "Invalid combination of input arguments.\n", "")
     assert row.verdict == "skipped"
     monkeypatch.setenv("PATH", "")
-    assert verb.power_settings(Probe("nvidia", (H200,))).verdict == "skipped"
+    assert preflight_command.power_settings(Probe("nvidia", (H200,))).verdict == "skipped"
     with pytest.raises(DriverError):
         read_power_profiles()
 
@@ -526,9 +526,9 @@ def test_memory_that_a_config_pins_is_required_in_addition():
     options = argparse.Namespace(
         benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml")
     )
-    assert verb.requested_run(options, {}, None, 0).pinned_bytes == 20 * GIB
+    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 20 * GIB
     options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
-    assert verb.requested_run(options, {}, None, 0).pinned_bytes == 0
+    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 0
 
 
 def test_what_depends_on_the_run():
@@ -629,19 +629,22 @@ def test_software(monkeypatch, torch, verdict):
     assert row.verdict == verdict and f"torch {torch}" in row.value
 
 
-# --- the verb -------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_errors_are_listed_before_ranks_that_only_stopped():
     found = [rank(0, phase="copy"), rank(1, phase="FP8 GEMM", error="OutOfMemoryError: 2 GiB")]
-    row = verb.judge_ranks(found, 3)
+    row = preflight_command.judge_ranks(found, 3)
     assert (
         row.verdict == "refuse"
         and row.value == "GPU 1 (aaaa-1, 0000:01:00.0) in 'FP8 GEMM': OutOfMemoryError: 2 GiB"
     )
-    assert verb.judge_ranks(found[:1], 1).value == "GPU 0 (aaaa-0, 0000:00:00.0) stopped in 'copy'"
-    assert verb.judge_ranks(ranks(2), 3).value == "GPU 2 never reported"
-    assert verb.judge_ranks(ranks(3), 3).verdict == "ok"
+    assert (
+        preflight_command.judge_ranks(found[:1], 1).value
+        == "GPU 0 (aaaa-0, 0000:00:00.0) stopped in 'copy'"
+    )
+    assert preflight_command.judge_ranks(ranks(2), 3).value == "GPU 2 never reported"
+    assert preflight_command.judge_ranks(ranks(3), 3).verdict == "ok"
 
 
 def options(benchmark="llama31_8b", **changed):
@@ -650,7 +653,7 @@ def options(benchmark="llama31_8b", **changed):
         for key, value in changed.items()
         for item in ([f"--{key}"] if value is True else [f"--{key}", value])
     ]
-    options = verb.parser(benchmark).parse_args(arguments)
+    options = preflight_command.parser(benchmark).parse_args(arguments)
     options.benchmark = benchmark
     return options
 
@@ -669,17 +672,23 @@ def on_gpus(
     compiler="",
     **changed,
 ):
-    """The verb on a machine of fakes; its rows by check."""
-    monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, driver))
-    monkeypatch.setattr(verb, "installed", lambda driver: versions | {"driver": driver})
+    """The command on a machine of fakes; its rows by check."""
+    monkeypatch.setattr(preflight_command, "probe", lambda env: Probe("nvidia", devices, driver))
+    monkeypatch.setattr(
+        preflight_command, "installed", lambda driver: versions | {"driver": driver}
+    )
     monkeypatch.setattr(host.torch_build, "missing_compiler", lambda environment: compiler)
     monkeypatch.setattr(
-        verb, "read_gpus", lambda vendor, addresses, names: answers or samples(len(devices))
+        preflight_command,
+        "read_gpus",
+        lambda vendor, addresses, names: answers or samples(len(devices)),
     )
     monkeypatch.setattr(
-        verb, "run_ranks", lambda wanted, seconds, env, meanwhile, cpus: [meanwhile(), found][1]
+        preflight_command,
+        "run_ranks",
+        lambda wanted, seconds, env, meanwhile, cpus: [meanwhile(), found][1],
     )
-    return by_check(verb.check(options(**changed), environment or {})[0])
+    return by_check(preflight_command.check(options(**changed), environment or {})[0])
 
 
 def test_a_healthy_host_of_four(monkeypatch):
@@ -777,7 +786,7 @@ def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
     )
     assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
     assert (
-        verb.main(["--config", "x.toml"]) == 2
+        preflight_command.main(["--config", "x.toml"]) == 2
         and "--config needs a benchmark" in capsys.readouterr().err
     )
 
@@ -817,18 +826,20 @@ def test_a_wrong_request_ends_with_2(changed, environment, words, capsys, monkey
         "cpu",
         *(item for key, value in changed.items() for item in (f"--{key}", value)),
     ]
-    assert verb.main(arguments) == 2 and words in capsys.readouterr().err
+    assert preflight_command.main(arguments) == 2 and words in capsys.readouterr().err
 
 
 def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
     row = CheckRow("GPU count", "refuse", "1 visible", "2", "show more")
     monkeypatch.setattr(
-        verb, "check", lambda options, environment: ([row, skipped("x", "why")], [rank()])
+        preflight_command,
+        "check",
+        lambda options, environment: ([row, skipped("x", "why")], [rank()]),
     )
-    assert verb.main(["llama31_8b"]) == 18
+    assert preflight_command.main(["llama31_8b"]) == 18
     said = capsys.readouterr()
     assert "do: show more" in said.out and "GPU count" in said.err
-    assert verb.main(["llama31_8b", "--json"]) == 18
+    assert preflight_command.main(["llama31_8b", "--json"]) == 18
     answer = json.loads(capsys.readouterr().out)
     assert (
         answer["verdict"] == "refuse"
@@ -836,9 +847,11 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
         and answer["ranks"][0]["pci"] == "0000:00:00.0"
     )
     monkeypatch.setattr(
-        verb, "check", lambda options, environment: ([replace(row, verdict="warn")], [])
+        preflight_command,
+        "check",
+        lambda options, environment: ([replace(row, verdict="warn")], []),
     )
-    assert verb.main(["llama31_8b"]) == 0
+    assert preflight_command.main(["llama31_8b"]) == 0
 
 
 def test_a_rank_that_hangs_ends_by_itself(tmp_path):
@@ -857,7 +870,7 @@ def test_a_rank_that_hangs_ends_by_itself(tmp_path):
         timeout=30,
     )
     assert done.returncode == 1 and "Timeout" in done.stderr
-    assert verb.judge_ranks(read_ranks(tmp_path), 2).value == "GPU 0 never reported"
+    assert preflight_command.judge_ranks(read_ranks(tmp_path), 2).value == "GPU 0 never reported"
 
 
 def test_a_stopped_rank_names_its_phase(tmp_path):
@@ -865,12 +878,13 @@ def test_a_stopped_rank_names_its_phase(tmp_path):
     (tmp_path / "rank_0.json").write_text(json.dumps({"rank": 0, "phase": "done"}))
     (tmp_path / "rank_2.json.partial").write_text("{")
     found = read_ranks(tmp_path)
-    assert [one.rank for one in found] == [0, 1] and "stopped in 'all-reduce'" in verb.judge_ranks(
-        found, 2
-    ).value
+    assert [one.rank for one in found] == [
+        0,
+        1,
+    ] and "stopped in 'all-reduce'" in preflight_command.judge_ranks(found, 2).value
 
 
-def run_verb(tmp_path, *arguments):
+def run_preflight(tmp_path, *arguments):
     """Through the launcher, with what it needs and nothing of this shell's settings."""
     environment = {
         key: value
@@ -897,7 +911,7 @@ def run_verb(tmp_path, *arguments):
     )
 
 
-def test_the_verb_on_this_cpu_with_two_gloo_ranks(tmp_path):
+def test_preflight_on_this_cpu_with_two_gloo_ranks(tmp_path):
     text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
     config = tmp_path / "two.toml"
     config.write_text(
@@ -905,7 +919,7 @@ def test_the_verb_on_this_cpu_with_two_gloo_ranks(tmp_path):
             "\nmicro_batch_size = 16", "\nmicro_batch_size = 8"
         )
     )
-    done = run_verb(tmp_path, "--device", "cpu", "--config", str(config))
+    done = run_preflight(tmp_path, "--device", "cpu", "--config", str(config))
     answer = json.loads(done.stdout)
     rows = {row["check"]: row for row in answer["rows"]}
     assert done.returncode == (18 if answer["verdict"] == "refuse" else 0), done.stderr
@@ -932,14 +946,14 @@ def test_a_broken_rank_is_a_refusal(tmp_path):
     """A real torchrun with a device that is not there."""
     from common.errors import PreflightError
 
-    wanted = verb.PreflightRequest("H200", 1, skipped("config", ""))
-    found = verb.run_ranks(
+    wanted = preflight_command.PreflightRequest("H200", 1, skipped("config", ""))
+    found = preflight_command.run_ranks(
         wanted,
         0.1,
         os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
         lambda: None,
     )
-    row = verb.judge_ranks(found, 1)
+    row = preflight_command.judge_ranks(found, 1)
     assert (
         row.verdict == "refuse"
         and "GPU 0" in row.value
@@ -968,11 +982,11 @@ def test_the_median_is_of_one_work():
 
 
 @pytest.mark.gpu
-def test_the_verb_on_this_machines_gpus(tmp_path):
+def test_preflight_on_this_machines_gpus(tmp_path):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    done = run_verb(tmp_path)
+    done = run_preflight(tmp_path)
     answer = json.loads(done.stdout)
     rows = {row["check"]: row for row in answer["rows"]}
     print(json.dumps(answer, indent=1))
@@ -1003,8 +1017,10 @@ def test_a_checkout_that_package_would_refuse_is_a_warning(tmp_path):
 
 def test_the_checkout_is_judged_for_what_can_be_submitted_only():
     for miniature in (False, True):
-        request = verb.PreflightRequest("CPU", 1, CheckRow("config", "ok", ""), miniature=miniature)
-        assert ("checkout" in by_check(verb.host_rows("llama31_8b", request, {}))) == (
+        request = preflight_command.PreflightRequest(
+            "CPU", 1, CheckRow("config", "ok", ""), miniature=miniature
+        )
+        assert ("checkout" in by_check(preflight_command.host_rows("llama31_8b", request, {}))) == (
             not miniature
         )
 

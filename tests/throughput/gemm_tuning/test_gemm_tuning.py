@@ -353,7 +353,7 @@ def test_nothing_proven_writes_nothing(fake, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the verbs ------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def options(**changed):
@@ -456,7 +456,7 @@ def test_check_takes_the_configs_file_or_another_and_compares_versions(gpu, tmp_
         cli.check("llama31_8b", config, options())
 
 
-def test_the_verb_without_a_gpu_is_refused(tmp_path):
+def test_the_command_without_a_gpu_is_refused(tmp_path):
     tuned_file(tmp_path / "a0.csv")
     command = [
         sys.executable,
