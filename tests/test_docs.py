@@ -23,11 +23,12 @@ from tests.tools.docs_tables import PAGES, ROOT, rewritten
 pytestmark = pytest.mark.quick
 
 DOCS = ROOT / "docs"
+# Commands and keys as they were when something was measured.
 RECORDS = {
     "log.md",
     "results.md",
     "results-archive.md",
-}  # commands and keys as they were when something was measured
+}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 each_current_page = pytest.mark.parametrize(

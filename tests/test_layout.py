@@ -208,9 +208,8 @@ def imports_of_names(path: Path, type_checking: bool) -> set[str]:
 # --- a benchmark is a type: class Rules and its Config, behind the registry in common/benchmarks.py
 # --------------------
 
-TYPED = re.compile(
-    r"(^|[._])(rules|configs?)$"
-)  # names of an object that is a Rules or a RunConfig
+# Names of an object that is a Rules or a RunConfig.
+TYPED = re.compile(r"(^|[._])(rules|configs?)$")
 OPTIONS = {
     field.name
     for name in BENCHMARKS
@@ -363,11 +362,12 @@ NEED_TORCH_SOMETIMES = {  # import it in a function
     "launch.multi_node",  # that only a run of several nodes calls
     "launch.preflight.nodes.under_torchrun",  # that only a rank of torchrun calls
 }
+# Run in processes that import torch anyway.
 NEED_TORCH = {
     "launch.processes.torchrun",
     "launch.preflight.measure",
     "launch.preflight.nodes.collectives",
-}  # run in processes that import torch anyway
+}
 LIGHT = [
     *sorted(BASE),
     "common.training.mllog",

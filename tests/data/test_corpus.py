@@ -33,9 +33,8 @@ def test_train_and_validation_share_nothing(documents):
 def test_works_without_pydoc_data(documents, monkeypatch):
     modules = [document for document in documents if not document.source.startswith("pydoc_data")]
     assert 0 < len(modules) < len(documents)
-    monkeypatch.setattr(
-        corpus, "module_documents", lambda root: iter(modules)
-    )  # to read them again takes seconds
+    # To read them again takes seconds.
+    monkeypatch.setattr(corpus, "module_documents", lambda root: iter(modules))
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # as on Debian's minimal Python
     assert corpus.documents() == modules
 

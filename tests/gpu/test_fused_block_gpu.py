@@ -80,9 +80,8 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
             f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart "
             f"{apart_db:5.1f}"
         )
-        margin = (
-            1 if value.ndim > 1 else 2
-        )  # of so few numbers the ratio itself is uncertain by 0.3 dB
+        # Of so few numbers the ratio itself is uncertain by 0.3 dB.
+        margin = 1 if value.ndim > 1 else 2
         if triton_db < plain_db - margin or apart_db < plain_db - 3:
             too_far.append(name)
     print("\n".join(report))

@@ -198,9 +198,8 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
     assert errors[1] <= 2 * errors[0]
     assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
-    assert (
-        ours != plain
-    ).sum() <= 1e-3 * ours.numel()  # a fused multiply-add rounds once where torch rounds twice
+    # A fused multiply-add rounds once where torch rounds twice.
+    assert (ours != plain).sum() <= 1e-3 * ours.numel()
 
     upstream = (
         torch.randn(
@@ -382,9 +381,10 @@ def test_cross_entropy_is_as_exact_as_plain_torch(shape):
     for sequence in range(shape[0]):
         for rows in torch.arange(shape[1], device="cuda").split(512):
             chunk = original[sequence, rows][None].float().requires_grad_()
+            # A sequence for each row.
             losses, _ = cross_entropy_reference(
                 chunk.transpose(0, 1), labels[sequence, rows][:, None]
-            )  # a sequence for each row
+            )
             truth_sum[sequence] += losses.detach().double().sum()
             (truth,) = torch.autograd.grad(losses.sum(), chunk, upstream[sequence])
             error = (gradient[sequence, rows].float() - truth[0]).norm()

@@ -28,9 +28,8 @@ from typing import Any
 from common.data.preparation import locked
 from common.paths import ROOT
 
-HASHES = (
-    ROOT / "tests/kernels"
-)  # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS
+# triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS.
+HASHES = ROOT / "tests/kernels"
 # Beside the Triton that torch brings: that of ROCm's images with torch 2.10, and the newest.
 OTHER_TRITONS = ("3.6.0", "3.9.0")
 # architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes).
@@ -262,9 +261,8 @@ def main(arch: str, version: str = "") -> None:
     import torch
     import triton
 
-    torch.version.hip = (
-        "7.2" if TARGETS[arch][0] == "hip" else None
-    )  # read when the kernels' modules are imported
+    # Read when the kernels' modules are imported.
+    torch.version.hip = "7.2" if TARGETS[arch][0] == "hip" else None
     import common.kernels.architecture as module
 
     assert not version or triton.__version__ == version, f"found triton {triton.__version__}"
@@ -278,9 +276,8 @@ def main(arch: str, version: str = "") -> None:
 
     from common.kernels import fp8
 
-    fp8.takes_every_layout = lambda device: (
-        False
-    )  # no product is made here, and both layouts are compiled for
+    # No product is made here, and both layouts are compiled for.
+    fp8.takes_every_layout = lambda device: False
 
     launch_all()
     compile_one_that_spills(arch)

@@ -14,9 +14,8 @@ from common.model.lora import AdapterSettings, adapter_parameters
 from common.model.shapes import ModelShape
 
 SMALL = ModelShape(1, 48, 80, 4, 2, 64, 10000.0)  # dimensions that no tile divides
-WIDE = ModelShape(
-    2, 1024, 2048, 8, 2, 64, 10000.0
-)  # at its start the branches stand out of the residual stream's rounding
+# At its start the branches stand out of the residual stream's rounding.
+WIDE = ModelShape(2, 1024, 2048, 8, 2, 64, 10000.0)
 NAMES = ("qkv", "o", "gate_up", "down")
 RANK, ALPHA, P = 4, 8.0, 0.25
 BATCH, SEQUENCE = 2, 19
@@ -55,9 +54,8 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
     """Return a block with initial weights, and adapters whose B is slightly off zero."""
     torch.manual_seed(1)
     block = Block(shape)
-    std = (
-        0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5
-    )  # init_weights' 0.02; narrower, as large sums
+    # init_weights' 0.02; narrower, as large sums.
+    std = 0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5
     for name, parameter in block.named_parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.1)

@@ -157,9 +157,8 @@ def run(
 ) -> Facts:
     """Call the trainer's `run` in this process, and `abort` on failure, as run_guarded does."""
     rank = int(os.environ.get("RANK", "0"))
-    run_dir.mkdir(
-        parents=True, exist_ok=True
-    )  # another rank may have made it; what is in it is never overwritten
+    # Another rank may have made it; what is in it is never overwritten.
+    run_dir.mkdir(parents=True, exist_ok=True)
     configured = run_config(**changes)
     asked = Run(
         benchmark="llama31_8b",

@@ -11,16 +11,18 @@ from common.kernels import adamw
 
 pytestmark = pytest.mark.quick
 
+# Gradients are 0.01: eps is a thousandth of sqrt(v), and so seen.
 STEPS, LEARNING_RATE, EPS = (
     5,
     1e-2,
     1e-5,
-)  # gradients are 0.01: eps is a thousandth of sqrt(v), and so seen
+)
+# betas, weight decay, divisor.
 CASES = [
     ((0.9, 0.95), 0.1, 1.0),
     ((0.9, 0.999), 0.1, 3.7),
     ((0.9, 0.95), 0.0, 3.7),
-]  # betas, weight decay, divisor
+]
 
 
 def start(shape, device):

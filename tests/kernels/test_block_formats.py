@@ -147,9 +147,8 @@ def test_ties_of_nvfp4():
     expected = torch.tensor(
         [0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0.0, -2.0, -4.0, 0.0, 0.0, 4.0]
     )
-    powers_of_two = (
-        scales.log2().frac() == 0
-    )  # 1 / the others is rounded, and 2.5 times them times that no tie any more
+    # 1 / the others is rounded, and 2.5 times them times that no tie any more.
+    powers_of_two = scales.log2().frac() == 0
     assert (
         powers_of_two.sum() == 15
         and (made.elements.flatten(1)[powers_of_two, 1:] == expected).all()

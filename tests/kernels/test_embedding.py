@@ -8,11 +8,12 @@ from common.kernels.accumulate import add_rows_reference, add_rows_triton
 
 pytestmark = pytest.mark.quick
 
+# Of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's.
 ROWS, COLUMNS, FIRST = (
     12,
     600,
     5,
-)  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
+)
 
 
 def tokens(count, rows=20):

@@ -50,9 +50,8 @@ def value_of(quantized: QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("gradient, bound", [(False, 31.0), (True, 25.0)], ids=["e4m3", "e5m2"])
 def test_a_cast_loses_what_its_format_loses(gradient, bound):
     _, (quantizer, _) = quantizers(gradient=gradient)
-    quantized = quantize_reference(
-        normal(64, 96) * 1e-7, quantizer
-    )  # tiny, as gradients are: without a scale all would be zero
+    # tiny, as gradients are: without a scale all would be zero.
+    quantized = quantize_reference(normal(64, 96) * 1e-7, quantizer)
     assert sqnr_db(value_of(quantized), normal(64, 96) * 1e-7) > bound
     assert (
         torch.equal(quantized.columnwise.float(), quantized.rowwise.t().float())

@@ -19,11 +19,12 @@ from common.training import self_test
 from common.training.kernel_cases import Draw, Sizes
 from llama31_8b.rules import MINIATURE
 
+# batch, sequence, heads, key heads, head dimension.
 SHAPES = [
     (2, 33, 4, 2, 16),
     (1, 64, 8, 1, 32),
     (3, 7, 2, 2, 8),
-]  # batch, sequence, heads, key heads, head dimension
+]
 
 
 def packed_leaves(shape, dtype):

@@ -173,9 +173,8 @@ def test_quantized_it_stores_the_same_values(shape, options):
         "the test must see saturation"
     )
 
-    x_half, _, *half = inputs(
-        shape, torch.float16
-    )  # for backward: what is rounded, and only then quantized
+    # For backward: what is rounded, and only then quantized.
+    x_half, _, *half = inputs(shape, torch.float16)
     saved = [
         half[1],
         x_half,

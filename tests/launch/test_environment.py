@@ -315,9 +315,8 @@ def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monke
 
 def test_set_up_for_another_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(
-        environment, "has_package", lambda name: True
-    )  # a complete Python, whose torch is for CPUs
+    # A complete Python, whose torch is for CPUs.
+    monkeypatch.setattr(environment, "has_package", lambda name: True)
     monkeypatch.setattr(environment, "installed_build", lambda: "cpu")
     assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cpu") == Path(
         sys.executable
@@ -578,9 +577,8 @@ def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, numb
     if code > 0:
         wait_until(lambda: gone(started))
     else:
-        os.kill(
-            int(started), signal.SIGKILL
-        )  # what pip starts is left to pip where nobody is left to end it
+        # What pip starts is left to pip where nobody is left to end it.
+        os.kill(int(started), signal.SIGKILL)
     assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"
 
 

@@ -122,9 +122,8 @@ def expect(run: Started, code: int, kind: str, *words: str, status: str | None) 
 def damaged(data: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "damaged"
     shutil.copytree(data, copy)
-    (
-        copy / "miniature.json"
-    ).unlink()  # else the launcher would see the damage and build the files again
+    # Else the launcher would see the damage and build the files again.
+    (copy / "miniature.json").unlink()
     return copy
 
 

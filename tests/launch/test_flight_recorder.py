@@ -72,9 +72,8 @@ def dump(folder, rank, entries, ranks="[0, 1, 2]", group="0"):
 
 def test_a_rank_that_never_came_is_named_with_the_collective(tmp_path):
     for rank in (0, 2):
-        dump(
-            tmp_path, rank, [entry(40), entry(41, "started"), entry(42, "scheduled")]
-        )  # the host runs ahead of the GPU
+        # The host runs ahead of the GPU.
+        dump(tmp_path, rank, [entry(40), entry(41, "started"), entry(42, "scheduled")])
     dump(tmp_path, 1, [entry(39), entry(40)])
     (one,) = stuck(tmp_path)
     assert (one["sequence"], one["entered"], one["missing"], one["different"], one["unknown"]) == (
@@ -122,12 +121,10 @@ def test_nothing_is_stuck_where_all_is_complete_or_nothing_was_left(tmp_path):
         [entry(1), entry(2, "scheduled", retired=True), entry(3, "started", is_p2p=True)],
     )
     dump(tmp_path, 1, None)
-    (tmp_path / "ranks" / "rank_1.collectives.json").write_text(
-        '{"entries": ['
-    )  # killed while it wrote
-    dump(
-        tmp_path, 2, [{"collective_seq_id": 4, "state": "started"}]
-    )  # of a torch that writes other fields
+    # Killed while it wrote.
+    (tmp_path / "ranks" / "rank_1.collectives.json").write_text('{"entries": [')
+    # Of a torch that writes other fields.
+    dump(tmp_path, 2, [{"collective_seq_id": 4, "state": "started"}])
     assert stuck(tmp_path) == []
 
 

@@ -127,9 +127,8 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     finally:
         torch.distributed.destroy_process_group()
         ends = [process.communicate(timeout=150) for process in launched]
-    assert [process.returncode for process in launched] == [10, 10], (
-        ends
-    )  # the target is out of reach
+    # The target is out of reach.
+    assert [process.returncode for process in launched] == [10, 10], ends
     (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (
@@ -390,9 +389,8 @@ def knows_nobody(*arguments, **options):
 
 
 def no_way_there(*arguments, **options):
-    return [
-        (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 7000))
-    ]  # the system refuses to send to all
+    # The system refuses to send to all.
+    return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 7000))]
 
 
 @pytest.mark.parametrize(
@@ -443,9 +441,8 @@ def test_the_port_of_torchrun_is_in_use(leader):
         pytest.raises(LeaderEnded, match="exit code 2") as other,
         Nodes(Node(1, 2, "127.0.0.1", port), 1) as node,
     ):
-        leader.put(
-            "end", {"exit_code": caught.value.exit_code, "why": str(caught.value)}
-        )  # as __exit__
+        # As __exit__.
+        leader.put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})
         node.compare(dict)
     assert str(port) in other.value.why
 

@@ -167,9 +167,7 @@ def profile_command(tmp_path, monkeypatch):
         (["--with", "rocprofv3"], 18, "rocprofv3 is not on PATH"),
     ],
 )
-def test_invalid_arguments_start_nothing(
-    tmp_path, profile_command, capsys, arguments, code, words
-):
+def test_invalid_arguments_start_nothing(tmp_path, profile_command, capsys, arguments, code, words):
     assert (
         profile_command(*arguments) == code
         and words in capsys.readouterr().err

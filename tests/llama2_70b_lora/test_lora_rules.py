@@ -65,9 +65,8 @@ def test_the_miniature_differs_only_in_size():
 def test_learning_rate_at_its_corners():
     lr_at = cosine_to_zero(4e-4, 1024)
     assert lr_at(0) == 4e-4 and lr_at(512) == pytest.approx(2e-4, rel=1e-12)
-    assert lr_at(384) == pytest.approx(
-        2.765e-4, rel=1e-3
-    )  # where a run at global batch 8 typically stops
+    # Where a run at global batch 8 typically stops.
+    assert lr_at(384) == pytest.approx(2.765e-4, rel=1e-3)
     assert lr_at(1023) > 0 and lr_at(1024) == lr_at(1025) == lr_at(100_000) == 0.0
 
 

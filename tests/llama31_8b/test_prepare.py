@@ -351,9 +351,8 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
     assert prepare.main([*rest, str(tmp_path / "known.json"), "--full"]) == 0
-    assert (
-        prepare.main([*rest, str(tmp_path / "found.json")]) == 0
-    )  # without --full nothing is hashed
+    # Without --full nothing is hashed.
+    assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     assert "not checked: SHA-256 and ids" in capsys.readouterr().err
     assert prepare.main([*rest, str(tmp_path / "found.json"), "--full"]) == DataError.exit_code
     assert "sha256: expected" in capsys.readouterr().err

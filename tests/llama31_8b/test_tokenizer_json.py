@@ -28,11 +28,12 @@ TEXTS = [
     f"document {i}: the quick brown fox jumps over {i * 37} lazy dogs, naïvely 🙂.\n" * (1 + i % 5)
     for i in range(600)
 ]
+# The last is longer than the file's truncation.
 TEXTS += [
     "it says <|end_of_text|> in the middle",
     "",
     "word " * 700,
-]  # the last is longer than the file's truncation
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,8 @@ def test_ids_are_those_of_transformers_and_the_trainer_reads_them(files, tmp_pat
 
     assert convert(files, "tokenizer.json", tmp_path / "p") == 0
     peer = PreTrainedTokenizerFast(tokenizer_file=str(files / "tokenizer.json"))
-    expected = [
-        peer.convert_tokens_to_ids(peer.tokenize(text)) for text in TEXTS if text
-    ]  # NeMo's AutoTokenizer.text_to_ids
+    # NeMo's AutoTokenizer.text_to_ids.
+    expected = [peer.convert_tokens_to_ids(peer.tokenize(text)) for text in TEXTS if text]
     index = Index.read(tmp_path / "p")
     assert index.sequence_lengths.tolist() == [
         len(ids) for ids in expected

@@ -35,13 +35,14 @@ LLAMA = dict(
 )
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
 QWEN3 = MISTRAL | dict(model_type="qwen3", head_dim=32)
+# As Llama 3.2 has it.
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     factor=32.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
-)  # as Llama 3.2 has it
+)
 
 
 def test_every_family_has_its_published_number_of_parameters():
@@ -139,9 +140,8 @@ def test_only_mistral_v01_has_a_window(tmp_path):
     assert {
         name: family.sliding_window for name, family in FAMILIES.items() if family.sliding_window
     } == {"mistral-7b-v0.1": 4096}
-    assert (
-        family_of(written(tmp_path, MISTRAL | dict(sliding_window=None))).sliding_window is None
-    )  # v0.3
+    # v0.3.
+    assert family_of(written(tmp_path, MISTRAL | dict(sliding_window=None))).sliding_window is None
     assert (
         family_of(
             written(tmp_path, QWEN3 | dict(sliding_window=4096, use_sliding_window=False))

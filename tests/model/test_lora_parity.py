@@ -167,9 +167,8 @@ def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     name = "no groups, rank and alpha of the rules"
     shape = SHAPES[name][0]
     ours, theirs = adapted_pair(name, fresh=True)
-    batches = [
-        batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)
-    ]  # two in turn: there is something to learn
+    # Two in turn: there is something to learn.
+    batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]
 
     update = UPDATES["adamw"](CLOSED, "reference", torch.float32)
     assembly = Assembly(

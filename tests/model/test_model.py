@@ -20,9 +20,8 @@ from llama31_8b.train import assemble
 # Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in
 # transformers.
 TOLERANCE = 1e-5  # |ours - theirs| <= TOLERANCE * |theirs|, both L2 norms over the whole tensor
-THREE_BANDS = RopeScaling(
-    original_context=64
-)  # of 8 frequencies some stay, some are blended, some are stretched
+# Of 8 frequencies some stay, some are blended, some are stretched.
+THREE_BANDS = RopeScaling(original_context=64)
 SHAPES = {  # shape, batch, sequence
     "no groups": (ModelShape(2, 32, 48, 4, 4, 61, 10000.0), 2, 17),
     "groups of 3, odd sizes": (ModelShape(2, 30, 35, 3, 1, 53, 10000.0), 3, 13),
@@ -190,9 +189,8 @@ def assert_parity(shape: ModelShape, batch: int, ours: Llama, theirs) -> None:
     tokens = torch.randint(shape.vocab_size, (batch, sequence))
     labels = torch.cat((tokens[:, 1:], torch.full((batch, 1), IGNORE_INDEX)), dim=1)
     labels[0, 2:7] = IGNORE_INDEX
-    their_labels = torch.cat(
-        (tokens[:, :1], labels[:, :-1]), dim=1
-    )  # transformers shifts them itself
+    # Transformers shifts them itself.
+    their_labels = torch.cat((tokens[:, :1], labels[:, :-1]), dim=1)
 
     their_result = theirs(tokens, labels=their_labels)
     their_result.loss.backward()
@@ -237,9 +235,8 @@ def test_an_ignored_label_has_no_loss_no_count_and_no_gradient():
     first, second = labels.clone(), labels.clone()
     first[:, ::2], second[:, 1::2] = IGNORE_INDEX, IGNORE_INDEX
     parts = [model(tokens, half) for half in (first, second)]
-    torch.testing.assert_close(
-        parts[0][0] + parts[1][0], whole_sum, rtol=1e-6, atol=0
-    )  # two fp32 sums instead of one
+    # Two fp32 sums instead of one.
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole_sum, rtol=1e-6, atol=0)
     assert (parts[0][1] + parts[1][1]).tolist() == [sequence] * batch
     loss_sum, count = model(tokens, torch.full_like(labels, IGNORE_INDEX))
     loss_sum.sum().backward()
@@ -254,9 +251,8 @@ def test_a_token_does_not_see_what_follows_it():
     changed = tokens.clone()
     changed[0, 40:] = (changed[0, 40:] + 1) % shape.vocab_size
     before, after = model(tokens), model(changed)
-    torch.testing.assert_close(
-        before[:, :40], after[:, :40], rtol=0, atol=1e-5
-    )  # logits are near 1; the kernels may block otherwise
+    # Logits are near 1; the kernels may block otherwise.
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
     assert (before[:, 40:] - after[:, 40:]).abs().max() > 0.1
 
 
@@ -280,9 +276,8 @@ def test_every_weight_has_the_standard_deviation_of_its_kind():
             continue
         std = scaled_std if name.endswith(("o.weight", "down.weight")) else 0.02
         count = parameter.numel()
-        assert abs(float(parameter.detach().std()) / std - 1) < 5 / math.sqrt(2 * count), (
-            name
-        )  # 5 sigma of the estimate
+        # 5 sigma of the estimate.
+        assert abs(float(parameter.detach().std()) / std - 1) < 5 / math.sqrt(2 * count), name
         assert abs(float(parameter.detach().mean())) < 5 * std / math.sqrt(count), name
 
 
@@ -335,9 +330,8 @@ def test_the_first_loss_is_that_of_a_guess():
     with torch.no_grad():
         loss_sum, count = initialized()(*tokens.unbind(1))
     expected = math.log(shape.vocab_size) + shape.hidden_size * 0.02**2 / 2
-    assert (
-        abs(float(loss_sum.sum() / count.sum()) - expected) < 0.05
-    )  # 512 tokens with logits of deviation 0.23: 5 sigma
+    # 512 tokens with logits of deviation 0.23: 5 sigma.
+    assert abs(float(loss_sum.sum() / count.sum()) - expected) < 0.05
 
 
 # --- counts ---------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from tiny import TINY, run_config, whole
 from common.model.shapes import ModelShape
 from llama31_8b.train import assemble
 
+# 61 rows do not divide by 2.
 SHAPE = ModelShape(
     2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True
-)  # 61 rows do not divide by 2
+)
 RULES = replace(TINY, shape=SHAPE)
 SEQUENCES = 8
 

@@ -93,9 +93,8 @@ def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
     tensors = {}
     for file in (stored[0] / "ordinary").glob("*.safetensors"):
         tensors.update(load_file(file))
-    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(
-        4
-    )  # old checkpoints carry it
+    # Old checkpoints carry it.
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors")
     for chunk in (300, 1):
         monkeypatch.setattr(checkpoint_loader, "CHUNK", chunk)

@@ -31,9 +31,8 @@ from launch.plan import estimate as plan
 from llama2_70b_lora import train
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
-ODD = ModelShape(
-    2, 18, 7, 3, 1, 5, 10000.0
-)  # nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up
+# Nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up.
+ODD = ModelShape(2, 18, 7, 3, 1, 5, 10000.0)
 
 
 def expected_operand(shape, layer, name, dtype):

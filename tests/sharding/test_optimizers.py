@@ -88,14 +88,12 @@ def test_ten_steps_agree_with_adamw_in_fp64(optimizer_of, norm):
     for step, lr in enumerate(LEARNING_RATES):
         grads = gradients(step, norm)
         set_gradients(weights, grads)
-        assert float(optimizer.step(lr)) == pytest.approx(
-            truth.step(grads, lr), rel=1e-6
-        )  # an fp32 sum of 105 squares
+        # An fp32 sum of 105 squares.
+        assert float(optimizer.step(lr)) == pytest.approx(truth.step(grads, lr), rel=1e-6)
     for weight, expected in zip(weights, truth.weights, strict=True):
         error = (weight.detach().double() - expected).norm() / expected.norm()
-        assert (
-            error <= 1e-6
-        )  # ten fp32 roundings of 6e-8 each on the weight, and the update's own, times lr
+        # Ten fp32 roundings of 6e-8 each on the weight, and the update's own, times lr.
+        assert error <= 1e-6
 
 
 def test_clipping_makes_the_step_that_of_the_shortened_gradient(optimizer_of):
@@ -239,11 +237,9 @@ def test_norm_and_step_of_two_ranks_are_those_of_the_whole(two_ranks, processes)
     )
     assert one["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)
     for rank in two_ranks:
-        assert rank["norm"] == pytest.approx(
-            math.sqrt(total), rel=1e-6
-        )  # both sum 19,000 squares in fp32, in another order
+        # Both sum 19,000 squares in fp32, in another order.
+        assert rank["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)
         for name, tensor in one["stepped"].items():
-            torch.testing.assert_close(
-                rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name
-            )  # weights of 0.02 moved by 0.01
+            # Weights of 0.02 moved by 0.01.
+            torch.testing.assert_close(rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name)
     assert two_ranks[0]["norm"] == two_ranks[1]["norm"]

@@ -213,9 +213,8 @@ def reduce_with_late_ranks(processes, folder):
         for micro_batch in range(6):
             if micro_batch == 3:
                 optimizer.finish_reduction()
-            values = torch.randint(
-                -8, 9, (len(modules),), generator=random_numbers
-            )  # whose means are exact in bf16
+            # Whose means are exact in bf16.
+            values = torch.randint(-8, 9, (len(modules),), generator=random_numbers)
             sum(
                 (parameter * value).sum()
                 for module, value in zip(modules, values, strict=True)

@@ -143,11 +143,12 @@ ROUNDS += [
 ]
 
 
+# May and October 2024, April 2025.
 MADE = {
     "v4.0": 1_715_000_000_000,
     "v4.1": 1_728_000_000_000,
     "v5.0": 1_745_000_000_000,
-}  # May and October 2024, April 2025
+}
 
 
 @pytest.mark.parametrize(("name", "without", "ruleset"), ROUNDS)
@@ -237,9 +238,8 @@ def test_what_is_no_log_is_one_clear_error(tmp_path, name):
 
 
 def test_deep_nesting_is_a_finding(tmp_path):
-    (tmp_path / "result_1.txt").write_text(
-        ":::MLLOG " + "[" * 40_000 + "\n"
-    )  # Python 3.12 reads 3,000
+    # Python 3.12 reads 3,000.
+    (tmp_path / "result_1.txt").write_text(":::MLLOG " + "[" * 40_000 + "\n")
     done = run(tmp_path)
     assert done.returncode == 20 and "Traceback" not in done.stderr
     assert "RecursionError" in done.stdout
@@ -420,6 +420,5 @@ def test_an_unknown_benchmark_is_left_to_the_official_checker(tmp_path):
 def test_the_config_that_a_log_of_ours_names_must_be_in_the_project(tmp_path):
     path = write_good(tmp_path / "result.txt")
     assert check.examine(path, project_root=project_root(tmp_path)).findings == ()
-    assert [finding.rule for finding in check.examine(path).findings] == [
-        "config_filename"
-    ]  # A_TEST_1x8.toml
+    # A_TEST_1x8.toml.
+    assert [finding.rule for finding in check.examine(path).findings] == ["config_filename"]

@@ -220,9 +220,8 @@ def run(path, found, answers=None):
 
 def test_what_the_machine_does_not_say_is_asked_for_by_name(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
-    assert (
-        run(path, inventory.facts(server, AMD_8)) == 20
-    )  # an empty status is an error of the official checker, the rest are warnings
+    # An empty status is an error of the official checker, the rest are warnings.
+    assert run(path, inventory.facts(server, AMD_8)) == 20
     printed = capsys.readouterr()
     said = printed.err
     assert str(path) in printed.out and f"of {len(describe.KEYS)}" in printed.out

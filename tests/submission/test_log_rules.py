@@ -46,9 +46,8 @@ SIZES = [(PRETRAINING, 16), (PRETRAINING, 32), (LORA, 8), (LORA, 16), (LORA, 64)
 @pytest.mark.parametrize(("benchmark", "global_batch_size"), SIZES)
 def test_a_good_closed_log_is_clean(tmp_path, benchmark, global_batch_size):
     found = found_in(write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size))
-    assert [
-        rule for _, rule in found if rule != "learning_rate"
-    ] == []  # the test's rate is the reference's at one batch only
+    # The test's rate is the reference's at one batch only.
+    assert [rule for _, rule in found if rule != "learning_rate"] == []
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
@@ -140,9 +139,8 @@ def test_every_key_of_ours_must_be_there_once(tmp_path, benchmark):
         for finding in rule_findings(read(without), True)
         if finding.rule == "once"
     }
-    assert missing == {record["key"] for record in log[first : last + 1]} - {
-        "target_accuracy"
-    }  # by convention only
+    # By convention only.
+    assert missing == {record["key"] for record in log[first : last + 1]} - {"target_accuracy"}
     twice = [record for record in log for _ in range(1 + (record["key"] == "max_sequence_length"))]
     assert found(tmp_path, twice) == [(find(log, "max_sequence_length") + 2, "once")]
 
@@ -151,9 +149,10 @@ def test_every_key_of_ours_must_be_there_once(tmp_path, benchmark):
 
 
 def test_a_wrong_interval_is_found_at_the_first_wrong_evaluation(tmp_path):
+    # As some accepted logs do.
     changed = records(
         write_evaluations(tmp_path / "result.txt", rules.CLOSED, [24576, 49152, 73728])
-    )  # as some accepted logs do
+    )
     for log, ours in ((changed, True), (srun(changed), False), (processes(changed), False)):
         assert [row for row in found(tmp_path, log, ours) if row[1] != "disclosure"] == [
             (find(log, "eval_accuracy") + 1, "eval_interval")

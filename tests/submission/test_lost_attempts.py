@@ -143,9 +143,10 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     ]
     assert marked == list(taken)
     assert (FIFTH + 1 in taken) == (state != NOT_STARTED)
+    # Of two windows the slower one.
     assert state != NOT_STARTED or taken == (
         2,
         3,
         4,
         *range(6, 13),
-    )  # of two windows the slower one
+    )

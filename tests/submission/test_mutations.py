@@ -226,9 +226,8 @@ MUTATIONS = [
     ),
     *((f"{key} absent", drop(key), "missing", LATEST, WARNING) for key in DISCLOSURE_KEYS),
 ]
-OTHERS_RULE = {
-    f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS
-}  # they are held to 6.0.0 then
+# They are held to 6.0.0 then.
+OTHERS_RULE = {f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS}
 ALWAYS_NOTE = ("learning rate unlike the reference's",)
 # Of one benchmark only.
 OF_ONE = [

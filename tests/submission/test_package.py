@@ -128,11 +128,12 @@ def test_our_score_of_the_window_is_the_official_one(submission):
 
 def test_the_tree_is_what_the_rules_want(submission, org_dir):
     assert {path.name for path in org_dir.iterdir()} == {"systems", "results", "benchmarks"}
+    # No partial trees.
     assert {path.name for path in submission[0].out.parent.iterdir()} == {
         "logs",
         "out",
         f"{synthetic.SYSTEM}.json",
-    }  # no partial trees
+    }
     for name in NAMES:
         results = org_dir / "results" / synthetic.SYSTEM / name
         assert {path.name for path in results.iterdir()} - {"scaling.json"} == {
@@ -244,10 +245,11 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
         subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode
         == 0
     )
+    # A python3 that has all packages.
     first = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONDONTWRITEBYTECODE": "1",
-    }  # a python3 that has all packages
+    }
     done = subprocess.run(
         [code / synthetic.SYSTEM / "setup.sh"],
         capture_output=True,
@@ -610,9 +612,8 @@ def test_the_command_line(case, capsys):
         )
         == 2
     )
-    assert (
-        package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20
-    )  # this repository has no such commit
+    # This repository has no such commit.
+    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20
     assert "has no commit" in capsys.readouterr().err
     assert not (case.folder / "out").exists()
 

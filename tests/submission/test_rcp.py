@@ -150,11 +150,12 @@ def test_pruning_drops_what_would_make_the_test_too_easy():
         point(64, 160.0),
         point(128, 400.0),
     ]
+    # 8: below the fastest; 32: above the line from 16 to 64.
     assert [kept.batch for kept in rcp.pruned(points)] == [
         16,
         64,
         128,
-    ]  # 8: below the fastest; 32: above the line from 16 to 64
+    ]
 
 
 # Against the official tool, which brings scipy.
@@ -241,9 +242,8 @@ def test_the_official_checker_says_the_same(benchmark, batch, counts, tmp_path):
         formula.message,
         formula.factor,
     )
-    assert {path.name for path in tmp_path.iterdir()} == {
-        path.name for path in logs
-    }  # it writes scaling.json elsewhere
+    # It writes scaling.json elsewhere.
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in logs}
 
 
 def test_a_crash_of_the_official_checker_is_a_failure_in_one_line(tmp_path, caplog, capsys):

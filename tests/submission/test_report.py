@@ -39,9 +39,8 @@ def charts(text: str) -> dict[str, dict]:
 
 def test_the_report_of_a_good_run_is_complete(run_dir):
     log = run_dir / "result.txt"
-    log.write_text(
-        log.read_text().replace("A_TEST_1x8", "MI355X_1x8")
-    )  # a config that the repository has
+    # A config that the repository has.
+    log.write_text(log.read_text().replace("A_TEST_1x8", "MI355X_1x8"))
     text = page(run_dir)
     for part in (
         "Target reached",

@@ -469,9 +469,10 @@ def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     )
     found = read_series([folder])
     windows = series.windows(found)
+    # 10 comes after 9.
     assert [window.runs[0].name for window in windows] == [
         f"result_{index}.txt" for index in range(4)
-    ]  # 10 comes after 9
+    ]
     assert [window.score for window in windows] == [104.5, 104.5, 105.5, 109.0]
     assert ten_runs(found).runs == windows[2].runs  # of two in the middle the slower
     printed = text(capsys, folder)
@@ -715,9 +716,8 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
         synthetic_run.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first
     )
     assert "run_stop is before" in text(capsys, folder, code=20)
-    assert (
-        read(folder).runs[2].state == FAILED and read(folder).score is None
-    )  # the official RCP checker breaks off at it
+    # The official RCP checker breaks off at it.
+    assert read(folder).runs[2].state == FAILED and read(folder).score is None
 
 
 @pytest.mark.parametrize(

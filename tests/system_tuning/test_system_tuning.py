@@ -359,9 +359,8 @@ def test_a_value_that_another_program_set_is_left(call, epyc):
         and "policy*/scaling_governor: powersave -> schedutil" in printed
     )
     assert value(epyc, f"{CPU}/cpufreq/policy1/scaling_governor") == "powersave"
-    assert (
-        len([path for path, now in contents(epyc).items() if now != before[path]]) == 1
-    )  # all others are back
+    # All others are back.
+    assert len([path for path, now in contents(epyc).items() if now != before[path]]) == 1
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "schedutil\n")  # by hand
     assert call(epyc, "revert")[0] == 0 and "nothing to do" in call(epyc, "revert")[1]
 

@@ -58,9 +58,8 @@ def test_it_computes_what_hugging_faces_gpt_2_computes():
     assert pairs.keys() == mine.keys() and set(pairs.values()) == other.keys()
 
     def like(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return (
-            tensor.t() if tensor.ndim == 2 and name.startswith("h.") else tensor
-        )  # its linear layers are [in, out]
+        # Its linear layers are [in, out].
+        return tensor.t() if tensor.ndim == 2 and name.startswith("h.") else tensor
 
     with torch.no_grad():
         for a, b in pairs.items():

@@ -321,9 +321,8 @@ def test_every_instant_belongs_to_one(seed):
 
 # --- roles of products ----------------------------------------------------------------------------
 
-SHAPE = ModelShape(
-    2, 40, 48, 4, 1, 90, 10000.0
-)  # qkv [60, 40], o [40, 40], gate_up [96, 40], down [40, 48], head [90, 40]
+# Qkv [60, 40], o [40, 40], gate_up [96, 40], down [40, 48], head [90, 40].
+SHAPE = ModelShape(2, 40, 48, 4, 1, 90, 10000.0)
 ROLES = Roles(SHAPE, 16, weights_train=True)
 
 

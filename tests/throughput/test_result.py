@@ -85,9 +85,8 @@ def test_a_failure_is_a_row_and_the_measurement_goes_on(tmp_path):
         None,
     ]
     table = (tmp_path / "a" / "table.md").read_text()
-    assert table.index("| 1.0 |") < table.index(
-        "| bf16 | 256 | out of memory | "
-    )  # sorted: failures last
+    # sorted: failures last.
+    assert table.index("| 1.0 |") < table.index("| bf16 | 256 | out of memory | ")
     with pytest.raises(ConfigError):
         made.attempt(ROW, lambda: fails(ConfigError("for the user")))
 

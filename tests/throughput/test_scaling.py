@@ -61,9 +61,8 @@ def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
     found, error = scaling.run_ranks(replace(REQUEST, gpt=impossible), 1)
     assert found.keys() == {"collectives", "sharded"} and isinstance(error, RunError)
-    assert (
-        found["collectives"] == [] and found["sharded"]["alone_ms"] == []
-    )  # one rank sends nothing
+    # One rank sends nothing.
+    assert found["collectives"] == [] and found["sharded"]["alone_ms"] == []
     for strategy in ("DDP", "ZeRO-2"):
         scaling.add_steps(strategy, "7b", REQUEST, 1, found, error, result)
     plain, sharded = result.rows

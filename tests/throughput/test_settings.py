@@ -31,9 +31,8 @@ def test_one_thing_is_changed_at_a_time():
     tile = Tile(rows=64, columns=128, warps=4, stages=3)
     for arch, op in (("gfx950", "adapter down"), ("sm_90", "SwiGLU"), ("gfx942", "RoPE backward")):
         found = [settings.changed_tile(tile, change) for change in settings.changes(arch, op)]
-        assert (
-            found[0] == tile and len(set(found)) >= len(found) - 1
-        )  # the shipped number of stages is tried again
+        # The shipped number of stages is tried again.
+        assert found[0] == tile and len(set(found)) >= len(found) - 1
         assert all(sum(a != b for a, b in zip(tile, other, strict=True)) <= 1 for other in found)
         assert any(other.waves_per_eu for other in found) == arch.startswith("gfx")
         assert {other.columns for other in found} == (

@@ -136,9 +136,8 @@ def test_it_refuses_other_options_another_directory_and_a_spoilt_file(tmp_path, 
 
 def test_time_left_is_corrected_by_the_time_spent(commands):
     assert suite.time_left({}, quick=False) == "; about 3 min left"  # 189 s
-    assert (
-        suite.time_left({"a": {"seconds": 240.0}}, quick=False) == "; about 9 min left"
-    )  # 129 s, four times as slow
+    # 129 s, four times as slow.
+    assert suite.time_left({"a": {"seconds": 240.0}}, quick=False) == "; about 9 min left"
     assert suite.time_left({"a": {"seconds": 60.0}, "b": {"seconds": 120.0}}, quick=False) == ""
 
 

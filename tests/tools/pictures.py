@@ -29,9 +29,10 @@ STYLES = {
 
 def table(title: str, text: str) -> dict[str, float]:
     """Name -> milliseconds of the first table below a bold title."""
+    # |---| is not among them.
     heads, values = re.findall(r"^\| (.+) \|$", text[text.index(f"**{title}**") :], re.MULTILINE)[
         :2
-    ]  # |---| is not among them
+    ]
     return {
         name: float(value.replace(",", ""))
         for name, value in zip(heads.split(" | "), values.split(" | "), strict=True)

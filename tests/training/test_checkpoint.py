@@ -268,9 +268,8 @@ def test_fp8_continues_on_another_number_of_ranks_with_the_smallest_scales(proce
         torch.stack(tensors) for tensors in zip(*saved_fp8(folder / "run"), strict=True)
     )
     gradient = torch.tensor([quantizer.gradient for quantizer in begun["quantizers"]])
-    ratio = torch.where(
-        gradient, 0.5, 1.0
-    )  # two ranks before, one now: a power of two, so these are exact
+    # Two ranks before, one now: a power of two, so these are exact.
+    ratio = torch.where(gradient, 0.5, 1.0)
     assert torch.equal(state[:, SCALE], states[:, :, SCALE].amin(0) / ratio)
     assert torch.equal(state[:, INVERSE], states[:, :, INVERSE].amax(0) * ratio)
     assert torch.equal(history, histories.amax(0) * ratio) and history.any() and gradient.any()

@@ -32,9 +32,8 @@ def test_a_fingerprint_sees_every_single_bit():
             flipped = bits.clone()
             flipped.view(-1)[place] ^= -(2**31) if bit == 31 else 1 << bit
             seen.add(fingerprint(flipped.view(torch.float32)))
-    assert (
-        len(seen) == 1 + 32 * values.numel()
-    )  # all different: a hash of 64 bits has no business with collisions here
+    # All different: a hash of 64 bits has no business with collisions here.
+    assert len(seen) == 1 + 32 * values.numel()
 
 
 def test_changes_of_two_weights_do_not_cancel():

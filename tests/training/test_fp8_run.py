@@ -34,16 +34,14 @@ WAYS = [{}, {"recompute_layers": 1}, {"micro_batch_size": 2}, {"moment_precision
 @pytest.mark.parametrize("ways", WAYS, ids=str)
 def test_it_trains_as_bf16_does_and_says_what_it_is(data, in_bf16, tmp_path, ways):
     facts = run(tmp_path / "run", data, RULES, **FP8, **ways)
-    assert facts.error == in_bf16.error == "target_missed", (
-        facts.message
-    )  # TINY's target is out of reach
+    # TINY's target is out of reach.
+    assert facts.error == in_bf16.error == "target_missed", facts.message
     assert [samples for samples, _ in facts.evaluations] == [32, 64, 96]
     assert in_bf16.losses[-1] < 0.9 * in_bf16.losses[0], (
         "bf16 learns nothing: this test would see nothing"
     )
-    assert facts.losses[:6] == pytest.approx(
-        in_bf16.losses[:6], rel=0.01
-    )  # before the toy's noise has grown
+    # Before the toy's noise has grown.
+    assert facts.losses[:6] == pytest.approx(in_bf16.losses[:6], rel=0.01)
     assert [loss for _, loss in facts.evaluations] == pytest.approx(
         [loss for _, loss in in_bf16.evaluations], rel=0.05
     )

@@ -120,9 +120,8 @@ def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    assert plain.losses == pytest.approx(
-        losses, rel=1e-5
-    )  # the same sums in another order, as below
+    # The same sums in another order, as below.
+    assert plain.losses == pytest.approx(losses, rel=1e-5)
     assert plain.norms == pytest.approx(norms, rel=1e-5)
     assert plain.rates == pytest.approx(rates, rel=1e-12)
 
@@ -199,9 +198,8 @@ def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, tw
     """
     expected = by_hand(tiny_data)
     found = [evaluation(processes, tiny_data), *(rank["evaluation"] for rank in two_ranks)]
-    assert found == pytest.approx(
-        [expected] * 3, rel=1e-6
-    )  # fp32 losses, and another blocking of the products
+    # fp32 losses, and another blocking of the products.
+    assert found == pytest.approx([expected] * 3, rel=1e-6)
     assert found[1] == found[2]
 
 
@@ -238,9 +236,10 @@ def test_evaluations_come_after_every_interval_from_the_first_on(plain):
 
 
 def test_evaluation_intervals_are_whole_global_batches(processes, tiny_data, tmp_path):
+    # 32 -> 36.
     curve = run(
         tmp_path / "run", tiny_data, global_batch_size=12, micro_batch_size=4, max_samples=80
-    )  # 32 -> 36
+    )
     assert [samples for samples, _ in curve.evaluations] == [36, 72]
     assert curve.error == "target_missed" and len(curve.losses) >= 6
 
@@ -469,11 +468,12 @@ class Scripted(torch.nn.Module):
 
     def __init__(self, losses: list[float]):
         super().__init__()
+        # 9.9: warm-up.
         self.shape, self.max_sequence_length, self.losses = (
             CLOSED.shape,
             CLOSED.sequence_length,
             iter([9.9, *losses]),
-        )  # 9.9: warm-up
+        )
         self.weight = torch.nn.Parameter(torch.ones(1, 1))
 
     def forward(self, tokens, labels):
@@ -518,9 +518,8 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
         "eval_micro_batch_size": 1024,
     }
     changes |= {"opt_learning_rate_warmup_steps": 16}
-    untested = mock.patch(
-        "common.training.self_test.before_a_run"
-    )  # at the 8B's shapes it takes a GPU
+    # At the 8B's shapes it takes a GPU.
+    untested = mock.patch("common.training.self_test.before_a_run")
     with (
         mock.patch.object(trainer, "assemble", assemble),
         mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}),

@@ -15,9 +15,8 @@ from llama31_8b import train as pretraining
 
 pytestmark = pytest.mark.quick
 
-SHAPE = replace(
-    TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64
-)  # sizes that FP8 products take
+# Sizes that FP8 products take.
+SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)
 
 
 def assembled(benchmark, name, processes):

@@ -165,9 +165,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     size = SIZES["small" if args.small else "70B width"]
-    miniature.build(
-        args.data_dir
-    )  # on the CPU: before there is a process group, which may know GPUs only
+    # On the CPU: before there is a process group, which may know GPUs only.
+    miniature.build(args.data_dir)
     processes = start_processes("cpu" if args.small else "cuda", 600.0)
     folder = args.data_dir / f"base of width {size.shape.hidden_size}"
     with attention_backends(processes.device.type):

@@ -97,9 +97,8 @@ def prepare_text(data_dir: Path) -> Path:
         tokenizer = corpus.load_sentencepiece(folder / prepare.TOKENIZER)
         roots = [Path(importlib.util.find_spec(package).origin).parent for package in TEXT_PACKAGES]
         documents = (document for root in roots for document in corpus.module_documents(root))
-        texts = dict.fromkeys(
-            document.text for document in (*corpus.documents(), *documents)
-        )  # each once
+        # Each once.
+        texts = dict.fromkeys(document.text for document in (*corpus.documents(), *documents))
         writer = IndexedDatasetWriter(folder / name, tokenizer.vocab_size())
         for ids in tokenizer.encode(list(texts)):
             writer.add(ids)

@@ -67,9 +67,8 @@ def test_the_hadamard_transform(random_signs):
 
 def test_what_is_installed_is_used(monkeypatch):
     for name in ("emulate", "hadamard"):
-        monkeypatch.setattr(
-            block_formats, name, getattr(block_formats, name)
-        )  # put back at the end
+        # Put back at the end.
+        monkeypatch.setattr(block_formats, name, getattr(block_formats, name))
     said = fast_emulation.install(DEVICE, side=128)
     assert all(f"{name} 0 and " in said for name in FORMATS if name != "nvfp4"), said
     assert (

@@ -266,9 +266,8 @@ def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd
             )
         )
     assert "killed" in capfd.readouterr().err
-    wait_until(
-        lambda: alive(driver.parent) == []
-    )  # nor nvidia-smi, which would sleep for ten minutes
+    # Nor nvidia-smi, which would sleep for ten minutes.
+    wait_until(lambda: alive(driver.parent) == [])
 
 
 FULL_DISK = """
@@ -296,9 +295,8 @@ def test_a_full_disk_ends_the_samples_at_a_whole_line(driver):
 
 
 def test_a_sampler_that_died_is_said_and_the_run_goes_on(driver, capfd):
-    (driver / sampler.NAME).write_text(
-        "another run's\n"
-    )  # which it does not touch: it ends at once
+    # Which it does not touch: it ends at once.
+    (driver / sampler.NAME).write_text("another run's\n")
     with sampler.sampling(driver, probe()):
         wait_until(lambda: any(map(ended_child, Path("/proc").glob("[0-9]*"))))
     said = capfd.readouterr().err

@@ -82,9 +82,8 @@ def test_the_fewest_layers_are_recomputed_that_leave_room():
 
 
 def test_the_largest_micro_batch_of_the_file_that_fits():
-    machine = GpuKind(
-        "X", "amd", "gfx942", 304, 152 * GIB, 0.0, 0.0
-    )  # between what micro-batches 1 and 2 need on two GPUs
+    # Between what micro-batches 1 and 2 need on two GPUs.
+    machine = GpuKind("X", "amd", "gfx942", 304, 152 * GIB, 0.0, 0.0)
     sizes = {
         gib: derived(PRETRAINING, "X_1x2", replace(machine, memory_bytes=gib * GIB))[0]
         for gib in (145, 170, 288)

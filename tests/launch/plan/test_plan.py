@@ -150,9 +150,8 @@ def as_published(result):
         + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
     )
     eval_s = plan.estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
-    samples = rcp.mean_samples(
-        divisions(result.benchmark)["closed"], result.batch
-    )  # a score is scaled to it
+    # A score is scaled to it.
+    samples = rcp.mean_samples(divisions(result.benchmark)["closed"], result.batch)
     return step_s, eval_s, plan.minutes_to_target(work, samples, result.batch / step_s, eval_s)
 
 
@@ -268,11 +267,12 @@ def test_symmetric_buffers_are_those_of_the_reduction():
 )
 def test_a_frozen_base_by_hand(storage, layouts, buffers):
     config, work = shipped(LORA, "H200_1x4", frozen_base=storage)
+    # A layer's matrices; embedding, head and norms.
     layer, rest, adapters = (
         855_638_016,
         2 * 32000 * 8192 + 161 * 8192,
         44_564_480,
-    )  # a layer's matrices; embedding, head and norms
+    )
     memory = plan.memory_peak(config, work)
     assert LLAMA2_70B.lora_parameters(16) == adapters
     assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
@@ -423,9 +423,8 @@ def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
         one.parts["the tied head's gradient"] == 2 * table
         and "the tied head's gradient" not in two.parts
     )
-    less = (
-        2 * table + (4 + 4 + 8) * table / 8
-    )  # the gathered table; its shard of masters, gradients and moments
+    # The gathered table; its shard of masters, gradients and moments.
+    less = 2 * table + (4 + 4 + 8) * table / 8
     assert two.allocated - one.allocated == less - 2 * table
     lora, base = shipped(LORA, "H200_1x8")
     assert (
@@ -534,7 +533,9 @@ def test_one_config_that_fits(capsys):
         capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4"))
     )
     assert code == 0 and "127.2 GiB" in text and "12.6 left" in text
-    assert "nothing else changes: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
+    assert (
+        "nothing else changes: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
+    )
     assert all(f"| {kind} " in text for kind in KINDS)
 
 

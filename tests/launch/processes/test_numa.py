@@ -156,9 +156,8 @@ def test_a_rank_runs_on_its_cpus_as_the_process_that_torchrun_started(tmp_path):
     done = subprocess.run(
         command, env=environment | {"LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=30
     )
-    assert (
-        done.returncode == 0 and "['--device', 'cuda']" in done.stdout
-    )  # CPU 4095 is not there: the rank runs all the same
+    # CPU 4095 is not there: the rank runs all the same.
+    assert done.returncode == 0 and "['--device', 'cuda']" in done.stdout
     assert done.stderr.startswith("note: ") and "4095" in done.stderr
 
 

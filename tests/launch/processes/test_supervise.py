@@ -65,10 +65,11 @@ def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, monkeypat
         os.kill({os.getpid()}, {int(number)})
         time.sleep(60)
     """
+    # Another test may have left one of its own.
     began, handler = (
         time.monotonic(),
         signal.getsignal(signal.SIGTERM),
-    )  # another test may have left one of its own
+    )
     ending = start(tmp_path, script)
     assert ending.signal_number == number
     assert time.monotonic() - began < 8 and not alive(tmp_path)
