@@ -195,15 +195,15 @@ def write_series(
             "modified": False,
             "commit": commit,
         }
-        ledger.append(path, {"event": "start", **start})
-        code, kind, reason = ENDINGS[attempt.state]
-        end = {
-            "exit_code": code,
-            "kind": kind,
-            "reason": reason,
-            "clock": attempt.state != NOT_STARTED,
-        }
-        ledger.append(path, {"event": "end", **start, **end})
+        _enter(path, start, attempt.state)
+
+
+def _enter(path: Path, start: dict, state: str) -> None:
+    """Enter an attempt that ended in `state` in the ledger at `path`. `start`: its line `start`."""
+    ledger.append(path, {"event": "start", **start})
+    code, kind, reason = ENDINGS[state]
+    end = {"exit_code": code, "kind": kind, "reason": reason, "clock": state != NOT_STARTED}
+    ledger.append(path, {"event": "end", **start, **end})
 
 
 def passing_evaluations(rules: Rules, batch: int) -> int:

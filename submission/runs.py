@@ -173,7 +173,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, in the words of common/records/run_states.py.
+        """The outcome of the run, in the words of common/records/run_states.py.
 
         In contrast, `state` is how it counts for a score. An interrupted run, for example, counts
         as one that did not converge.

@@ -83,7 +83,7 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        """Whether our score equals the official one, or cannot be compared with it.
+        """True if our score equals the official one, or cannot be compared with it.
 
         If a set passed and has no official score, the summarizer crashed, for example on a set with
         power logs.
