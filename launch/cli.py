@@ -161,8 +161,8 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
         owners = [each for each in benchmarks.names() if has_command(each, name)]
         raise ConfigError(
             f"{benchmark} has no command {name}",
-            f"{name} belongs to {', '.join(owners)}",
-            " or ".join(f"{PROGRAM} {owner} {name} ..." for owner in owners),
+            f"{name} belongs to {', '.join(owners) or 'no benchmark here'}",
+            " or ".join(f"{PROGRAM} {owner} {name} ..." for owner in owners) or f"{PROGRAM} --help",
         )
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)

@@ -31,11 +31,11 @@ class Config(RunConfig):
 
     model: str  # name (common/model/families.py), config.json, or the folder that holds it
     weights: str = ""  # folder with safetensors files of Hugging Face; "": random weights
-    init_std: float = 0.02  # of random weights
+    init_std: float = 0.02  # standard deviation of random weights
 
-    # Token files under DATADIR, without .bin and .idx: those of `prepare text`.
-    train_data: str = "train"
-    validation_data: str = "validation"
+    # Token files that `prepare text` writes, under DATADIR.
+    train_data: str = "train"  # training tokens: name of the files, without .bin and .idx
+    validation_data: str = "validation"  # validation tokens: likewise
     # False: documents follow each other in one stream, which is cut into sequences. True: each
     # document is a sequence, cut off or padded.
     one_document_per_sequence: bool = False
@@ -45,18 +45,18 @@ class Config(RunConfig):
     eval_interval_samples: int  # training sequences between evaluations
     target_loss: float = 0.0  # a run ends at this loss; 0: it ends after max_samples
 
-    schedule: str  # of the learning rate: "cosine", "linear" or "constant"
-    opt_learning_rate_warmup_steps: int
+    schedule: str  # schedule of the learning rate: "cosine", "linear" or "constant"
+    opt_learning_rate_warmup_steps: int  # optimizer steps of the linear warm-up
     end_learning_rate_ratio: float = 0.1  # last learning rate / opt_base_learning_rate
-    adam_beta_1: float = 0.9
-    adam_beta_2: float = 0.95
-    adam_epsilon: float = 1e-8
-    weight_decay: float  # of matrices; vectors have none
-    gradient_clip_norm: float
+    adam_beta_1: float = 0.9  # decay of AdamW's first moment, per step
+    adam_beta_2: float = 0.95  # decay of AdamW's second moment, per step
+    adam_epsilon: float = 1e-8  # added to the root of AdamW's second moment
+    weight_decay: float  # AdamW's weight decay of matrices; vectors have none
+    gradient_clip_norm: float  # largest global L2 norm of the gradients; larger ones are scaled
 
     lora_rank: int = 0  # rank of adapters on a frozen base; 0: all weights train
     lora_alpha: int = 32  # the adapters' output is multiplied by alpha / rank
-    lora_dropout: float = 0.0
+    lora_dropout: float = 0.0  # probability that an element of the adapters' input is zeroed
     frozen_base: str = "sharded"  # LoRA: storage of the base (common/sharding/frozen_base.py)
     offload_layers: int = 0  # LoRA: layers whose SwiGLU input waits in host memory
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
