@@ -70,7 +70,7 @@ class ModelRequest:
     def fitting(self) -> Arrangement | None:
         """Return the first arrangement of this package that fits, None if there is none."""
         for each in self.arrangements():
-            if each.ours and plan.fits(each.memory, self.kind):
+            if each.is_supported and plan.fits(each.memory, self.kind):
                 return each
         return None
 
@@ -286,8 +286,8 @@ def describe(request: ModelRequest) -> list[str]:
     """Return the lines about a model: a table of arrangements, memory, verdict and speed."""
     chosen = request.fitting()
     if chosen is None:
-        ours = [each for each in request.arrangements() if each.ours]
-        chosen = min(ours, key=lambda each: each.memory.allocated)
+        supported = [each for each in request.arrangements() if each.is_supported]
+        chosen = min(supported, key=lambda each: each.memory.allocated)
     return [
         title(request),
         "",
@@ -354,7 +354,7 @@ def arrangements_table(request: ModelRequest) -> str:
         rows.append(
             [
                 each.name,
-                "yes" if each.ours else "no",
+                "yes" if each.is_supported else "no",
                 f"{gib(each.memory.needed):.1f}",
                 fit,
                 str(each.largest_batch(request.kind)),
@@ -384,7 +384,7 @@ def verdict(request: ModelRequest, chosen: Arrangement) -> str:
     )
     others = []
     for each in request.arrangements():
-        if not each.ours and plan.fits(each.memory, request.kind):
+        if not each.is_supported and plan.fits(each.memory, request.kind):
             others.append(each.name)
     also = ""
     if others:

@@ -32,12 +32,12 @@ class Arrangement:
     """A way to distribute weights, gradients and optimizer state over GPUs.
 
     `at(batch)`: returns the peak memory of one GPU with `batch` sequences at once.
-    `ours`: whether this package can train in this way, with `config`.
-    `tokens_per_s_per_gpu`: planned speed if `ours`, None if the GPU's peaks are unknown.
+    `is_supported`: whether this package can train in this way, with `config`.
+    `tokens_per_s_per_gpu`: planned speed if supported, None if the GPU's peaks are unknown.
     """
 
     name: str
-    ours: bool
+    is_supported: bool
     batch: int
     at: Callable[[int], Memory]
     tokens_per_s_per_gpu: float | None = None
@@ -82,7 +82,7 @@ class TrainingSetup:
             **changes,
         )
 
-    def ours(self, name: str, **changes) -> Arrangement:
+    def supported(self, name: str, **changes) -> Arrangement:
         """Return an arrangement of this package: its config with `changes`."""
 
         def at(batch: int) -> Memory:
@@ -95,7 +95,7 @@ class TrainingSetup:
             speed = estimate.tokens_per_s_per_gpu
         return Arrangement(name, True, self.batch, at, speed, config)
 
-    def other(self, name: str, state: State | None, **changes) -> Arrangement:
+    def unsupported(self, name: str, state: State | None, **changes) -> Arrangement:
         """Return an arrangement that this package does not support.
 
         `state`: returns the tensors whose bytes differ from those of the config with `changes`;
@@ -131,24 +131,26 @@ def arrangements(
     all_layers = {"recompute_layers": shape.num_layers}
     if lora_rank:
         name = "base sharded, all layers recomputed" if gpus > 1 else "all layers recomputed"
-        return [*_lora_arrangements(setup), setup.other(name, None, **all_layers)]
-    plain = setup.other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit)
+        return [*_lora_arrangements(setup), setup.unsupported(name, None, **all_layers)]
+    plain = setup.unsupported(
+        "plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit
+    )
     if gpus == 1:
         name = "everything on one GPU"
         return [
             plain,
-            setup.ours(name),
-            setup.ours(f"{name}, all layers recomputed", **all_layers),
+            setup.supported(name),
+            setup.supported(f"{name}, all layers recomputed", **all_layers),
         ]
     name = "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"
     sharded = partial(_fully_sharded, gpus)
     return [
         plain,
-        setup.other("plain data parallel, fp32 masters and Adam", _plain_fp32),
-        setup.ours(name),
-        setup.ours(f"{name}, all layers recomputed", **all_layers),
-        setup.other("parameters sharded too (FSDP, ZeRO-3)", sharded),
-        setup.other("parameters sharded too, all layers recomputed", sharded, **all_layers),
+        setup.unsupported("plain data parallel, fp32 masters and Adam", _plain_fp32),
+        setup.supported(name),
+        setup.supported(f"{name}, all layers recomputed", **all_layers),
+        setup.unsupported("parameters sharded too (FSDP, ZeRO-3)", sharded),
+        setup.unsupported("parameters sharded too, all layers recomputed", sharded, **all_layers),
     ]
 
 
@@ -166,21 +168,22 @@ def workload_of(shape: ModelShape, sequence_length: int, lora_rank: int) -> Work
 
 def _lora_arrangements(setup: TrainingSetup) -> list[Arrangement]:
     """Return the arrangements of LoRA that this package supports, the fastest first."""
-    ours = setup.ours
     offload = {"offload_layers": setup.work.shape.num_layers}
     name = "base on each GPU"
-    supported = []
+    found: list[Arrangement] = []
     if setup.fp8:
-        supported.append(ours(f"{name}, W and W^T", frozen_base="replicated_both"))
-    supported.append(ours(name, frozen_base="replicated"))
+        found.append(setup.supported(f"{name}, W and W^T", frozen_base="replicated_both"))
+    found.append(setup.supported(name, frozen_base="replicated"))
     if setup.fp8:
         offloaded = f"{name}, SwiGLU inputs offloaded"
-        supported.append(ours(offloaded, frozen_base="replicated", **offload))
+        found.append(setup.supported(offloaded, frozen_base="replicated", **offload))
     if setup.gpus > 1:
-        supported.append(ours("base sharded over a node"))
+        found.append(setup.supported("base sharded over a node"))
     if setup.gpus > 1 and setup.fp8:
-        supported.append(ours("base sharded over a node, SwiGLU inputs offloaded", **offload))
-    return supported
+        found.append(
+            setup.supported("base sharded over a node, SwiGLU inputs offloaded", **offload)
+        )
+    return found
 
 
 def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:

@@ -38,7 +38,7 @@ def found(shape, gpus, gpu="MI300X", batch=1, length=8192, fp8=False, rank=0):
 
 
 def ours(ways):
-    return [each for each in ways.values() if each.ours]
+    return [each for each in ways.values() if each.is_supported]
 
 
 # --- known questions ------------------------------------------------------------------------------
