@@ -109,23 +109,29 @@ def select_config(
     modification = _modification(root, benchmark, path, options)
     if modification:
         notes.append(f"{modification}: not for submission")
-    suffix = ""
-    if derived:
-        suffix = "+derived"
-    elif config.gpu != _kind_name(kind):
-        suffix = "+forced"
-    if modification:
-        suffix += "+modified"
+    is_forced = config.gpu != _kind_name(kind)
     return Selection(
         config=config,
         path=path,
-        log_name=f"{path.stem}{suffix}.toml",
+        log_name=_log_name(path, bool(derived), is_forced, bool(modification)),
         reason=reason,
         device=device,
         gpus=describe(gpus, kind),
         notes=tuple(notes),
         derived=derived,
     )
+
+
+def _log_name(path: Path, is_derived: bool, is_forced: bool, is_modified: bool) -> str:
+    """Return the name of the config in the log. See Selection.log_name."""
+    suffix = ""
+    if is_derived:
+        suffix = "+derived"
+    elif is_forced:
+        suffix = "+forced"
+    if is_modified:
+        suffix += "+modified"
+    return f"{path.stem}{suffix}.toml"
 
 
 def _modification(root: Path, benchmark: str, path: Path, options: argparse.Namespace) -> str:
