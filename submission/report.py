@@ -124,7 +124,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
         text = series_page(read_series([folder], series), folder, refresh_s)
     else:
         raise ConfigError(
-            f"{folder}: no run",
+            f"{folder} is not a run",
             _why_no_run(folder),
             "name a run directory, LOGDIR/<benchmark>, or LOGDIR",
         )
@@ -187,7 +187,7 @@ def _read(folder: Path) -> Run:
             "report compares runs only",
             "name run directories, or compare two series with score A --against B",
         )
-    raise ConfigError(f"{folder}: no run", _why_no_run(folder), "name a run directory")
+    raise ConfigError(f"{folder} is not a run", _why_no_run(folder), "name a run directory")
 
 
 def _read_with_ledger(folder: Path) -> Run:

@@ -221,7 +221,7 @@ def test_nothing_is_written_into_a_directory_that_is_no_run(tmp_path, capsys):
     (tmp_path / "photo.jpg").touch()
     for folder in (tmp_path, tmp_path / "result_0.txt"):
         assert report.main([str(folder)]) == 2
-        assert "no run" in capsys.readouterr().err
+        assert "not a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
 
 
@@ -299,7 +299,7 @@ def test_a_long_run_gives_a_small_page(run_dir):
 
 def test_a_missing_directory_is_a_usage_error(tmp_path, capsys):
     assert report.main([str(tmp_path / "nothing")]) == 2
-    assert "no run" in capsys.readouterr().err
+    assert "not a run" in capsys.readouterr().err
 
 
 # A series.
