@@ -37,7 +37,7 @@ from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
-from launch.select_config import requested_gpus
+from launch.select_config import requested_gpus, require_config
 
 SOURCES = """\
 Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
@@ -52,6 +52,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling.main(root, benchmark, options)
+    require_config(root, benchmark, options)
     overrides = dict(text.partition("=")[::2] for text in options.set)
     path = None
     machine = None

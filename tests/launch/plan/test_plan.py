@@ -13,6 +13,7 @@ import torch
 
 from common import config as configs
 from common.benchmarks import divisions
+from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe, config_names, config_path
 from common.kernels.rope import rope_tables
@@ -577,6 +578,12 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
     monkeypatch.setenv("DGXNGPU", "two")
     with pytest.raises(configs.ConfigError, match="DGXNGPU=two"):
         planned(capsys, LORA)
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)])
+def test_a_benchmark_without_shipped_configs_needs_a_file(words):
+    with pytest.raises(ConfigError, match="open_llama needs a config"):
+        command.main(ROOT, "open_llama", [*words])
 
 
 def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, monkeypatch):
