@@ -49,7 +49,7 @@ class Engine:
     name: str
     gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: all
     chosen_on: tuple[str, ...] = ()  # architectures on which it is used without being pinned
-    module: str = ""  # its module in common.kernels; "" for the last engine of an operation
+    module: str = ""  # its module in common.kernels; "" for each operation's last, built-in engine
     package: str = ""  # "" if it needs only torch and Triton
     oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
@@ -218,7 +218,7 @@ def version_key(text: str) -> tuple:
 
 
 def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
-    """Return the choice of this process, which is made once and whose module can be imported.
+    """Return the choice of this process. It is made once, and its module can be imported.
 
     Raises ConfigError as `choose` does, and if a pinned engine cannot be imported.
     """

@@ -1,5 +1,5 @@
-"""Values that the closed division fixes for `llama31_8b`. The loop, the log and the log check read
-them from here.
+"""Config keys of `llama31_8b` and the values that its closed division fixes. The loop, the log and
+the log check read them from here.
 
 Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
 reference (mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's
@@ -70,8 +70,8 @@ class Rules(benchmarks.Rules):
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
 
     def eval_order_samples(self, global_batch_size: int) -> int:
-        """Return the number of samples for which NeMo asks GPTDataset to order the validation
-        split.
+        """Return the number of samples that GPTDataset puts in order for the validation split,
+        as NeMo requests.
 
         They suffice for the evaluations within max_steps, plus one.
         """
@@ -85,7 +85,8 @@ class Rules(benchmarks.Rules):
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
         assert isinstance(config, Config)
         warmup_steps = config.opt_learning_rate_warmup_steps
-        # The checker computes the next line's value from this one.
+        # The checker computes opt_learning_rate_decay_steps from the warm-up steps, so these are
+        # logged first.
         return [
             ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
             ("opt_learning_rate_warmup_steps", warmup_steps),
@@ -136,7 +137,7 @@ CLOSED = Rules(
     reference_learning_rates={16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
 )
 
-# The whole path on a CPU in two minutes: same code, real text, and a target that must be learned.
+# The whole path on a CPU in a few minutes: same code, real text, and a target that must be learned.
 # Not a benchmark result.
 MINIATURE = replace(
     CLOSED,

@@ -2,11 +2,11 @@
 started by torchrun.
 
     python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
-        --device cuda|cpu [--save]
+        --device cuda|cpu [--checkpoint WHEN] [--continue RUN] [--save]
 
-The process reads DIR/config.toml, which the launcher wrote. It builds the objects, warms up on
-synthetic tokens, starts the clock and opens the data. With --save, it writes the model at the end
-(common/model/saved_model.py).
+The process reads DIR/config.toml, which the launcher wrote. It runs the self-test, builds the
+objects, warms up on synthetic tokens, starts the clock and opens the data. With --save, it writes
+the model at the end (common/model/saved_model.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     return assemble_full(config, rules, processes, fill)
 
 
-# For speed measurements: pre-training starts from random weights anyway.
+# Used by `throughput`. Pre-training starts from random weights anyway.
 assemble_random = assemble
 
 
@@ -64,14 +64,15 @@ def run(run: Run, reports: Reports) -> None:
     # not.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     timed_run.log_submission(run, reports.log, rules, train_samples)
-    # For stochastic rounding: its errors cancel between ranks only if the seeds differ.
+    # For stochastic rounding in emulated formats: its errors cancel between ranks only if the
+    # seeds differ.
     torch.manual_seed(seed + processes.rank)
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(
         base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps
     )
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        # as large as the loop, and not needed after this call
+        # Imported here, because nothing after this call needs it.
         from common.training.self_test import before_a_run
 
         before_a_run(config, rules, processes, reports)
@@ -90,14 +91,14 @@ def run(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
-    device.
+    """Return this rank's training micro-batches from `step` on, read ahead, and its share of the
+    evaluation set, on the device.
 
     Call it after the clock has started.
     """
     vocab_size = rules.shape.vocab_size
     length = rules.sequence_length
-    # the last step is a whole one
+    # Rounded up to whole steps.
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(

@@ -1,9 +1,10 @@
 """Causal attention with grouped query heads, by torch's SDPA or another engine.
 
-SDPA is scaled_dot_product_attention. On NVIDIA GPUs, its cuDNN backend is preferred. On an H200 it
-is 1.7x faster than the flash backend at sequence length 8192 and head size 128: 552 against 315
-TFLOP/s forward, 474 against 279 backward (docs/results.md). docs/gpus/README.md describes the
-libraries behind the flash backend on ROCm. common/engines.py lists the other engines.
+SDPA is scaled_dot_product_attention. On NVIDIA GPUs, its cuDNN backend is preferred. On an H200
+this backend is 1.7x faster than the flash backend at sequence length 8,192 and head size 128: 552
+against 315 TFLOP/s forward, 474 against 279 backward (docs/results.md).
+docs/gpus/README.md describes the libraries behind the flash backend on ROCm. common/engines.py
+lists the other engines.
 
 Never pass a mask to SDPA: it disables the fast path for causal attention and exposes a NaN bug of
 cuDNN (pytorch#196678).

@@ -15,7 +15,9 @@ computes a tensor also quantizes it. The same kernel or a second one writes the 
 (kernels/quantize.py). A frozen weight has no wgrad, so its x and g are quantized rowwise only.
 
 A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and
-the product multiplies by 1 / scale. The whole tensor has one scale:
+the product multiplies by 1 / scale. Products take this inverse: it is what the field
+`QuantizedTensor.scale`, the property `Quantizer.scale` and the arguments `scale_a` and `scale_b`
+hold. The whole tensor has one scale:
 
     delayed scaling   scale = F / (HEADROOM * amax), with amax the largest |x| of the last HISTORY
                       optimizer steps. The kernel that computes x is launched once. It stores x and
@@ -95,7 +97,7 @@ class QuantizedTensor(NamedTuple):
     Its fields:
         `rowwise`: [rows, columns], contiguous.
         `columnwise`: the transpose, [columns, rows], contiguous. None if no product reads it.
-        `scale`: fp32 [1]. value = stored number * scale. None if the matrix is unquantized.
+        `scale`: fp32 [1], the inverse: value = stored number * scale. None if unquantized.
     """
 
     rowwise: Tensor
@@ -139,7 +141,7 @@ class Quantizer:
 
     @property
     def scale(self) -> Tensor:
-        """The factor that turns stored numbers into values, fp32 [1]: a view of the state."""
+        """The inverse scale, fp32 [1], a view of the state: value = stored number * this."""
         return self.state[INVERSE : INVERSE + 1]
 
     def rescale(self) -> None:
@@ -200,8 +202,8 @@ def product(
 ) -> Tensor:
     """Return the product a b, [M, N], of `a` [M, K] and `b` [K, N].
 
-    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale. The result
-        is then bf16.
+    `scale_a`, `scale_b`: required for FP8 factors, fp32 [1], value = stored number * scale. The
+        result is then bf16.
 
     FP8 products sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`).
     A step is then 3 % faster, and the loss of eight seeds after 500 steps is not worse

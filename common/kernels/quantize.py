@@ -1,11 +1,12 @@
 """Quantization to FP8: the store that all kernels share, and the kernel that only casts.
 
 A kernel that computes an operand of a matrix product calls `store_quantized` instead of tl.store.
-Its launcher runs it by `quantize_with`, once or twice (kernels/fp8.py). MODE says what a launch
-does:
+The Python function of the kernel launches it once or twice (kernels/fp8.py), by `quantize_with` or
+`launch_modes`. MODE says what a launch does:
 
     AMAX_ONLY          Record the amax and store nothing: the first of two launches.
-    STORE              Store with the current scale: the second of two launches, or an evaluation.
+    STORE              Store with the current scale: the second of two launches, or the only one in
+                       an evaluation or a recomputed forward.
     STORE_AND_RECORD   Store, record the amax and count saturated elements: the only launch of a
                        training step with delayed scaling.
     UNQUANTIZED        Store in the dtype of the output.
@@ -93,7 +94,7 @@ def quantize_with(
 
 
 def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
-    """Return `quantized`, without `columnwise` if a separate kernel writes it."""
+    """Return the part of `quantized` that a kernel writes: both layouts, or only `rowwise`."""
     return quantized if BOTH_FROM_ONE_TILE else quantized._replace(columnwise=None)
 
 
@@ -186,7 +187,8 @@ def store_quantized(
     `mask`: [R, C].
     `out_ptr`: [num_rows, num_columns].
     `columnwise_ptr`: the transpose of out, or None.
-    `state_ptr`: state of the quantizer (kernels/fp8.py).
+    `state_ptr`: state of the quantizer. Offsets 1, 2 and 3 are SCALE, AMAX and CLIPPED of
+        kernels/fp8.py.
     """
     offset = out_ptr + row[:, None] * num_columns + column[None, :]
     if MODE == UNQUANTIZED:
@@ -251,7 +253,7 @@ def _quantize_kernel(
 
 
 def quantize_settings(arch: str) -> Tile:
-    # gfx: 64 rows, so that the columnwise layout is stored in whole cache lines. Not timed.
+    # AMD: 64 rows, so that the columnwise layout is stored in whole cache lines. Not timed.
     if arch.startswith("gfx"):
         return Tile(rows=64, columns=64, warps=4)
     # sm_90: the fastest of seven tried on an H200, 89 % of a copy's bandwidth (docs/log.md).

@@ -4,8 +4,8 @@
 
 The norm is fused with the residual add before it and with the quantization of its result:
 
-    forward    r = x + branch, in their dtype
-               n = r * rstd * w, from that r, in fp32
+    forward    r = x + branch, rounded to their dtype
+               n = r * rstd * w, computed in fp32 from the rounded r
     backward   g = d_n * w;  x_hat = r * rstd
                d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat))
                d_w = sum over rows of d_n * x_hat
@@ -164,8 +164,8 @@ def add_rms_norm_triton(
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
     """Triton version of `add_rms_norm_reference`. All tensors must be contiguous.
 
-    Reads 4 bytes and writes 2 per element with a branch, else reads 2, in addition to writing the
-    norm.
+    In bf16, a launch that stores reads 4 bytes per element and writes 2 with a branch, else reads
+    2, in addition to writing the norm.
     """
     assert_contiguous("the norm", x, branch, weight)
     num_rows, num_columns = x.shape
@@ -335,7 +335,8 @@ def rms_norm_backward_triton(
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
     """Triton version of `rms_norm_backward_reference`. All tensors must be contiguous.
 
-    Reads 4 bytes per element, 6 with d_residual, and writes 2, in addition to the quantized d_x.
+    In bf16, a launch that stores reads 4 bytes per element, 6 with d_residual, and writes 2, in
+    addition to the quantized d_x.
 
     d_weight has the same bits in every run: programs write partial sums, which a second kernel adds
     up. (torch's sum of 512 such rows takes 22 us on an H200.)
@@ -406,8 +407,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Triton version of `rms_norm_reference`: one kernel forward and one backward. Runs eagerly.
+    """Triton version of `rms_norm_reference`: one kernel forward, two backward.
 
+    The second one adds up the weight's gradient, and is not launched for a frozen weight.
     If x or its gradient is not contiguous, it is copied first.
     """
     return _RMSNorm.apply(x, weight, eps)

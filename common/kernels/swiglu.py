@@ -43,7 +43,7 @@ from common.kernels.quantize import (
 
 
 def swiglu_engine(device: torch.device) -> engines.Choice:
-    """Return the engine of SwiGLU between two FP8 products on this device.
+    """Return the engine that computes SwiGLU after gate_up's product and before down's, in FP8.
 
     Raises ConfigError if SWIGLU_ENGINE names an engine that this machine cannot run.
     """

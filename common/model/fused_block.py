@@ -10,9 +10,10 @@ W_qkv has the rows of Q, then K, then V. W_gate_up has the rows of gate, then up
 inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
 attention and at the block's boundary.
 
-Names: M is the number of tokens (batch x sequence), D the hidden size, F the ffn size. The inputs
-of the four matrices are n_1 (norm of x), o (attention's output), n_2 (norm of the residual) and h
-(output of SwiGLU). The name of a gradient starts with d_.
+Names: M is the number of tokens (batch x sequence), D the hidden size, F the ffn size, E the number
+of rows of W_qkv (`qkv_size`). The four matrices multiply n_1 (norm of x), o (attention's output),
+n_2 (norm of the residual) and h (output of SwiGLU). The name of a gradient starts with d_. As in
+kernels/fp8.py, g is the quantized gradient of a product's output.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class FusedBlock(nn.Module):
         self.shape = shape
         self.ops = ENGINES[kernels]
         self.recompute = recompute
+        # The norms and matrices only hold weights. Their own forwards never run.
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
         self.rotation = rotary_embedding(shape, kernels)
@@ -188,7 +190,7 @@ class FusedBlock(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and of the weights, in the order of `forward`.
 
-        Removes the members of `saved` as soon as they are used.
+        Pops the tensors of `saved` as they are used, so that their memory can be reused at once.
         """
         ops = self.ops
         linear = self.linear
@@ -256,10 +258,10 @@ def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "ref
 
 
 def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> AttentionGraph:
-    """Return attention of the rotated projection, [batch, sequence, qkv_size].
+    """Compute attention. `qkv_BSE`: [batch, sequence, qkv_size], queries and keys rotated.
 
     With `keep`, autograd records a separate graph from q, k and v to the output. The block's
-    backward calls it, because only torch's attention kernels know what their forward saved.
+    backward runs this graph, because only the attention engine knows what its forward saved.
     """
     packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
     parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
@@ -281,7 +283,7 @@ def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
 
 
 class FusedBlockFunction(torch.autograd.Function):
-    """The autograd function of a whole block, of pre-training or LoRA."""
+    """The autograd function of a whole block: FusedBlock, or LoRA's (fused_lora_block.py)."""
 
     @staticmethod
     def forward(

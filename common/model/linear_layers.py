@@ -4,9 +4,10 @@ One LinearLayers object serves all blocks of a model. `LinearLayers` itself comp
 precision of the run and is the base class of all formats. `DelayedScaling` computes in FP8.
 common/linear_formats.py lists the formats by their names in a config.
 
-A block has a quantizer for each operand of its products. The kernel that computes an operand stores
-it in the quantizer's format, or without a quantizer in the precision of the run. A format that no
-kernel can store has no quantizers and casts the operands before each product instead.
+In FP8, a block has a quantizer for each operand of its products, and the kernel that computes an
+operand stores it in the quantizer's format. Without quantizers, kernels store operands in the
+precision of the run. The emulated formats, which no kernel can store, have no quantizers and cast
+the operands before each product (emulated_layers.py).
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ class LinearLayers:
     def quantizer(
         self, gradient: bool = False, transposed: bool = True, weight: bool = False
     ) -> Quantizer | None:
-        """Return a new quantizer of one tensor of the network. Arguments: see `Quantizer`."""
+        """Return a new quantizer for one tensor of the network, or None if kernels do not quantize.
+
+        Arguments: see `Quantizer`.
+        """
         return None
 
     def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
@@ -191,7 +195,7 @@ class LinearLayers:
         return {}
 
     def reset(self) -> None:
-        """Restore the state that was before the first step."""
+        """Restore the state to its values before the first step."""
 
     def resume(
         self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
@@ -208,8 +212,8 @@ class LinearLayers:
     def start_pass(self, training: bool) -> None:
         """Prepare for a forward of the model. Called before each one.
 
-        `training`: a forward of training. Otherwise it belongs to an evaluation, which must not
-            change the state.
+        `training`: whether the forward is one of training. One of an evaluation must not change the
+            state.
         """
 
     def step_done(self) -> None:
@@ -272,7 +276,7 @@ class DelayedScaling(LinearLayers):
         self.history = torch.zeros(
             HISTORY, len(self.quantizers), dtype=torch.float32, device=device
         )
-        # `step_done` changes all scales but those of weights, which every cast computes anew.
+        # `step_done` changes all scales but those of weights, which are set by each cast.
         self.delayed = torch.tensor(
             [not quantizer.weight for quantizer in self.quantizers], device=device
         )
@@ -347,7 +351,7 @@ class DelayedScaling(LinearLayers):
         return {"clipped_elements": self.take_clipped()}
 
     def take_clipped(self) -> int:
-        """Return how many elements saturated since the last call. Waits for the device."""
+        """Return how many elements have saturated since the last call. Waits for the device."""
         clipped = int(self.scales[:, CLIPPED].sum())
         self.scales[:, CLIPPED] = 0.0
         return clipped

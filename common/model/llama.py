@@ -1,8 +1,8 @@
 """The Llama model of all benchmarks: embedding, given blocks, output head.
 
 Suffixes of tensor names are dimensions: B batch, S sequence, D hidden size. Nothing here depends on
-how the blocks compute, in which precision, or how weights are sharded. common/training/build.py
-decides that.
+how the blocks compute, in which precision, or how weights are sharded. The callers of
+common/training/build.py decide that.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Llama(nn.Module):
 
         `tokens_BS`, `labels_BS`: int [batch, sequence]. Tokens with label -100 do not count.
 
-        `loss_sum` is the sum of a sequence's cross entropies, and `count` the number of its tokens
-        that count. The logits are [batch, sequence, vocab].
+        `loss_sum` is the sum of the cross entropies of a sequence's tokens, and `count` the number
+        of those that count. The logits are [batch, sequence, vocab].
         """
         sequence_length = tokens_BS.shape[1]
         cos = self.cos[:sequence_length]

@@ -1,7 +1,7 @@
 """The interface of update rules such as AdamW, and the table of them.
 
-`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call an update
-rule, which they are given. The rule owns its state and names it for checkpoints.
+`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call the update
+rule that they were created with. The rule owns its state and names it for checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Update(Protocol):
     def update(
         self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
     ) -> None:
-        """Do one step, and write each new weight, rounded, to its tensor of `rounded`.
+        """Do one step, and write each new weight, rounded, to its tensor of `rounded` (see
+        MakeUpdate).
 
         `gradients`: one per weight, not clipped. None: the weight stays unchanged.
         `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
@@ -71,8 +72,8 @@ UPDATES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdate]] = {"adamw": 
 def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
     """Record on each parameter which optimizer updates it.
 
-    Raises ValueError if another one already does: one of the two would then train a copy that the
-    model never reads.
+    Raises ValueError if a parameter already has another owner: one of the two optimizers would
+    train a copy that the model never reads.
     """
     for parameter in parameters:
         if getattr(parameter, "owning_optimizer", owner) is not owner:

@@ -41,12 +41,11 @@ from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
-# Number of modules whose gradients may be in reduction at a time. Until then, their memory is not
-# free.
+# Number of modules whose gradients may be in reduction at a time. Their memory is freed only after
+# their reduction.
 MAX_IN_FLIGHT = 2
 
-# Environment variable: priority of the side stream, 0, or -1 for high. `throughput settings` times
-# both.
+# Environment variable: priority of the side stream, 0, or -1 for high. `tune` tries both.
 STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"
 
 
@@ -67,7 +66,7 @@ class Bucket:
     """The weights of one module, which are communicated together."""
 
     shards: list[Shard]
-    missing: int  # number of gradients that this backward has not computed yet
+    missing: int  # number of gradients that the current backward has not computed yet
     gathered: torch.cuda.Event | None = None  # end of a gather that no forward has waited for
 
 
@@ -96,14 +95,15 @@ class ZeroOptimizer:
         """
         self.group = processes.shard_group
         self.world_size = processes.world_size
-        self.rank = self.group.rank()  # in the group, as is the number of ranks
+        self.rank = self.group.rank()  # `rank` and `ranks` count in this group
         self.ranks = self.group.size()
         self.device = processes.device
         self.shard_of: dict[nn.Parameter, Shard] = {}
         self.buckets = [self._bucket(module) for module in modules]
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
-        # It may move the weights to other memory, so it must be created before the update rule.
+        # The reduction may move the weights to other memory, so it is created before the update
+        # rule, which keeps references to them.
         self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
@@ -232,9 +232,13 @@ class ZeroOptimizer:
                 bucket.gathered = self.stream.record_event()
 
     def _before_forward(self, bucket: Bucket) -> None:
-        """Wait for the weights of a module. On the way, finish the previous micro-batch."""
+        """Wait for the weights of a module.
+
+        A quarter and half of the way through the modules, also finish the previous micro-batch's
+        reductions.
+        """
         if bucket is self.buckets[len(self.buckets) // 4]:
-            # Its last reduction started so long ago that this waits for nothing.
+            # The last reduction started so long ago that this waits for nothing.
             self._finish_last_bucket()
         if bucket is self.buckets[len(self.buckets) // 2]:
             # Free its gradients, 1.4 GiB at the 8B, before the head, where memory peaks.
@@ -336,7 +340,7 @@ def make_reduce_scatter(
     kernels: str,
     modules: Sequence[Sequence[Shard]],
 ) -> ReduceScatter:
-    """Return the reduction of gradients for `ZeroOptimizer`.
+    """Return the implementation of reduce-scatter and gather for `ZeroOptimizer`.
 
     `backend`: "nccl" or "copy_engine".
     `dtype`: dtype of the sent values.

@@ -42,7 +42,10 @@ class Assembly:
         return norm
 
     def state_tensors(self) -> list[Tensor]:
-        """Return all tensors that training changes: weights, optimizer state, FP8 scales."""
+        """Return all tensors of the training state: fp32 weights, optimizer state, FP8 scales.
+
+        With ZeRO-2 the weights are the masters, of which the model's parameters are rounded copies.
+        """
         return [
             *self.optimizer.weights,
             *self.optimizer.state_tensors(),

@@ -1,4 +1,4 @@
-"""Assemble a benchmark's model, optimizer and scaling state, in this order."""
+"""Assemble a benchmark's model, state of linear layers, optimizer and weights, in this order."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def build(
     weights: Callable[[Llama, Trained], object],
     before_each_pass: Sequence[Callable[[bool], None]] = (),
 ) -> Assembly:
-    """Build the model on the meta device, allocate memory, shard with the optimizer, load weights.
+    """Build the model on the meta device, allocate it, create the optimizer and fill the weights.
 
     `linear`: the linear layers' format, shared by all blocks.
     `layers`: creates the blocks and the head.
     `optimizer`: creates the optimizer, which shards the trained weights or takes them whole.
-    `weights`: fills all weights, through the optimizer if it holds masters.
+    `weights`: fills all weights, by the optimizer's `set_weight` if it holds masters.
     `before_each_pass`: functions that are called with `model.training` before each forward, of a
         micro-batch or of an evaluation.
     """
@@ -53,9 +53,10 @@ def build(
         model.register_forward_pre_hook(
             lambda model, _, start_pass=start_pass: start_pass(model.training)
         )
-    # Use a sparse embedding gradient (kernels/accumulate.py) unless its rows, one for each token of
-    # all ranks, are more than twice those of the dense gradient, which must also be zeroed and
-    # accumulated. A tied embedding shares its gradient with the head, which is dense.
+    # A sparse gradient of the embedding (kernels/accumulate.py) has one row for each token of all
+    # ranks' micro-batches, a dense one has `vocab_size` rows. Sparse is used up to twice as many
+    # rows, because a dense gradient must also be zeroed and accumulated. A tied embedding shares
+    # its gradient with the head, which is dense.
     tokens = config.world_size * config.micro_batch_size * sequence_length
     model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding
     trained_by = optimizer(model)

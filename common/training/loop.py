@@ -1,8 +1,9 @@
 """The training loop of every benchmark: `train`, `train_step` and `evaluate`.
 
-A sequence's loss is the mean over its valid tokens. The loss of a step is the mean of these over
-the global batch. If all tokens are valid, as in pre-training, that is the mean over all tokens. If
-labels mask some tokens, it is the loss of the LoRA reference.
+A sequence's loss is the mean over its valid tokens. The loss of a step is the mean of the
+sequences' losses over the global batch. In pre-training all tokens are valid, so this is the mean
+over all tokens. In LoRA, where labels mask some tokens, the reference defines the loss in the same
+way.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class TrainingOutcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """When to evaluate and when to stop, in training sequences."""
+    """When to evaluate and when to stop. All fields but `target_loss` count training sequences."""
 
     eval_interval: int
     first_evaluation: int  # a multiple of eval_interval
@@ -151,7 +152,7 @@ def train(
     reports: Reports,
     checkpoints: Checkpoints | None = None,
 ) -> TrainingOutcome:
-    """Train until an evaluation reaches the target.
+    """Train until an evaluation reaches the goal: the target loss or, without one, `max_samples`.
 
     `lr_at`: returns the learning rate of a step. Steps count from 0.
     `batches`: this rank's micro-batches, see `train_step`.
@@ -159,7 +160,7 @@ def train(
     `reports`: has a meter, and a log whose last line is run_start.
     `checkpoints`: already loaded; training begins after their step.
 
-    Raises TargetMissed if the target was not reached after `goal.max_samples` sequences, and
+    Raises TargetMissed if no evaluation up to `goal.max_samples` sequences reached the goal, and
     NonFinite if a loss, a gradient norm or an evaluation is not finite.
     """
     step = checkpoints.step if checkpoints else 0
@@ -170,7 +171,7 @@ def train(
     seconds = {"train": 0.0, "eval": 0.0}
 
     def on_phase(phase: str) -> None:
-        reports.heartbeat.write(step, phase)  # the current step, not that of the definition
+        reports.heartbeat.write(step, phase)  # reads `step` at each call
 
     _collect_garbage_only_at_evaluations()
     meter.start()

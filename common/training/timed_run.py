@@ -2,7 +2,7 @@
 
 A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls `start`,
 `log_submission` and `train` in this order. As a program, it calls
-`main(sys.argv[1:], BENCHMARK, Config, run)`.
+`main` with this function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common.training.warmup import warm_up
 
 
 def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
-    """Log the start of the run before any model exists, and join the process group.
+    """Log cache_clear and init_start before any model exists, and join the process group.
 
     `high_priority_compute`: see `start_processes`.
 
@@ -80,8 +80,9 @@ def train(
 
     `lr_at`: returns the learning rate of a step. Steps count from 0.
     `open_data`: called after run_start with the number of steps already done. Opens the token files
-        and returns the remaining training micro-batches, and all micro-batches of an evaluation.
-    `save`: called after run_stop, even if the run missed its target.
+        and returns this rank's remaining training micro-batches, and those of one evaluation.
+    `save`: writes the model if the run asks for it. Called after run_stop, even if the run missed
+        its target.
     """
     config = run.config
     log = reports.log
@@ -142,7 +143,7 @@ def main(
 ) -> None:
     """Run one rank: parse `argv`, call `run`, record failures and end the process.
 
-    `kind`: the `rules.Config` of the benchmark.
+    `kind`: class Config of the benchmark's rules.py.
     `saves`: accept --save.
     """
     args = _parser(benchmark, saves).parse_args(argv)
