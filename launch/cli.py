@@ -1,8 +1,9 @@
 """Table of all commands, and the parser that maps a command line to a module.
 
-A command line is read before any package is installed. Each module has `parser(benchmark)`, whose
-Parser (common/command_line.py) raises ConfigError. If a module cannot be imported without packages,
-it parses its arguments after their installation. This module uses only the standard library.
+A command line is checked before any package is installed: each command's module has a function
+`parser`, whose Parser (common/command_line.py) raises ConfigError. If a module cannot be imported
+yet, because it imports packages that are missing, only the module itself checks its arguments. This
+module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PACKAGES = ("launch.preflight", "throughput", "system_tuning")
 class Command:
     about: str
     module: str  # {} is the benchmark; words after the module are its first arguments
-    benchmark: int = NEVER  # whether the command accepts a benchmark
+    benchmark: int = NEVER  # whether the command takes a benchmark; ALWAYS: it needs one
     needs: str = ALL  # requirements file that the command needs; "" for none
 
 
@@ -218,6 +219,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         raise ConfigError(
             f"{name} does not accept a benchmark", why, f"{PROGRAM} {' '.join(words)}"
         )
+    # Help without a benchmark: show that of the last benchmark that has the command.
     if COMMANDS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
         benchmark = benchmark or next(each for each in reversed(known) if has_command(each, name))
     if COMMANDS[name].benchmark == ALWAYS and not benchmark:

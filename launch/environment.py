@@ -54,8 +54,8 @@ CUDA12_LOCK = "requirements-cuda12.lock"
 HOPPER = "requirements-hopper.txt"
 HOPPER_LOCK = "requirements-hopper.lock"
 INDEX = "https://pypi.org/simple"
-# Builds of torch in a stamp, besides those of launch.torch_build: no torch is listed, or the
-# running Python's torch is used.
+# A stamp is a file in .venv that records one complete installation (see _read_stamp). Its builds of
+# torch, besides those of launch.torch_build: no torch is listed, or the running Python's is used.
 NO_TORCH = "none"
 OWN_TORCH = "own"
 PIP_LOG = "pip.log"
@@ -177,7 +177,7 @@ def _read_stamp(path: Path) -> tuple[str, str, str]:
 def _require_same_machine(folder: Path) -> None:
     """Raise PreflightError if `folder` was made for another processor type.
 
-    It is not recreated, since it may be in use on such a machine.
+    It is not recreated, since it may be in use on such a machine. Only setup --for recreates it.
     """
     machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")}
     machines -= {"", platform.machine()}
@@ -361,8 +361,9 @@ def _download(log: str, count: int) -> tuple[str, int, int]:
 def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     """Install FlashAttention-4 in the project's .venv, once, if this machine has Hopper GPUs.
 
-    It never fails, because a run works without it, and the first screen prints how to install it.
-    Nothing is done without CUDA 13, without the package index, or for a Python outside .venv.
+    A failure is printed as a note and raises nothing, because a run works without the package. Only
+    a signal raises Interrupted. Nothing is done if the driver does not support CUDA 13, if the
+    package index does not answer, or for a Python outside .venv.
     """
     if python != folder / "bin" / "python" or not has_hopper(os.environ):
         return

@@ -29,8 +29,8 @@ class Selection:
 
     config: RunConfig
     path: Path  # of the config file; for a derived config, the path that its file would have
-    # config_filename in the log. It ends in +derived, +forced or +modified if the run does not
-    # follow a shipped file.
+    # config_filename in the log, such as H200_1x8.toml. If the run does not follow a shipped file,
+    # +derived or +forced, and +modified, precede the .toml.
     log_name: str
     reason: str
     device: str  # "cpu" or "cuda", which ROCm's torch uses as well
@@ -163,12 +163,12 @@ def require_config(root: Path, benchmark: str, options: argparse.Namespace) -> N
 
 
 def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gpus: Probe) -> None:
-    """Raise PreflightError if no GPU is visible although a real run is requested.
+    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested.
 
     Without this check, a machine whose GPUs are hidden would silently train the miniature on its
-    CPU. A run is real if DATADIR, MODEL, NEXP, DGXSYSTEM, DGXNGPU or MLPERF_SUBMISSION_* is set.
-    The check is skipped if the user asks for something else: with --miniature, --device cpu,
-    --config FILE, or a DGXSYSTEM that names a CPU.
+    CPU. A run is real if DATADIR, MODEL, DGXSYSTEM, DGXNGPU, MLPERF_SUBMISSION_* or an NEXP above 1
+    is set, unless the user asks for something else: with --miniature, --device cpu, --config FILE,
+    or a DGXSYSTEM that names a CPU.
     """
     if gpus.devices:
         return

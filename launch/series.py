@@ -2,8 +2,8 @@
 
 Every attempt has its own directory and seed. A run is good if it reached its target and its log
 passed the checks. A failed attempt is followed by the next one, until more than `max_failures`
-attempts of this command have failed. SIGINT, SIGTERM and SIGHUP end the series, and --resume
-continues it.
+attempts have failed since the command was started. SIGINT, SIGTERM and SIGHUP end the series, and
+--resume continues it.
 
 A series can also be continued after its launcher was killed. The last attempt is then recorded as
 lost and never counts as good, whatever its log says.
@@ -49,7 +49,7 @@ class SeriesRequest:
     """Options of a series: NEXP, SEED, --max-failures and --resume."""
 
     goal: int  # number of good runs; 0: the goal of the resumed series
-    max_failures: int
+    max_failures: int  # most failed attempts since the command was started
     seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
 
@@ -140,7 +140,8 @@ def facts_of(
     packages = [root / name for name in ("common", "launch", benchmark)]
     for path in sorted(path for package in packages for path in package.rglob("*.py")):
         if any(path.is_relative_to(root / name) for name in ("launch/plan", "launch/preflight")):
-            continue  # neither takes part in a run
+            # A run uses neither, except to derive its config, which config_sha256 covers.
+            continue
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(root)}\0{content}\n".encode())
     return {
@@ -303,7 +304,10 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
 def _open(
     folder: Path, selection: Selection, facts: dict, request: SeriesRequest
 ) -> Iterator[SeriesRunner]:
-    """Start a series, or resume the newest one that lacks runs, and lock it during the block."""
+    """Start a series, or resume the newest one that lacks runs, and lock it during the block.
+
+    A series of one run is never resumed. Raise ConfigError if there is no series to resume.
+    """
     if not request.resume:
         record = ledger.Record(
             f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
@@ -377,8 +381,8 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
 def _lacks_runs(record: ledger.Record, request: SeriesRequest) -> bool:
     """Return whether the series needs more runs.
 
-    A larger NEXP reopens a closed series: the rules allow more than ten runs, of which the median
-    window is submitted.
+    A larger NEXP reopens a closed series. The rules allow more than ten runs: of all windows of ten
+    consecutive runs, the one with the median score is submitted (common/records/windows.py).
     """
     return not record.closed or request.goal > record.goal
 

@@ -1,8 +1,8 @@
 """Batches of Megatron's token files: sequences cut from one stream, or one document per sequence.
 
-A stream is read in Megatron's order (common/data/gpt_dataset.py). One document per sequence: epoch
-e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A document
-longer than a sequence is cut off, and a shorter one is padded. Labels of padding do not count.
+A stream is read in Megatron's order (common/data/gpt_dataset.py). With one document per sequence,
+epoch e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A
+document longer than a sequence is cut off, and a shorter one is padded. The loss ignores padding.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
 
 
 class Documents:
-    """The documents of a file with at least two tokens, each as int32 [2, sequence_length]: tokens
-    and labels.
+    """The documents of a token file that have at least two tokens.
+
+    Each is int32 [2, sequence_length]: tokens and labels.
     """
 
     def __init__(self, prefix: Path, rules: Rules):

@@ -56,6 +56,7 @@ def export_model(folder: Path, config: Config, rules: Rules, out: Path) -> None:
 
 
 def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> None:
+    """Write the adapters in fp32, in peft's format."""
     tensors = {
         name: read_master(folder, name, torch.Size(size))
         for name, size in adapter_sizes(rules.shape, config.lora_rank).items()

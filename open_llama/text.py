@@ -39,7 +39,7 @@ from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer
 
 PART_BYTES = 16 << 20
 BATCH_DOCUMENTS = 256  # encoded in one call
-# A longer plain text file becomes several documents, cut at line ends.
+# Characters. A longer plain text file becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
 SPLITS = ("train", "validation")
@@ -53,7 +53,10 @@ KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes [begin, end) of one file, or in a table its row groups from `begin` to `end`."""
+    """Bytes [begin, end) of a file, or row groups [begin, end) of a Parquet file.
+
+    A compressed file, a plain text file or an Arrow file is always one whole source.
+    """
 
     path: str
     begin: int
@@ -82,7 +85,8 @@ def prepare_text(
     `vocab_size`: if not 0, first train a SentencePiece tokenizer of this many pieces on the inputs.
     `settings` then names no tokenizer.
 
-    Raises ConfigError, DataError, StorageError.
+    Raises ConfigError for inputs, a tokenizer or options that cannot be used, DataError for damaged
+    inputs or an empty split, StorageError if `data_dir` holds other token files.
     """
     files = input_files(inputs)
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -109,7 +113,8 @@ def prepare_text(
 def input_files(inputs: list[Path]) -> list[Path]:
     """Return the files to read: the given files, and the files of known types in given folders.
 
-    Raises ConfigError.
+    In folders, .json files are left out. Raises ConfigError for a file that does not exist or whose
+    type is unknown, and for a folder without files to read.
     """
     found: list[Path] = []
     for path in inputs:

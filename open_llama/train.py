@@ -4,8 +4,8 @@ torchrun.
     python -m open_llama.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu
 
-The process reads DIR/config.toml, which the launcher wrote. At the end it writes DIR/model, a
-checkpoint of Hugging Face, or with LoRA DIR/adapter in peft's format.
+The process reads DIR/config.toml, which the launcher wrote. At the end it writes DIR/model in
+Hugging Face's format, or with LoRA DIR/adapter in peft's format.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def assemble(
 
 
 def fill(config: Config, rules: Rules, seed: int, model: Llama, optimizer: ZeroOptimizer) -> None:
-    """Set all masters: from the checkpoint that the config names, or random."""
+    """Set all fp32 master weights: from the checkpoint that the config names, or random."""
     if config.weights:
         load_weights(model, in_repository(config.weights), optimizer.set_weight)
     else:

@@ -63,6 +63,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 # run with other engines was not made by that series.
 SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
 SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
+# Names of caches and core dumps, and endings of build outputs.
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
 CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
 
@@ -579,7 +580,11 @@ def _check_log(request: PackageRequest, run: Run) -> None:
 
 
 def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
-    """Return whether every run that missed its target or was killed has this finding."""
+    """Return whether `finding` is accepted because `run` missed its target or was killed.
+
+    The official checker complains about every such run, so all of its complaints are accepted. If
+    the run was killed, so are findings about its missing run_stop.
+    """
     if run.status == "success":
         return False
     cut_short = (

@@ -72,7 +72,7 @@ class Run:
     batch: int | None = None
     status: str = ""  # as claimed by the log: success, aborted, or "" without a run_stop
     minutes: float | None = None  # wall time from run_start to run_stop
-    # whether an evaluation reached the target, or took place if the rules have no target
+    # Whether an evaluation reached the target. Without a target: whether there was an evaluation.
     reached: bool = False
     samples: int | None = None  # training sequences at the last evaluation, for the RCP test
     blocks: list[Interval] = field(default_factory=list)  # training only

@@ -6,9 +6,9 @@ result (`--against "AMD MI300X 5.1"`). With --against, the first argument may al
 Without it, the best published result on the same GPUs is used. submission/series.py selects the ten
 runs that count. The RCP test uses the pruned points, as the official tools do.
 
-Exit code: 0 the series has a score, or is a miniature whose runs converged; 20 the RCP test failed
-or the series is not valid, 2 wrong usage, 18 no mlperf-logging. Needs mlperf-logging and the
-standard library.
+Exit code: 0 the series has a score, or is a miniature whose runs converged, all but one at most; 20
+the RCP test failed or the series is not valid, 2 wrong usage, 18 no mlperf-logging. Needs
+mlperf-logging and the standard library.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TenRuns:
     counted: tuple[Run, ...]  # runs in the mean: without the fastest and the slowest, fastest first
     minutes: float | None  # mean of the counted runs
     # Mean of the samples without the lowest and the highest, as in the RCP checker. None for fewer
-    # than three runs, or if two did not converge.
+    # than three runs, or if two or more did not converge.
     samples: float | None
     verdict: rcp.RcpVerdict | None  # None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are not a valid result, or ""
@@ -201,7 +201,8 @@ def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bo
 def pace(ten: TenRuns) -> Pace | None:
     """Return the quantities that make up the minutes, or None if the logs do not contain them.
 
-    The rate excludes each run's first block, in which the GPUs warm up, unless it is the only one.
+    A block is the training between two evaluations. The rate excludes each run's first block, in
+    which the GPUs warm up, unless it is the only one.
     """
     runs = ten.counted
     blocks: list[intervals.Interval] = []

@@ -22,15 +22,14 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell that starts the tests in the background lets them ignore the interrupt, and every process
-# of theirs with them.
+# If a shell starts the tests in the background, they and all their child processes ignore SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def no_engines_chosen():
-    """The choice of engines depends on variables and packages, which tests change."""
+    """Forget the chosen engines: tests change the variables and packages that decide."""
     engines.forget()
     yield
     engines.forget()
@@ -38,7 +37,7 @@ def no_engines_chosen():
 
 @pytest.fixture(scope="module")
 def processes():
-    """A group of one process in this one, ended with the test file."""
+    """Yield a process group that holds only this process, and end it after the test file."""
 
     from common.sharding.processes import start_processes
 
@@ -53,12 +52,12 @@ def made_once(tmp_path_factory, name, make):
     """
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        place = place.parent  # of this run's workers together
+        place = place.parent  # shared by all workers of this run
     folder, done = place / name, place / f"{name}.done"
     with (place / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # what a failure left
+            shutil.rmtree(folder, ignore_errors=True)  # left by a failure
             folder.mkdir()
             make(folder)
             done.touch()

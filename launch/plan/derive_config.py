@@ -1,9 +1,9 @@
 """Config for a number or kind of GPUs that has no file in configs/. A file always takes precedence.
 
 Everything that decides convergence comes from the nearest file. Settings that memory decides are
-computed: the micro-batch, at most the file's, and the options that save memory. The options are
-tried in the order of their cost: storage of a frozen base, micro-batch, layers offloaded or
-recomputed.
+computed: the micro-batch, at most the file's, and the options that save memory. The cheapest option
+comes first: a smaller micro-batch, then layers recomputed or offloaded, and last a storage of the
+frozen base that takes less memory, with which the other options are tried again.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def fit_to_machine(
     sizes = {key: size for key, size in sizes.items() if key not in overrides}
     if kind is None:
         sizes["env"] = CPU_ENV | config.env
+        # The format "bf16" means fp32 on a CPU (RunConfig.precision).
         fitted = replace(config, gpu="CPU", linear="bf16", **sizes)
         return fitted, f"fitted to a CPU: {_changes(config, fitted, overrides)}"
     linear = config.linear if kind.arch.startswith(WITH_FP8) else "bf16"
@@ -163,7 +164,10 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
 def _derive(
     benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int
 ) -> RunConfig:
-    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory."""
+    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory.
+
+    A share of the memory is kept free (HEADROOM) if any option allows that.
+    """
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
     if batch.isdigit() and int(batch) % gpus:
@@ -183,9 +187,10 @@ def _derive(
 def _start(
     benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]
 ) -> RunConfig:
-    """Return the file's config for these GPUs, with micro-batch 1 and no layer saved.
+    """Return the file's config for these GPUs, with micro-batch 1.
 
-    Layers are neither offloaded nor recomputed.
+    No layer is offloaded or recomputed. The evaluation's micro-batch is the largest one, up to the
+    file's, that needs no padding.
     """
     eval_samples = workload(benchmark, file).eval_samples
     sizes = range(file.eval_micro_batch_size, 0, -1)

@@ -88,8 +88,8 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
     saved = _saved_bytes(config, work)
     block = saved
-    # The gradient of a module, and the same again for the one before, whose reduction is still
-    # running. LoRA has no such gradients.
+    # Gradients of two modules: the current one, and the one before it, whose reduction is still
+    # running. With LoRA the modules have no gradients.
     gradient = 0 if work.lora_rank else 2 * element
     forward, backward = _working_bytes(config, work)
     backward = max(backward, attention_backward_bytes(config, shape))
@@ -406,6 +406,7 @@ def products_seconds_per_token(
     shape = work.shape
     head = 2 * shape.vocab_size * shape.hidden_size
     linears = 2 * shape.matmul_parameters - head
+    # A third is the forward: the shape counts a backward of twice the forward.
     attention = shape.attention_flops_per_token(work.sequence_length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     # Products for each weight, and FLOPs of attention as a multiple of the forward's.

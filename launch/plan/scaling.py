@@ -49,8 +49,8 @@ LINK_PEAKS = {
     "NVLink 5": 900.0,
     "AMD Infinity Fabric (XGMI)": 448.0,  # MI300X: 7 links of 64; later kinds have faster ones
 }
-# Share of it that collectives reach: 316.4 GB/s, all-reduce on 2 H200 (docs/results.md). Assumed
-# for every kind and for the network.
+# Share of the links' peak that collectives reach: 316.4 GB/s, all-reduce on 2 H200
+# (docs/results.md). Assumed for every kind and for the network.
 LINK_SHARE = 316.4 / 450.0
 NETWORK_GB_S = 50.0  # per GPU between nodes: one network card of 400 Gbit/s for each GPU, assumed
 # Watts of a card at its limit, from data sheets, without host and network.
@@ -64,7 +64,7 @@ BOARD_WATTS = {
     "B200": 1000,
     "GB200": 1200,
 }
-BACKWARD_SHARE = 2 / 3  # of a training pass
+BACKWARD_SHARE = 2 / 3  # share of the backward in the time of a forward and backward
 # Twice the GPUs should save at least this share of the time. Below it, scaling has stopped paying.
 PAYING_SAVING = 0.25
 
@@ -145,8 +145,9 @@ def exposed_seconds(
 
     `compute_s`: seconds of the step's arithmetic. `network_gb_s`: per GPU between nodes.
 
-    Collectives run behind the arithmetic. Exposed are the module that is reduced last and gathered
-    first, and the time by which the traffic of a step exceeds its arithmetic.
+    In pre-training, collectives overlap with the arithmetic. The GPU waits for the last module's
+    reduction, for the first module's gather, and for traffic that takes longer than the arithmetic
+    beside it. With LoRA it waits for the whole all-reduce of the adapters' gradients.
     """
     gpus = config.gpus_per_node
     nodes = config.nodes

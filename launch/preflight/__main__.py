@@ -72,7 +72,7 @@ SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 class PreflightRequest:
     """The run that the machine is checked for. Without a config, it would use all visible GPUs."""
 
-    kind: str  # a name of common.gpu_kinds.KINDS, or CPU
+    kind: str  # name of the GPU kind, or CPU
     count: int  # processes on this node
     row: CheckRow  # about the config
     nodes: int = 1

@@ -22,8 +22,8 @@ from launch.plan.estimate import Workload
 Value = str | int | None
 Changes = dict[str, Value]
 
-# A memory candidate is not tried if `plan` expects its step to take this many times as long as the
-# fastest one's. Larger micro-batches gain less than recomputing that many layers costs.
+# A memory candidate is not tried if `plan` expects its step to take more than this many times as
+# long as the fastest one's. What a larger micro-batch gains, which `plan` does not count, is less.
 SLOWER_BY_PLAN = 1.15
 EXPANDABLE = "expandable_segments:True"
 # Variable -> values to try, None for unset, by vendor ("" for a CPU). Variables that prevent hangs

@@ -28,9 +28,9 @@ from launch.tune.candidates import Changes, Value, reduced
 
 JOURNAL = "journal.jsonl"
 SECONDS = {"short": 6.0, "long": 20.0}  # of timed steps in a short and in a long measurement
-STEPS = range(2, 40)  # bounds of the number of timed steps
+STEPS = range(2, 40)  # smallest and largest number of timed steps, both included
 FIRST_STEPS = 2  # timed steps of the first measurement, before the time of a step is known
-MEMORY_SHARE = 0.5  # share of the search's time after which no further memory candidate is tried
+MEMORY_SHARE = 0.5  # share of the time, after which no further memory candidate is tried
 KEPT_SHARE = 1 / 3  # share of a round's candidates that get a long measurement; at least 2
 # A candidate gets a long measurement only if its step takes at most this many times as long as the
 # fastest one's.
@@ -252,9 +252,9 @@ class Search:
         return [each for each in self.journal.measurements if each.outcome == "done"]
 
     def _fastest(self) -> Changes:
-        """Return `best`, or a candidate of the unfinished round that is clearly faster.
+        """Return the fastest candidate if `best` takes more than CLOSE times as long, else `best`.
 
-        Only short measurements are compared with each other.
+        It may come from the unfinished round. Only short measurements are compared.
         """
         short = [each for each in self._done() if each.length == "short"]
         fastest = min(short, key=lambda each: each.step_ms, default=None)

@@ -5,6 +5,6 @@ from pathlib import Path
 
 
 def python_path(*folders: Path) -> str:
-    """Return `folders` before what this process has: packages may be brought by PYTHONPATH."""
+    """Return `folders`, followed by this process's PYTHONPATH, which may hold packages."""
     own = os.environ.get("PYTHONPATH")
     return os.pathsep.join([*map(str, folders), *([own] if own else [])])

@@ -241,7 +241,7 @@ def spills(asm: Any, backend: str) -> int:
 
 
 def wide_accesses(asm: Any, backend: str) -> list[int]:
-    """How many loads and how many stores of 16 bytes a thread's code has."""
+    """Return the numbers of loads and of stores of 16 bytes in a thread's code."""
     if backend == "hip":
         return [
             len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", asm["amdgcn"]))
@@ -251,7 +251,7 @@ def wide_accesses(asm: Any, backend: str) -> list[int]:
 
 
 def amax_loads(asm: Any, backend: str) -> int:
-    """Return how many loads a thread's code has that pass the cache of its compute unit."""
+    """Return the number of loads in a thread's code that bypass the cache of its compute unit."""
     if backend == "hip":
         return len(re.findall(r"_load_dword .* sc0 sc1$", asm["amdgcn"], re.MULTILINE))
     return len(re.findall(r"\bld\.global\.cg\b", asm["ptx"]))

@@ -1,4 +1,4 @@
-"""Which modules of this repository a file imports, read from its syntax tree."""
+"""Find the modules of this repository that a file imports, from its syntax tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share.
+"""Shared functions of the kernel tests.
 
 They run on a GPU where there is one, and in Triton's interpreter on a CPU (tests/conftest.py).
 """
@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
-    """Seeded on the CPU, so that every device gets the same numbers."""
+    """Return normal random numbers, drawn on the CPU so that every device gets the same ones."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(
         DEVICE, dtype
     )

@@ -119,5 +119,5 @@ def call(function: str, folder: Path, device: str, environment: dict[str, str]) 
     torch.save(result, folder / f"rank_{processes.rank}.pt")
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
-    # gloo's threads now and then end an interpreter that is shutting down with std::terminate.
+    # While the interpreter shuts down, gloo's threads sometimes call std::terminate.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""How far a value is from the truth."""
+"""Measure how far a value is from the truth."""
 
 import torch
 

@@ -148,7 +148,10 @@ def write_good(
 def write_evaluations(
     path: Path, rules_, counts: list[int], global_batch_size: int | None = None
 ) -> Path:
-    """The same, with evaluations at `counts` training sequences, be that by the rules or not."""
+    """Write a run that reaches the target, with evaluations at `counts` training sequences.
+
+    `counts` need not follow the rules.
+    """
     log = start(path, rules_, global_batch_size)
     losses = iter(
         [rules_.target_loss + 0.05 * (len(counts) - number) for number in range(1, len(counts) + 1)]
@@ -198,7 +201,10 @@ def write_records(path: Path, changed: list[dict]) -> Path:
 
 
 def find(log: list[dict], key: str, occurrence: int = 0) -> int:
-    """Index in `log` of the given occurrence of `key`; its line number is one more."""
+    """Return the index in `log` of an occurrence of `key`, counted from 0.
+
+    The line number is one more than the index.
+    """
     return [index for index, record in enumerate(log) if record["key"] == key][occurrence]
 
 
@@ -215,7 +221,7 @@ class Timed:
     samples: int  # training sequences to the target
     samples_per_s: float = 30.0
     evaluation_s: float = 10.0
-    first_block_s: float = 6.0  # what the first block takes more
+    first_block_s: float = 6.0  # additional seconds of the first block
     minutes: float | None = None
     converged: bool = True
 
@@ -228,7 +234,7 @@ def write_timed(
     rules_=None,
     global_batch_size: int | None = None,
 ) -> Path:
-    """The log of one run, with evaluations by the rules up to `run.samples`."""
+    """Write the log of one run, with evaluations by the rules up to `run.samples`."""
     rules_ = rules_ or benchmark.rules.CLOSED
     batch = benchmark.run_config(global_batch_size).global_batch_size
     counts = list(
@@ -247,7 +253,10 @@ def write_timed(
 
 @cache
 def _template(rules_, batch: int, counts: tuple[int, ...]) -> str:
-    """Written once for all runs of the same length: RunLog waits for the disk."""
+    """Return the records of a log as JSON, for all runs of the same length.
+
+    They are cached because RunLog, which writes them, waits for the disk.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return json.dumps(
             records(write_evaluations(Path(folder) / "log", rules_, list(counts), batch))
@@ -277,7 +286,7 @@ def set_times(changed: list[dict], run: Timed) -> None:
 
 
 def write_timed_series(folder: Path, benchmark: Benchmark, runs: list[Timed], **options) -> Path:
-    """result_0.txt, result_1.txt, ... as in a submission."""
+    """Write result_0.txt, result_1.txt, ... as in a submission."""
     for index, run in enumerate(runs):
         write_timed(folder / f"result_{index}.txt", benchmark, run, seed=1000 + index, **options)
     return folder

@@ -300,7 +300,7 @@ def _bytes(path):
 
 
 def gone(pid: int | str) -> bool:
-    """The process has ended, or is a zombie."""
+    """Return whether the process has ended, or is a zombie."""
     state = Path(f"/proc/{pid}/stat")
     return not state.exists() or " Z " in state.read_text()
 
