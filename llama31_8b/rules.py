@@ -21,6 +21,8 @@ BENCHMARK = "llama31_8b"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    """Config keys of this benchmark, in addition to those of RunConfig."""
+
     opt_learning_rate_warmup_steps: int  # optimizer steps of the linear warm-up
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     # reduce-scatter of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one
@@ -54,6 +56,8 @@ class Config(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(benchmarks.Rules):
+    """Rules of one division of this benchmark."""
+
     train_prefix: str  # Megatron .bin/.idx pair of the training tokens, under DATADIR
     validation_prefix: str
     max_steps: int

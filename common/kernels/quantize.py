@@ -99,7 +99,7 @@ def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
 
 
 def fill_columnwise(quantized: QuantizedTensor) -> None:
-    """Write `columnwise`, unless None, from `rowwise`: 1 byte read and 1 written per element."""
+    """Write `columnwise`, unless None, from `rowwise`. Reads and writes 1 byte per element."""
     rowwise = quantized.rowwise
     columnwise = quantized.columnwise
     if columnwise is None:

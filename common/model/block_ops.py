@@ -23,9 +23,9 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class KernelEngine:
-    """The functions of common/kernels/ in one of their two implementations.
+    """The functions of common/kernels/ that a block calls, in one of two implementations.
 
-    The reference functions document the arguments.
+    Arguments and results: see the reference functions in `ENGINES`.
     """
 
     quantize: Callable[..., QuantizedTensor]
@@ -39,6 +39,7 @@ class KernelEngine:
     fuses: bool
 
 
+# RunConfig.kernels -> the functions. Engines of attention and products: common/engines.py.
 ENGINES = {
     "reference": KernelEngine(
         quantize.quantize_reference,

@@ -67,11 +67,15 @@ class Bucket:
 
     shards: list[Shard]
     missing: int  # number of gradients that the current backward has not computed yet
-    gathered: torch.cuda.Event | None = None  # end of a gather that no forward has waited for
+    gathered: torch.cuda.Event | None = None  # end of a gather that a forward must still wait for
 
 
 class ZeroOptimizer:
-    """The optimizer of sharded weights. The `.grad` of parameters exists only during a backward."""
+    """The optimizer of sharded weights.
+
+    `step` does not read the `.grad` of parameters, which exists only during a backward, but the
+    `gradient` of each shard.
+    """
 
     sharded = True
 
@@ -95,7 +99,8 @@ class ZeroOptimizer:
         """
         self.group = processes.shard_group
         self.world_size = processes.world_size
-        self.rank = self.group.rank()  # `rank` and `ranks` count in this group
+        # Of the group, which on several nodes has fewer ranks than the run.
+        self.rank = self.group.rank()
         self.ranks = self.group.size()
         self.device = processes.device
         self.shard_of: dict[nn.Parameter, Shard] = {}

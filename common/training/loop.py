@@ -115,7 +115,7 @@ def pad_for_ranks(
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """The result of a successful training."""
+    """The result of a run that reached its goal."""
 
     samples: int  # training sequences consumed
     loss: float  # of the last evaluation
@@ -244,7 +244,10 @@ def _evaluate_and_log(
     step: int,
     samples: int,
 ) -> tuple[float, float]:
-    """Evaluate and log. Return (loss, seconds). Raises NonFinite if the loss is not finite."""
+    """Evaluate and log. Return (loss, seconds).
+
+    Raises NonFinite if the loss is not finite.
+    """
     log = reports.log
     began = time.monotonic()
     log.eval_start(samples)
