@@ -276,7 +276,7 @@ def main(arch: str, version: str = "") -> None:
 
     from common.kernels import fp8
 
-    # No product is made here, and both layouts are compiled for.
+    # Compile the kernels that store both layouts, for GPUs that do not read FP8 in every layout.
     fp8.takes_every_layout = lambda device: False
 
     launch_all()
@@ -284,7 +284,7 @@ def main(arch: str, version: str = "") -> None:
 
 
 def compile_one_that_spills(arch: str) -> None:
-    """Under the name _spilling_kernel: a tile that has too many rows for its number of warps."""
+    """Compile, as _spilling_kernel, a tile with too many rows for its number of warps."""
     import torch
     from shipped_launches import META, bf16
 

@@ -14,7 +14,7 @@ from common.model.lora import AdapterSettings, adapter_parameters
 from common.model.shapes import ModelShape
 
 SMALL = ModelShape(1, 48, 80, 4, 2, 64, 10000.0)  # dimensions that no tile divides
-# At its start the branches stand out of the residual stream's rounding.
+# With initial weights, the branches' outputs exceed the rounding of the residual stream.
 WIDE = ModelShape(2, 1024, 2048, 8, 2, 64, 10000.0)
 NAMES = ("qkv", "o", "gate_up", "down")
 RANK, ALPHA, P = 4, 8.0, 0.25
@@ -22,7 +22,7 @@ BATCH, SEQUENCE = 2, 19
 
 
 class MemoryBase:
-    """The frozen weights of one block, in both layouts; notes what it is asked for."""
+    """The frozen weights of one block, in both layouts. `calls` records the requests."""
 
     def __init__(self, matrices: dict[str, torch.Tensor], scaling: LinearLayers):
         self.calls = []
@@ -54,7 +54,8 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
     """Return a block with initial weights, and adapters whose B is slightly off zero."""
     torch.manual_seed(1)
     block = Block(shape)
-    # init_weights' 0.02; narrower, as large sums.
+    # 0.02 as in init_weights at the width of WIDE; larger for narrower shapes, so that sums are as
+    # large.
     std = 0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5
     for name, parameter in block.named_parameters():
         if parameter.ndim == 1:

@@ -14,13 +14,13 @@ from common.gpu_kinds import GIB, KINDS
 @dataclass(frozen=True)
 class Card:
     kind: str
-    names: tuple[str, ...]  # as amdgpu gives them; "" where it gives none
+    names: tuple[str, ...]  # as amdgpu reports them; "" if it reports none
     device_id: int
     target: int  # gfx_target_version of the kernel's topology
     gcn_arch: str  # torch's gcnArchName
 
     def topology(self, name: str) -> tuple:
-        """The arguments of `kfd_tree` after the number of cards."""
+        """Return the arguments of `kfd_tree` after the number of cards."""
         kind = KINDS[self.kind]
         return name, self.device_id, kind.memory_bytes // GIB, 4 * kind.compute_units, self.target
 
@@ -38,7 +38,7 @@ CARDS = (
     Card("MI325X", ("AMD Radeon Graphics", "AMD Instinct MI325X"), 0x74A5, 90402, GFX942),
     Card(
         "MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942
-    ),  # spelled so by amd-smi and rocm-smi in DigitalOcean's machines
+    ),  # "Mi" is what amd-smi and rocm-smi print on DigitalOcean's machines
     Card("MI350X", ("", "AMD Instinct MI350X"), 0x75A0, 90500, GFX950),
     Card("MI350X", ("",), 0x75B0, 90500, GFX950),
     Card("MI355X", ("", "AMD Instinct MI355X"), 0x75A3, 90500, GFX950),

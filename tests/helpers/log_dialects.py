@@ -13,7 +13,7 @@ from synthetic_run import find, write_records
 
 from submission.log_rules import DISCLOSURE_KEYS
 
-# What RunLog logs for llama2_70b_lora and others do not, and what is ours in both.
+# Benchmark -> keys that RunLog logs and other submitters do not.
 OURS = {
     "llama2_70b_lora": (
         "max_sequence_length",
@@ -71,7 +71,7 @@ def processes(log: list[dict]) -> list[dict]:
 def write(
     path: Path, log: list[dict], prefix: str = "", newline: str = "\n", noise: str = ""
 ) -> Path:
-    """`prefix` before each token, `noise` as a line before each record."""
+    """Write the log with `prefix` before each token, and `noise` as a line before each record."""
     lines = write_records(path, log).read_text().splitlines()
     path.write_bytes(
         "".join(

@@ -1,4 +1,4 @@
-"""Megatron-core's own data sets, the independent witness of our sample order and file format."""
+"""Megatron-core's data sets, an independent check of our sample order and file format."""
 
 import os
 import warnings

@@ -30,7 +30,7 @@ class PseudoTerminal:
         self.shown = pyte.Stream(self.emulator)
 
     def start(self, command: list[str], **options) -> subprocess.Popen:
-        """Start a program whose standard streams are this terminal, which becomes its own."""
+        """Start a program with this terminal as its standard streams and controlling terminal."""
         streams = {"stdin": self.stream, "stdout": self.stream, "stderr": self.stream}
         return subprocess.Popen(
             command,
@@ -44,12 +44,15 @@ class PseudoTerminal:
         os.write(self.master, text.encode())
 
     def read(self, until: str = "", seconds: float = 0.1) -> str:
-        """Return what was written, up to a pause of 0.1 s, or until `until` appears."""
+        """Return the output of `seconds`, or the output until `until` appears.
+
+        It ends at a pause of 0.1 s.
+        """
         self.stream.flush()
         text = b""
         ends = monotonic() + seconds
         while True:
-            while select.select([self.master], [], [], 0.1)[0]:  # the kernel hands over pieces
+            while select.select([self.master], [], [], 0.1)[0]:  # output arrives in pieces
                 text += os.read(self.master, 100_000)
             written = text.replace(b"\r\n", b"\n")  # as it is returned
             if monotonic() >= ends or (until and until.encode() in written):

@@ -68,7 +68,7 @@ def call_on_ranks(
 
     All ranks are on one node unless `ranks_per_node` says otherwise.
     """
-    # Importing torch's compiler asks for GPUs; what is forked after that cannot use one.
+    # Importing torch's compiler queries the GPUs. A process forked after that cannot use one.
     port = free_port()
     context = rank_server() if device == "cpu" else multiprocessing.get_context("spawn")
     environments = [
@@ -97,10 +97,10 @@ def call_on_ranks(
 def rank_server() -> multiprocessing.context.BaseContext:
     """Return a context that forks ranks from an idle process that has imported torch.
 
-    That saves each rank four seconds of a core.
+    That saves each rank four seconds of CPU time.
     """
     context = multiprocessing.get_context("forkserver")
-    # torch imports dynamo for the first optimizer.
+    # torch imports torch._dynamo when the first optimizer is created.
     context.set_forkserver_preload(["tiny", "torch._dynamo", "common.training.checkpoint"])
     with mock.patch.dict(os.environ, rank_environment(0, 1, 0)):
         multiprocessing.forkserver.ensure_running()

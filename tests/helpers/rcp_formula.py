@@ -24,7 +24,7 @@ from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 
 SIGNIFICANCE = 0.05  # one-sided
 TOLERANCE = 1e-4  # sequences; the official bisection stops there
-# what a run that never reaches the target counts as; being the slowest, it is dropped
+# samples of a run that does not reach the target; as the slowest run, it is dropped
 NOT_CONVERGED = 1e9
 
 POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
@@ -50,7 +50,7 @@ class Point:
     def threshold(self) -> float:
         """Return the number that a mean is compared with.
 
-        It is `minimum` after the official calculation by way of the speed-up.
+        It is `minimum` but for rounding, because the official tools compute it from the speed-up.
         """
         return self.mean / self.max_speedup
 
@@ -63,7 +63,7 @@ class Verdict:
     passed: bool
     message: str  # in the official checker's words
     mean: float  # sequences, without the best and the worst run
-    point: Point | None  # what it was held against
+    point: Point | None  # the reference that it was compared with
     factor: float  # multiplies the score; at least 1, and undefined if the test failed
 
 
@@ -89,7 +89,7 @@ def judge(benchmark: str, batch: int, samples: Sequence[float], points: str = "p
 
 
 def point_at(benchmark: str, batch: int, points: str = "pruned") -> Point | None:
-    """The point that a series at `batch` is held against; None above the largest."""
+    """Return the point that a series at `batch` is compared with, None above the largest."""
     return _select(_points(benchmark, points), batch)[0]
 
 
@@ -127,7 +127,7 @@ def _measured(batch: int, runs: Sequence[tuple[int, int]]) -> Point:
 
 
 def _interpolated(batch: int, low: Point, high: Point) -> Point:
-    """Mean and sigma on the straight line between two points.
+    """Return a point with the mean and sigma interpolated linearly between two points.
 
     The test then counts all 20 runs, as the official checker does.
     """

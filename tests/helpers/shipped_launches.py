@@ -72,7 +72,7 @@ def launch_all() -> None:
 
 
 def launch_long_sequences(shape: ModelShape) -> None:
-    """A gradient of 2 GiB beside smaller ones, which AMD's compiler addresses in another way.
+    """Launch with a gradient of 2 GiB, which AMD's compiler addresses unlike smaller ones.
 
     No benchmark has one.
     """
@@ -87,7 +87,7 @@ def launch_long_sequences(shape: ModelShape) -> None:
 
 
 def launch_cross_entropy(sequences: int, vocab: int) -> None:
-    """Labels as a batch has them, and as `throughput` draws them."""
+    """Launch with int32 labels, as in a batch, and with int64 labels, as in `throughput`."""
     logits = bf16(sequences, SEQUENCE, vocab)
     for dtype in (torch.int32, torch.int64):
         labels = torch.empty(sequences, SEQUENCE, dtype=dtype, device=META)
@@ -96,7 +96,11 @@ def launch_cross_entropy(sequences: int, vocab: int) -> None:
 
 
 def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> None:
-    """`trains`: the weights train, also those of the norms. Else SwiGLU's input is kept in FP8."""
+    """Launch the kernels of a block.
+
+    `trains`: whether the weights train, including those of the norms. If not, SwiGLU's input is
+    kept in FP8.
+    """
     q, hidden, ffn = quantizers, shape.hidden_size, shape.ffn_hidden_size
     x, weight = bf16(TOKENS, hidden), bf16(hidden)
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)

@@ -1,4 +1,4 @@
-"""Engines in the place of optional packages, which compute on a CPU."""
+"""Stand-ins for the engines of optional packages, which compute on a CPU."""
 
 from dataclasses import replace
 

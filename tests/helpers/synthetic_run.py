@@ -80,7 +80,7 @@ def benchmark_of(rules_) -> Benchmark:
 
 
 def project_root(folder: Path) -> Path:
-    """A project that has the config the log names."""
+    """Create a project that has the config that the log names."""
     for benchmark in BENCHMARKS:
         path = folder / "configs" / benchmark.rules.BENCHMARK / CONFIG_FILENAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def run_config(global_batch_size: int = 32, **changes) -> Config:
 
 
 def start(path: Path | None, rules_=rules.CLOSED, global_batch_size: int | None = None) -> RunLog:
-    """A log up to run_start."""
+    """Write a log up to run_start."""
     log = RunLog(path)
     log.cache_clear(True)
     log.init_start()
@@ -137,7 +137,7 @@ def evaluate(log: RunLog, samples: int, loss: float) -> None:
 def write_good(
     path: Path, rules_=rules.CLOSED, global_batch_size: int | None = None, evaluations: int = 4
 ) -> Path:
-    """A run that reaches the target at its last evaluation."""
+    """Write the log of a run that reaches the target at its last evaluation."""
     batch = benchmark_of(rules_).run_config(global_batch_size).global_batch_size
     first, interval = rules_.first_evaluation(batch), rules_.eval_interval(batch)
     return write_evaluations(
@@ -438,7 +438,8 @@ class Plan:
     org: str = ORG
     platform: str = "1x8 MI355X"
     config_name: str = CONFIG
-    # evaluations to the target, of a run that does not get there; 0: as many as there are
+    # Number of evaluations after which the loss curve would reach the target, if the run ends
+    # before; 0: `evaluations`.
     shape: int = 0
 
 

@@ -23,7 +23,7 @@ from common.training import mllog
 SYSTEM = "MI355X_1x8_pytorch"
 SERIES = "20261001-120000-abc123"
 
-# A complete system description that fits the runs; made up, as the runs are.
+# A complete system description that fits the runs. Both are invented.
 DESCRIPTION = {
     **dict.fromkeys(
         (
@@ -109,7 +109,7 @@ def write(
     series: str = SERIES,
     goal: int = 10,
 ) -> Path:
-    """A series in LOGDIR/<benchmark>; returns that directory."""
+    """Write a series to LOGDIR/<benchmark>, and return that directory."""
     rules, name = rules or benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     folder, clock = log_dir / name, Clock()
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,8 +41,8 @@ from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
 TINY_PROGRAM = Path(__file__).resolve()
-# 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch.
-# The target is out of reach.
+# The 61 rows of the embedding do not divide by 2 ranks, nor the 10 sequences of an evaluation by
+# ranks x micro-batch. No run reaches the target.
 TINY = replace(
     MINIATURE,
     shape=ModelShape(2, 32, 48, 4, 2, 61, 10000.0),
@@ -60,7 +60,7 @@ LORA = replace(
     sequence_length=TINY.sequence_length,
     lora_dropout=0.0,
 )
-# The configs, as tables. Those of both benchmarks, then of each.
+# Configs as dicts: the keys of both benchmarks, then those of each.
 COMMON = {
     "gpu": "CPU",
     "nodes": 1,
@@ -109,9 +109,9 @@ def drawn(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def write_data(
     folder: Path, rules: Rules = TINY, train_documents: int = 80, validation_tokens: int = 200
 ) -> Path:
-    """Both pairs.
+    """Write the token files of both splits, and return `folder`.
 
-    A token decides its successor but for some noise, so that there is something to learn.
+    Except for some noise, a token determines the next one, so that there is something to learn.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def run(
 ) -> Facts:
     """Call the trainer's `run` in this process, and `abort` on failure, as run_guarded does."""
     rank = int(os.environ.get("RANK", "0"))
-    # Another rank may have made it; what is in it is never overwritten.
+    # Another rank may have created it. Its files are never overwritten.
     run_dir.mkdir(parents=True, exist_ok=True)
     configured = run_config(**changes)
     asked = Run(

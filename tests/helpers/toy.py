@@ -215,7 +215,10 @@ def shorten(root: Path, module: str, limit: str, instead: str) -> None:
 
 
 def make_project(root: Path, torchrun: str = "") -> Path:
-    """The launcher and the toy in `root`; `torchrun` replaces launch/processes/torchrun.py."""
+    """Copy the launcher to `root`, and write the toy benchmark there.
+
+    `torchrun`: source that replaces launch/processes/torchrun.py (default: the original).
+    """
     for package in ("launch", "common", "system_tuning"):
         shutil.copytree(
             ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__")
