@@ -22,7 +22,8 @@ SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    # The machine. With gpu = "any" these keys are fitted to it, all but `nodes`.
+    # The machine. With gpu = "any" these keys are fitted to it, except `nodes` and, on a CPU,
+    # `gpus_per_node`.
     gpu: str = ANY_GPU
     nodes: int = 1
     gpus_per_node: int = 1
