@@ -188,7 +188,7 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     what = f"{variable}={name} cannot be used here"
     if engine.module and (gpu not in engine.gpus or dtype not in ("bf16", "fp8")):
         where = ", ".join(engine.gpus)
-        why = f"it is for bf16 on {where}; this is {dtype} on {gpu or 'no GPU'}"
+        why = f"it supports bf16 and FP8 on {where}; this is {dtype} on {gpu or 'no GPU'}"
         raise ConfigError(what, why, unset)
     if obstacle := _obstacle(operation, engine):
         raise ConfigError(what, obstacle, unset)

@@ -227,7 +227,7 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
             missing.append(line)
     if missing:
         raise PreflightError(
-            f"{LOCK} lacks {', '.join(missing)}",
+            f"{lock.name} lacks {', '.join(missing)}",
             "packages are installed only by the hashes in the lock",
             "update the lock: python3 -m tests.tools.lock",
         )

@@ -89,7 +89,7 @@ def run(run: Run, reports: Reports) -> None:
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # for the dropout, which must differ between the ranks
-    # as large as the loop, and not needed after this call
+    # Imported here: a large module that is not needed after this call.
     from common.training.self_test import before_a_run
 
     with attention_backends(processes.device.type, DTYPES[config.precision]):

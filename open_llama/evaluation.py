@@ -30,7 +30,7 @@ def require_model(folder: Path) -> None:
     """Raise ConfigError if there is no such folder."""
     if not folder.is_dir():
         why = "a model is a folder with config.json and safetensors files"
-        raise ConfigError(f"{folder}: no such folder", why, "name the folder model of a run")
+        raise ConfigError(f"{folder}: no such folder", why, "name the folder model/ of a run")
 
 
 def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:

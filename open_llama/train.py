@@ -117,7 +117,7 @@ def run(run: Run, reports: Reports) -> None:
     timed_run.log_submission(run, reports.log, rules, sequences_in(config, rules, run.data_dir))
     # for dropout and stochastic rounding, which must differ between the ranks
     torch.manual_seed(run.seed + processes.rank)
-    # as large as the loop, and not needed after this call
+    # Imported here: a large module that is not needed after this call.
     from common.training.self_test import before_a_run
 
     with attention_backends(processes.device.type, DTYPES[config.precision]):
