@@ -178,6 +178,22 @@ def complete(action: argparse.Action, words: Iterable[str]) -> None:
     action.words = list(words)  # type: ignore[attr-defined]
 
 
+def add_command(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    text: str,
+    work: Callable[..., None],
+    *parents: Parser,
+) -> Parser:
+    """Add a subcommand with the options of `parents`, and return its parser.
+
+    `text`: its help, also in the list of commands. `work`: attribute of its parsed arguments.
+    """
+    command = commands.add_parser(name, parents=parents, help=text, description=text)
+    command.set_defaults(work=work)
+    return command
+
+
 def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
     """Add --set KEY=VALUE, whose completions are `keys`. `note`: added to the help text."""
     changed = parser.add_argument(

@@ -19,10 +19,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from common.command_line import Parser, program
+from common.command_line import Parser, add_command, program
 from common.data.hub import download
 from common.data.preparation import require_free_space, say
 from common.errors import RunError
@@ -149,32 +148,33 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     small = Parser("", add_help=False)
     small.add_argument("--miniature", action="store_true", help="expect the miniature's sizes")
 
-    def add_command(
-        name: str, text: str, work: Callable[[argparse.Namespace, Rules], None], *parents: Parser
-    ) -> Parser:
-        command = commands.add_parser(name, parents=parents, help=text, description=text)
-        command.set_defaults(work=work)
-        return command
-
     add_command(
+        commands,
         "miniature",
         "build the base and data of the CPU miniature",
         lambda args, rules: miniature(args.data_dir),
         data,
     )
-    packed = add_command("convert-npy", "convert AMD's packed .npy files to parquet", convert, data)
+    packed = add_command(
+        commands, "convert-npy", "convert AMD's packed .npy files to parquet", convert, data
+    )
     packed.add_argument(
         "--npy-dir", type=Path, required=True, help="directory of train.npy and validation.npy"
     )
-    files = add_command("verify", "check data and weights", verify, data, weights, small)
+    files = add_command(commands, "verify", "check data and weights", verify, data, weights, small)
     files.add_argument("--manifest", type=Path, help="manifest written by write-manifest")
     files.add_argument("--full", action="store_true", help="also read every byte of the weights")
     hashes = add_command(
-        "write-manifest", "write sizes and SHA-256 of the weights (reads every byte)", write, small
+        commands,
+        "write-manifest",
+        "write sizes and SHA-256 of the weights (reads every byte)",
+        write,
+        small,
     )
     hashes.add_argument("--weights", type=Path, required=True, help="directory of the checkpoint")
     hashes.add_argument("--output", type=Path, required=True, help="manifest to write")
     how = add_command(
+        commands,
         "fetch",
         "print how to get data and weights",
         lambda args, rules: fetch(

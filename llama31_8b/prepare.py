@@ -17,10 +17,9 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from common.command_line import Parser, program
+from common.command_line import Parser, add_command, program
 from common.data import corpus
 from common.data.hub import download
 from common.data.manifest import PairFacts
@@ -144,20 +143,14 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     data = Parser("", add_help=False)
     data.add_argument("--data-dir", type=Path, required=True, help="directory of the token files")
 
-    def add_command(
-        name: str, text: str, work: Callable[[argparse.Namespace], None], *parents: Parser
-    ) -> Parser:
-        command = commands.add_parser(name, parents=parents, help=text, description=text)
-        command.set_defaults(work=work)
-        return command
-
     add_command(
+        commands,
         "miniature",
         "build the data of the CPU miniature",
         lambda args: miniature(args.data_dir),
         data,
     )
-    texts = add_command("convert", "convert text to .bin and .idx files", convert)
+    texts = add_command(commands, "convert", "convert text to .bin and .idx files", convert)
     texts.add_argument(
         "--input",
         type=Path,
@@ -176,7 +169,9 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         "--output-prefix", type=Path, required=True, help="path of the output without .bin or .idx"
     )
     texts.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
-    files = add_command("verify", "compare downloaded files with a manifest", verify, data)
+    files = add_command(
+        commands, "verify", "compare downloaded files with a manifest", verify, data
+    )
     files.add_argument(
         "--manifest",
         type=Path,
@@ -191,6 +186,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         help="write sizes, SHA-256 and counts to FILE (reads every byte)",
     )
     how = add_command(
+        commands,
         "fetch",
         "print how to get MLCommons' files",
         lambda args: fetch(args.data_dir, args.download),
