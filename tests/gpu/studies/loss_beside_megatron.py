@@ -137,7 +137,6 @@ def load_weights(model: nn.Module, shape: ModelShape) -> None:
 
 
 def megatron(name: str, shape: ModelShape, steps: int, text: Path) -> list[float]:
-    import torch.nn.functional as F
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -147,40 +146,14 @@ def megatron(name: str, shape: ModelShape, steps: int, text: Path) -> list[float
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron_peers import FP8, transformer
 
-    fp8 = {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 4,
-        "fp8_amax_compute_algo": "most_recent",
-    }
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        apply_rope_fusion=True,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
-        masked_softmax_fusion=True,
-        persist_layer_norm=True,
-        init_method_std=0.02,
-        **(fp8 if name.startswith("FP8") else {}),
+    config = transformer(
+        shape.num_layers,
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_heads,
+        **(FP8 if name.startswith("FP8") else {}),
     )
     model = GPTModel(
         config,
