@@ -112,7 +112,8 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
     SWIGLU: (
         Engine(
             "quack",
-            gpus=("sm_90",),  # only where it is pinned: see docs/engines.md
+            gpus=("sm_90",),
+            chosen_on=("sm_90",),
             module="quack_swiglu",
             package="quack-kernels",
             oldest="0.6.5",

@@ -32,7 +32,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "attention", "products", "swiglu"),
     [
-        ("sm_90", "flash_attention_4", "cublaslt", "kernel"),
+        ("sm_90", "flash_attention_4", "cublaslt", "quack"),
         ("sm_100", "sdpa", "cublaslt", "kernel"),
         ("gfx942", "aiter", "torch", "kernel"),
         ("gfx950", "aiter", "torch", "kernel"),

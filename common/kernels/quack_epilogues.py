@@ -18,7 +18,10 @@ from pathlib import Path
 import cutlass
 import quack.cache
 import torch
-from quack.activation import sigmoid
+from cutlass import Float32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.experimental import primitives
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecReduce, TileStore, setup_epi_tensor
@@ -68,6 +71,32 @@ def largest_of(a, b):
     return cutlass.cute.arch.fmax(a, b, abs=True)
 
 
+@dsl_user_op
+def rounded(a, b, *, loc=None, ip=None):
+    """Return (a, b) in fp32, rounded to bf16. One instruction rounds both."""
+    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b)]
+    packed = llvm.inline_asm(
+        T.i32(),
+        operands,
+        "cvt.rn.bf16x2.f32 $0, $1, $2;",  # a in the upper half
+        "=r,f,f",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    bits = Uint32(packed)
+    upper = primitives.mov_b32(bits & Uint32(0xFFFF0000), target_type=Float32)
+    lower = primitives.mov_b32(bits << Uint32(16), target_type=Float32)
+    return upper, lower
+
+
+def sigmoid(z):
+    """Return 1 / (1 + exp(-z)), by the instructions of `_sigmoid` in swiglu.py."""
+    power = cutlass.cute.math.exp2(z * -1.4426950408889634, fastmath=True)
+    root = cutlass.cute.math.rsqrt(1.0 + power, fastmath=True)
+    return root * root
+
+
 @gemm_epilogue(
     outputs=("gate", "up", NarrowStore("h", gated=True)),
     reduces={"amax": ColVecReduce("amax", combine="max_abs")},
@@ -76,8 +105,7 @@ def largest_of(a, b):
 def forward_epilogue(acc, scale_x, scale_weight, scale):
     gate, up = unpack(acc)
     alpha = scale_x * scale_weight
-    gate = gate * alpha
-    up = up * alpha
+    gate, up = rounded(gate * alpha, up * alpha)
     h = gate * sigmoid(gate) * up
     return {"gate": gate, "up": up, "h": h * scale, "amax": pack(h, h)}
 
@@ -86,7 +114,7 @@ def forward_epilogue(acc, scale_x, scale_weight, scale):
     outputs=("d_gate", "d_up"), reduces={"amax": ColVecReduce("amax", combine="max_abs")}
 )
 def backward_epilogue(acc, gate, up, scale_g, scale_weight, scale):
-    d_h = acc * (scale_g * scale_weight)
+    d_h, _ = rounded(acc * (scale_g * scale_weight), 0.0)
     s = sigmoid(gate)
     d_h_s = d_h * s
     d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))

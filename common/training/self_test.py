@@ -62,10 +62,7 @@ ATTENTION_DB = 30.0
 PRODUCT_DB = 40.0
 FP8_PRODUCT_DB = 25.0
 KERNEL_DB = 40.0
-# Unlike epilogues, kernels round gate and up to bf16 before SwiGLU, so some results are rounded to
-# a neighboring FP8 number.
-SWIGLU_DB = 30.0
-SWIGLU_AMAX = 0.02  # largest relative difference of the amax
+SWIGLU_AMAX = 1e-3  # largest relative difference of the amax
 SLICE = 256  # number of rows and columns of a product that are compared
 # Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
 SPLIT_K = (546, 9728, 2560)
@@ -481,7 +478,7 @@ def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check
     for backward in (False, True):
         op = "SwiGLU backward in a product" if backward else "SwiGLU in a product"
         size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
-        yield op, str(size), SWIGLU_DB, partial(_fused_swiglu, backward, sizes, draw)
+        yield op, str(size), KERNEL_DB, partial(_fused_swiglu, backward, sizes, draw)
 
 
 def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:

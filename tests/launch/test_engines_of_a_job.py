@@ -33,8 +33,10 @@ def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
     (line,) = job.engines.lines()
     assert "flash_attention_4 4.0.0b36" in line and "cublaslt" in line
     monkeypatch.setattr(engines, "version_of", lambda package: "")
-    line, note = job.engines.lines()
-    assert "sdpa" in line and note.startswith("NOTE") and "pip install" in note
+    line, *notes = job.engines.lines()
+    assert "sdpa" in line and "kernel" in line
+    assert len(notes) == 2  # attention and SwiGLU
+    assert all(note.startswith("NOTE") and "pip install" in note for note in notes)
 
 
 def test_a_cpu_misses_nothing(job):
@@ -83,7 +85,7 @@ def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goa
     pins = {
         "ATTENTION_ENGINE": "flash_attention_4",
         "MATMUL_ENGINE": "cublaslt",
-        "SWIGLU_ENGINE": "kernel",
+        "SWIGLU_ENGINE": "quack",
     }
     assert environment == ({} if goal == 1 else pins)
     assert captured["execute"].args[1]["engines"] == captured["facts"]["engines"]

@@ -115,7 +115,7 @@ def test_engines_that_are_installed_are_tried(monkeypatch):
 def test_an_engine_of_swiglu_is_tried_only_where_one_applies(monkeypatch):
     versions = {"quack-kernels": "0.6.5"}
     monkeypatch.setattr(engines, "version_of", lambda package: versions.get(package, ""))
-    assert settings_of("llama31_8b/H200_1x2")["SWIGLU_ENGINE"] == [None, "quack"]
+    assert settings_of("llama31_8b/H200_1x2")["SWIGLU_ENGINE"] == [None, "kernel"]
     assert "SWIGLU_ENGINE" not in settings_of("llama31_8b/H200_1x2", linear="bf16")
     assert "SWIGLU_ENGINE" not in settings_of("llama2_70b_lora/H200_1x2")
 
