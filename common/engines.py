@@ -7,7 +7,7 @@ If a pinned engine cannot be used, that is an error. On a CPU, and for dtypes ot
 FP8, torch computes attention and products.
 
 SwiGLU is computed either by a separate kernel or in the epilogues of two FP8 products. Only FP8
-blocks whose matrices train have this choice.
+blocks have this choice.
 
 The module of an engine is imported only if the engine is chosen. Standard library only: the
 launcher reads the versions of installed packages before it imports torch.

@@ -118,7 +118,7 @@ class Job:
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
-        operations = engine_operations(self.config, self.rules.lora_rank)
+        operations = engine_operations(self.config)
         return engines.described(gpu, environment, self.config.precision, operations)
 
     @property
@@ -127,14 +127,13 @@ class Job:
         return [self.data_dir / name for name in self.rules.data_files]
 
 
-def engine_operations(config: RunConfig, lora_rank: int) -> list[str]:
+def engine_operations(config: RunConfig) -> list[str]:
     """Return the operations whose engine can be chosen in a run with `config`.
 
-    `lora_rank`: rank of the adapters, 0 if all weights train. The engine of SwiGLU applies only to
-    blocks in FP8 whose matrices train (common/engines.py).
+    The engine of SwiGLU applies only to blocks in FP8 (common/engines.py).
     """
     operations = [engines.ATTENTION, engines.PRODUCTS]
-    if config.linear_format.stores_fp8 and not lora_rank:
+    if config.linear_format.stores_fp8:
         operations.append(engines.SWIGLU)
     return operations
 

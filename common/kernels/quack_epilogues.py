@@ -97,83 +97,157 @@ def sigmoid(z):
     return root * root
 
 
+def gate_and_up(acc, alpha):
+    """Return gate and up of a pair of sums, rounded to bf16."""
+    gate, up = unpack(acc)
+    return rounded(gate * alpha, up * alpha)
+
+
+def swiglu(gate, up):
+    return gate * sigmoid(gate) * up
+
+
+def gradients(d_h, gate, up):
+    """Return the gradients of gate and up."""
+    s = sigmoid(gate)
+    d_h_s = d_h * s
+    return d_h_s * up * (1.0 + gate * (1.0 - s)), d_h_s * gate
+
+
+def row_amax(name):
+    return ColVecReduce(name, combine="max_abs")
+
+
 @gemm_epilogue(
     outputs=("gate", "up", NarrowStore("h", gated=True)),
-    reduces={"amax": ColVecReduce("amax", combine="max_abs")},
+    reduces={"amax": row_amax("amax")},
     mode="acc_pair",
 )
 def forward_epilogue(acc, scale_x, scale_weight, scale):
-    gate, up = unpack(acc)
-    alpha = scale_x * scale_weight
-    gate, up = rounded(gate * alpha, up * alpha)
-    h = gate * sigmoid(gate) * up
+    gate, up = gate_and_up(acc, scale_x * scale_weight)
+    h = swiglu(gate, up)
     return {"gate": gate, "up": up, "h": h * scale, "amax": pack(h, h)}
 
 
 @gemm_epilogue(
-    outputs=("d_gate", "d_up"), reduces={"amax": ColVecReduce("amax", combine="max_abs")}
+    outputs=(
+        NarrowStore("gate", gated=True),
+        NarrowStore("up", gated=True),
+        NarrowStore("h", gated=True),
+    ),
+    reduces={"amax": row_amax("amax"), "kept_amax": row_amax("kept_amax")},
+    mode="acc_pair",
 )
+def forward_in_8_bits_epilogue(acc, scale_x, scale_weight, scale, kept_scale):
+    gate, up = gate_and_up(acc, scale_x * scale_weight)
+    h = swiglu(gate, up)
+    return {
+        "gate": gate * kept_scale,
+        "up": up * kept_scale,
+        "h": h * scale,
+        "amax": pack(h, h),
+        "kept_amax": pack(gate, up),
+    }
+
+
+@gemm_epilogue(
+    outputs=(NarrowStore("h", gated=True),), reduces={"amax": row_amax("amax")}, mode="acc_pair"
+)
+def forward_keeping_nothing_epilogue(acc, scale_x, scale_weight, scale):
+    h = swiglu(*gate_and_up(acc, scale_x * scale_weight))
+    return {"h": h * scale, "amax": pack(h, h)}
+
+
+@gemm_epilogue(outputs=("d_gate", "d_up"), reduces={"amax": row_amax("amax")})
 def backward_epilogue(acc, gate, up, scale_g, scale_weight, scale):
     d_h, _ = rounded(acc * (scale_g * scale_weight), 0.0)
-    s = sigmoid(gate)
-    d_h_s = d_h * s
-    d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
-    d_up = d_h_s * gate
+    d_gate, d_up = gradients(d_h, gate, up)
+    return {"d_gate": d_gate * scale, "d_up": d_up * scale, "amax": largest_of(d_gate, d_up)}
+
+
+@gemm_epilogue(outputs=("d_gate", "d_up"), reduces={"amax": row_amax("amax")})
+def backward_from_8_bits_epilogue(acc, gate, up, scale_g, scale_weight, scale, kept_scale):
+    d_h, _ = rounded(acc * (scale_g * scale_weight), 0.0)
+    d_gate, d_up = gradients(d_h, gate * kept_scale, up * kept_scale)
     return {"d_gate": d_gate * scale, "d_up": d_up * scale, "amax": largest_of(d_gate, d_up)}
 
 
 def forward(
-    x: QuantizedTensor, weight: QuantizedTensor, scale: Tensor, gate_up: Tensor, h: Tensor
-) -> tuple[Tensor, int]:
-    """Write gate_up = x W^T and h = silu(gate) * up.
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    scale: Tensor,
+    h: Tensor,
+    gate_up: Tensor | None,
+    kept_scale: Tensor | None,
+) -> tuple[Tensor, Tensor | None, int]:
+    """Write h = silu(gate) * up, and gate_up = x W^T unless None.
 
     `x`: FP8 [M, D].
     `weight`: FP8 [2 * ffn, D], gate first.
     `scale`: fp32 [1]. h is stored as h * scale.
-    `gate_up`: output, bf16 [M, 2 * ffn].
     `h`: output, FP8 [M, ffn].
+    `gate_up`: output, [M, 2 * ffn], in bf16 or FP8.
+    `kept_scale`: fp32 [1], if gate_up is in FP8. It is stored as gate_up * kept_scale.
 
-    Returns (amax of h for each row and tile, fp32 [M, tiles]; columns of h in a tile).
+    Returns (amax of h for each row and tile, fp32 [M, tiles]; the same of gate_up in FP8, or None;
+    columns of h in a tile).
     """
-    gate, up = gate_up.chunk(2, 1)
     amax = _partial_amax(x, weight, FORWARD_COLUMNS)
-    scales = {"scale_x": x.scale, "scale_weight": weight.scale, "scale": scale}
-    forward_epilogue.gemm(
+    arguments = {"scale_x": x.scale, "scale_weight": weight.scale, "scale": scale}
+    arguments |= {"h": h, "amax": amax}
+    kept_amax = None
+    if gate_up is None:
+        epilogue = forward_keeping_nothing_epilogue
+    else:
+        arguments["gate"], arguments["up"] = gate_up.chunk(2, 1)
+        epilogue = forward_epilogue
+    if kept_scale is not None:
+        kept_amax = torch.empty_like(amax)
+        arguments |= {"kept_scale": kept_scale, "kept_amax": kept_amax}
+        epilogue = forward_in_8_bits_epilogue
+    epilogue.gemm(
         x.rowwise,
         weight.rowwise,
         None,
-        epi_args=scales | {"gate": gate, "up": up, "h": h, "amax": amax},
+        epi_args=arguments,
         concat_layout=("B",),
         tile_N=FORWARD_COLUMNS,
         post_init_attrs=ATTRIBUTES,
         **TILE,
     )
-    return amax, FORWARD_COLUMNS // 2
+    return amax, kept_amax, FORWARD_COLUMNS // 2
 
 
 def backward(
-    g: QuantizedTensor, weight: QuantizedTensor, scale: Tensor, gate_up: Tensor, d_gate_up: Tensor
+    g: QuantizedTensor,
+    weight: QuantizedTensor,
+    scale: Tensor,
+    gate_up: QuantizedTensor,
+    d_gate_up: Tensor,
 ) -> tuple[Tensor, int]:
     """Write the gradient of gate_up, from d_h = g W^T.
 
     `g`: FP8 [M, D].
     `weight`: FP8 [ffn, D].
     `scale`: fp32 [1]. The gradient is stored as gradient * scale.
-    `gate_up`: bf16 [M, 2 * ffn].
+    `gate_up`: [M, 2 * ffn], in bf16 or FP8.
     `d_gate_up`: output, FP8 [M, 2 * ffn].
 
     Returns (amax for each row and tile, fp32 [M, tiles]; columns of d_h in a tile).
     """
-    gate, up = gate_up.chunk(2, 1)
-    d_gate, d_up = d_gate_up.chunk(2, 1)
     amax = _partial_amax(g, weight, BACKWARD_COLUMNS)
-    scales = {"scale_g": g.scale, "scale_weight": weight.scale, "scale": scale}
-    tensors = {"gate": gate, "up": up, "d_gate": d_gate, "d_up": d_up, "amax": amax}
-    backward_epilogue.gemm(
+    arguments = {"scale_g": g.scale, "scale_weight": weight.scale, "scale": scale, "amax": amax}
+    arguments["gate"], arguments["up"] = gate_up.rowwise.chunk(2, 1)
+    arguments["d_gate"], arguments["d_up"] = d_gate_up.chunk(2, 1)
+    epilogue = backward_epilogue
+    if gate_up.scale is not None:
+        arguments["kept_scale"] = gate_up.scale
+        epilogue = backward_from_8_bits_epilogue
+    epilogue.gemm(
         g.rowwise,
         weight.rowwise,
         None,
-        epi_args=scales | tensors,
+        epi_args=arguments,
         tile_N=BACKWARD_COLUMNS,
         post_init_attrs=ATTRIBUTES,
         **TILE,

@@ -2,7 +2,8 @@
 
 QuACK is an optional package (common/engines.py). The product that computes gate_up also writes h,
 and the product that computes the gradient of h writes that of gate_up instead. So one kernel does
-the work of a product and of a kernel of swiglu.py, and moves 4 or 2 bytes per element of h less.
+the work of a product and of a kernel of swiglu.py. Like the kernels, it can keep gate_up in 8 bits
+for LoRA. An evaluation does not store gate_up.
 Both must know the scale of their result beforehand. In the first step, when there is none, the
 separate kernels run.
 
@@ -150,34 +151,59 @@ def scale_of(quantizer: Quantizer) -> Tensor:
 
 
 def gate_up_fprop(
-    x: QuantizedTensor, weight: QuantizedTensor, quantizer: Quantizer
-) -> tuple[Tensor, QuantizedTensor]:
-    """Return (gate_up = x W^T in bf16 [M, 2 * ffn], h [M, ffn]).
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    quantizer: Quantizer,
+    kept_quantizer: Quantizer | None,
+    keep: bool,
+) -> tuple[Tensor | QuantizedTensor | None, QuantizedTensor]:
+    """Return (gate_up = x W^T [M, 2 * ffn], h [M, ffn]).
 
     `x`: FP8 [M, D].
     `weight`: FP8 [2 * ffn, D], gate first.
-    `quantizer`: quantizer of h. It must have a scale already.
+    `quantizer`: quantizer of h. It must have a scale already, and so must `kept_quantizer`.
+    `kept_quantizer`: quantizer of gate_up. Without one, gate_up is in bf16.
+    `keep`: without it, gate_up is not stored, and None is returned in its place.
     """
     rows = x.rowwise.shape[0]
     features = weight.rowwise.shape[0]
-    gate_up = x.rowwise.new_empty(rows, features, dtype=torch.bfloat16)
-    h = new_quantized(quantizer, (rows, features // 2), gate_up)
-    amax, columns = require().forward(x, weight, scale_of(quantizer), gate_up, h.rowwise)
-    return gate_up, finish_swiglu(h, quantizer, amax, columns, halves=1)
+    h = new_quantized(quantizer, (rows, features // 2), x.rowwise)
+    gate_up: QuantizedTensor | None = None
+    kept_scale: Tensor | None = None
+    if keep and kept_quantizer:
+        gate_up = new_quantized(kept_quantizer, (rows, features), x.rowwise)
+        kept_scale = scale_of(kept_quantizer)
+    elif keep:
+        gate_up = QuantizedTensor(x.rowwise.new_empty(rows, features, dtype=torch.bfloat16))
+    amax, kept_amax, columns = require().forward(
+        x, weight, scale_of(quantizer), h.rowwise, gate_up and gate_up.rowwise, kept_scale
+    )
+    h = finish_swiglu(h, quantizer, amax, columns, halves=1)
+    if gate_up is None:
+        return None, h
+    if kept_quantizer is None:
+        return gate_up.rowwise, h
+    return finish_swiglu(gate_up, kept_quantizer, kept_amax, columns, halves=2), h
 
 
 def down_dgrad(
-    g: QuantizedTensor, weight: QuantizedTensor, gate_up: Tensor, quantizer: Quantizer
+    g: QuantizedTensor,
+    weight: QuantizedTensor,
+    gate_up: Tensor | QuantizedTensor,
+    quantizer: Quantizer,
 ) -> QuantizedTensor:
     """Return the gradient of gate_up, [M, 2 * ffn].
 
     `g`: FP8 [M, D], the gradient of down's result.
     `weight`: FP8 [D, ffn]. Its `columnwise` is read.
-    `gate_up`: bf16 [M, 2 * ffn], from `gate_up_fprop`.
+    `gate_up`: [M, 2 * ffn], from `gate_up_fprop`.
     `quantizer`: quantizer of the result. It must have a scale already.
     """
     assert weight.columnwise is not None
-    d_gate_up = new_quantized(quantizer, (gate_up.shape[0], gate_up.shape[1]), gate_up)
+    if isinstance(gate_up, Tensor):
+        gate_up = QuantizedTensor(gate_up)
+    num_rows, num_columns = gate_up.rowwise.shape
+    d_gate_up = new_quantized(quantizer, (num_rows, num_columns), gate_up.rowwise)
     weight = QuantizedTensor(weight.columnwise, None, weight.scale)
     out = d_gate_up.rowwise
     amax, columns = require().backward(g, weight, scale_of(quantizer), gate_up, out)

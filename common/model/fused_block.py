@@ -165,11 +165,12 @@ class FusedBlock(nn.Module):
             x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
         )
         del branch
-        gate_up, h = linear.gate_up_swiglu(ops, n_2, weights["gate_up"], quantizers.h)
+        gate_up, h = linear.gate_up_swiglu(ops, n_2, weights["gate_up"], quantizers.h, keep=keep)
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
 
         if not keep:
             return out, None
+        assert isinstance(gate_up, Tensor)
         saved = SavedByBlock(
             x=x,
             rstd_1=rstd_1,

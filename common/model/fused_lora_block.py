@@ -173,17 +173,16 @@ class FusedLoraBlock(nn.Module):
             x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
         )
         del branch
-        gate_up = linear.fprop(n_2, weights["gate_up"])
+        gate_up, h = linear.gate_up_swiglu(
+            ops, n_2, weights["gate_up"], quantizers.h, quantizers.stored_gate_up, keep
+        )
         del n_2
-        # An evaluation keeps nothing, so it does not quantize gate_up.
-        kept_quantizer = quantizers.stored_gate_up if self.training else None
-        h, kept_gate_up = ops.swiglu(gate_up, quantizers.h, kept_quantizer)
-        del gate_up
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
 
         if not keep:
             return out, None
+        assert gate_up is not None
         saved = SavedByLoraBlock(
             x=x,
             rstd_1=rstd_1,
@@ -193,7 +192,7 @@ class FusedLoraBlock(nn.Module):
             t_o=t_o,
             residual=residual,
             rstd_2=rstd_2,
-            gate_up=self._offloaded(kept_gate_up) if self.offloads else kept_gate_up,
+            gate_up=self._offloaded(gate_up) if self.offloads else gate_up,
             dropouts=dropouts,
         )
         return out, saved
@@ -277,12 +276,14 @@ class FusedLoraBlock(nn.Module):
         """Return (d_residual [M, D], d_residual as an operand of matrix products)."""
         ops = self.ops
         linear = self.linear
-        d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
+        g = ops.quantize(d_out, quantizers.d_out)
         gate_up = saved.pop("gate_up")
         if self.offloads:
             gate_up = self._reloaded(gate_up)
-        d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
-        del d_h, gate_up
+        d_gate_up = linear.down_swiglu_backward(
+            ops, g, weights["down"], gate_up, quantizers.d_gate_up
+        )
+        del g, gate_up
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
         # The norm's kernel also adds d_out, the gradient that bypasses the feed-forward, and

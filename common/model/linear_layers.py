@@ -154,26 +154,31 @@ class LinearLayers:
         x: QuantizedTensor,
         weight: QuantizedTensor,
         quantizer: Quantizer | None,
-    ) -> tuple[Tensor, QuantizedTensor]:
+        kept_quantizer: Quantizer | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor | QuantizedTensor | None, QuantizedTensor]:
         """Return (gate_up = x W^T [M, 2 * ffn], h = swiglu(gate_up) [M, ffn]).
 
         `quantizer`: quantizer of h.
+        `kept_quantizer`: quantizer of gate_up. It does not affect h.
+        `keep`: return gate_up, for the backward. Otherwise None is returned in its place.
         """
         gate_up = self.fprop(x, weight)
-        h, _ = ops.swiglu(gate_up, quantizer)
-        return gate_up, h
+        h, kept = ops.swiglu(gate_up, quantizer, kept_quantizer if keep else None)
+        return kept if keep else None, h
 
     def down_swiglu_backward(
         self,
         ops: KernelEngine,
         g: QuantizedTensor,
         weight: QuantizedTensor,
-        gate_up: Tensor,
+        gate_up: Tensor | QuantizedTensor,
         quantizer: Quantizer | None,
     ) -> QuantizedTensor:
         """Return the gradient of gate_up, [M, 2 * ffn].
 
         `g`: gradient of h W^T, the output of `down`.
+        `gate_up`: from `gate_up_swiglu`.
         `quantizer`: quantizer of the result.
         """
         d_h = self.dgrad(g, weight)
@@ -246,18 +251,20 @@ class DelayedScaling(LinearLayers):
         x: QuantizedTensor,
         weight: QuantizedTensor,
         quantizer: Quantizer | None,
-    ) -> tuple[Tensor, QuantizedTensor]:
+        kept_quantizer: Quantizer | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor | QuantizedTensor | None, QuantizedTensor]:
         epilogues = swiglu_epilogues(ops, x, quantizer)
         if epilogues is not None:
-            return epilogues.gate_up_fprop(x, weight, quantizer)
-        return super().gate_up_swiglu(ops, x, weight, quantizer)
+            return epilogues.gate_up_fprop(x, weight, quantizer, kept_quantizer, keep)
+        return super().gate_up_swiglu(ops, x, weight, quantizer, kept_quantizer, keep)
 
     def down_swiglu_backward(
         self,
         ops: KernelEngine,
         g: QuantizedTensor,
         weight: QuantizedTensor,
-        gate_up: Tensor,
+        gate_up: Tensor | QuantizedTensor,
         quantizer: Quantizer | None,
     ) -> QuantizedTensor:
         epilogues = swiglu_epilogues(ops, g, quantizer)

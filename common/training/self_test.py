@@ -468,7 +468,7 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
     """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
-    return sizes.fp8 and not sizes.lora_rank and ENGINES[sizes.kernels].fuses
+    return sizes.fp8 and ENGINES[sizes.kernels].fuses
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
@@ -496,23 +496,26 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
     operand = ops.quantize(draw(sizes.tokens, hidden, dtype=sizes.dtype), operand_quantizer)
     shape = (hidden, ffn) if backward else (2 * ffn, hidden)
     weight = ops.quantize(draw(*shape, dtype=sizes.dtype, scale=hidden**-0.5), weight_quantizer)
-    gate_up = draw(sizes.tokens, 2 * ffn, dtype=sizes.dtype) if backward else None
-    outputs = DelayedScaling()
-    quantizers = [outputs.quantizer(gradient=backward) for _ in range(2)]
-    outputs.allocate(draw.device)
+    gate_up = draw(sizes.tokens, 2 * ffn, dtype=sizes.dtype)
 
-    def result_of(linear: type[LinearLayers], quantizer: Quantizer) -> tuple[Output, ...]:
-        if gate_up is None:
-            return linear.gate_up_swiglu(outputs, ops, operand, weight, quantizer)
-        return (linear.down_swiglu_backward(outputs, ops, operand, weight, gate_up, quantizer),)
+    def step(linear: type[LinearLayers], quantizers: Quantizers) -> tuple[Output, ...]:
+        arguments = quantizers.scaling, ops, operand, weight
+        if not backward:
+            return linear.gate_up_swiglu(*arguments, quantizers.forward, quantizers.kept)
+        kept = ops.quantize(gate_up, quantizers.kept) if quantizers.kept else gate_up
+        return (linear.down_swiglu_backward(*arguments, kept, quantizers.gradient),)
 
-    for quantizer in quantizers:
-        result_of(LinearLayers, quantizer)
-    outputs.step_done()
-    truth = result_of(LinearLayers, quantizers[0])
-    values = result_of(DelayedScaling, quantizers[1])
-    amaxes = [float(quantizer.state[AMAX]) for quantizer in quantizers]
-    if not math.isclose(*amaxes, rel_tol=SWIGLU_AMAX):
+    def second_step(linear: type[LinearLayers]) -> tuple[tuple[Output, ...], Tensor]:
+        """Return the results and the amaxes of all quantizers."""
+        quantizers = Quantizers(sizes, draw.device)
+        step(LinearLayers, quantizers)
+        quantizers.scaling.step_done()
+        results = step(linear, quantizers)
+        return results, quantizers.scaling.scales[:, AMAX]
+
+    truth, true_amaxes = second_step(LinearLayers)
+    values, amaxes = second_step(DelayedScaling)
+    if not torch.allclose(amaxes, true_amaxes, rtol=SWIGLU_AMAX, atol=0.0):
         return math.nan
     return min(_output_db(*pair) for pair in zip(truth, values, strict=True))
 

@@ -201,7 +201,7 @@ def settings(
     if base.has_key("reduce_scatter"):
         values["reduce_scatter"] = ("copy_engine", "nccl")
     if kind is not None:
-        for operation in engine_operations(base, work.lora_rank):
+        for operation in engine_operations(base):
             variable = engines.VARIABLES[operation]
             values[variable] = _engines(operation, kind.arch, base, environment)
     values |= VARIABLES[vendor]

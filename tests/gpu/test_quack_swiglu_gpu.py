@@ -34,9 +34,12 @@ def pinned(monkeypatch):
 
 
 class Case:
-    """Operands of one direction and two quantizers of the result: the kernels', the epilogue's."""
+    """Operands of one direction, and quantizers of the results: the kernels', the epilogue's.
 
-    def __init__(self, backward, rows, hidden, ffn):
+    `lora`: gate_up is kept in 8 bits.
+    """
+
+    def __init__(self, backward, rows, hidden, ffn, lora=False):
         self.backward = backward
         generator = torch.Generator(CUDA).manual_seed(1)
 
@@ -52,22 +55,30 @@ class Case:
         self.weight = quantize_triton(normal(*shape) * hidden**-0.5, weight_quantizer)
         self.gate_up = normal(rows, 2 * ffn)
         self.outputs = DelayedScaling()
-        self.quantizers = [self.outputs.quantizer(gradient=backward) for _ in range(2)]
+        made = [self.outputs.quantizer(gradient=backward) for _ in range(2)]
+        kept = [self.outputs.quantizer(transposed=False) if lora else None for _ in range(2)]
         self.outputs.allocate(CUDA)
-        for quantizer in self.quantizers:
-            self.result(LinearLayers, quantizer)
+        self.quantizers = list(zip(made, kept, strict=True))
+        for quantizers in self.quantizers:
+            self.result(LinearLayers, quantizers)
         self.outputs.step_done()
 
-    def result(self, linear, quantizer):
+    def result(self, linear, quantizers, keep=True):
         """The quantized result, after gate_up in the forward."""
-        if self.backward:
-            operands = OPS, self.operand, self.weight, self.gate_up, quantizer
-            return (linear.down_swiglu_backward(self.outputs, *operands),)
-        return linear.gate_up_swiglu(self.outputs, OPS, self.operand, self.weight, quantizer)
+        quantizer, kept = quantizers
+        arguments = self.outputs, OPS, self.operand, self.weight
+        if not self.backward:
+            return linear.gate_up_swiglu(*arguments, quantizer, kept, keep)
+        gate_up = quantize_triton(self.gate_up, kept) if kept else self.gate_up
+        return (linear.down_swiglu_backward(*arguments, gate_up, quantizer),)
 
     def results(self):
         pairs = zip((LinearLayers, DelayedScaling), self.quantizers, strict=True)
-        return [self.result(linear, quantizer) for linear, quantizer in pairs]
+        return [self.result(linear, quantizers) for linear, quantizers in pairs]
+
+    def states(self, column):
+        """A column of the state of the result's two quantizers."""
+        return [float(quantizer.state[column]) for quantizer, _ in self.quantizers]
 
     def truth(self):
         """In fp32, of the same FP8 operands: SwiGLU's result, after gate_up in the forward."""
@@ -105,38 +116,52 @@ def test_epilogues_are_as_exact_as_the_kernels(backward, rows, hidden, ffn):
         assert errors[0] <= 2 * errors[1] + 1e-6
     stored = epilogues[-1]
     assert torch.equal(stored.columnwise.view(torch.uint8), stored.rowwise.view(torch.uint8).t())
-    amaxes = [float(quantizer.state[AMAX]) for quantizer in case.quantizers]
+    amaxes = case.states(AMAX)
     largest = float(truths[-1].abs().max())
     print(f"amax: epilogue {amaxes[1]:.5g}, kernel {amaxes[0]:.5g}, fp32 {largest:.5g}")
     assert amaxes[1] == pytest.approx(largest, rel=1e-2)  # sums of 14 bits
-    assert [float(quantizer.state[CLIPPED]) for quantizer in case.quantizers] == [0, 0]
+    assert case.states(CLIPPED) == [0, 0]
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @sizes
-def test_epilogues_round_as_the_kernels_do(backward, rows, hidden, ffn):
-    """All of gate_up's bits are equal. Of the FP8 numbers, those that lie on a boundary between two
-    numbers may differ, because the last bits of fp32 may."""
-    case = Case(backward, rows, hidden, ffn)
+def test_epilogues_round_as_the_kernels_do(backward, rows, hidden, ffn, lora):
+    """All bits of gate_up in bf16 are equal. Numbers in FP8 may differ where the value lies on a
+    boundary between two of them, because the last bits of fp32 may."""
+    case = Case(backward, rows, hidden, ffn, lora)
     kernels, epilogues = case.results()
-    if not backward:
-        assert torch.equal(kernels[0], epilogues[0])
-    stored = [result[-1].rowwise.view(torch.uint8) for result in (kernels, epilogues)]
-    share = float((stored[0] != stored[1]).float().mean())
-    amaxes = [float(quantizer.state[AMAX]) for quantizer in case.quantizers]
-    print(f"{share:.1e} of {stored[0].numel():,} bytes differ; amaxes {amaxes}")
-    assert share < 1e-5
-    assert amaxes[0] == pytest.approx(amaxes[1], rel=1e-6)
+    for kernel, epilogue in zip(kernels, epilogues, strict=True):
+        if isinstance(kernel, torch.Tensor):
+            assert torch.equal(kernel, epilogue)
+            continue
+        stored = [result.rowwise.view(torch.uint8) for result in (kernel, epilogue)]
+        share = float((stored[0] != stored[1]).float().mean())
+        print(f"{share:.1e} of {stored[0].numel():,} bytes differ")
+        assert share < 1e-5
+    states = case.outputs.scales[:, AMAX].tolist()
+    print(f"amaxes {states}")
+    for one, other in zip(states[::2], states[1::2], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+@sizes
+def test_an_evaluation_computes_the_same_without_storing_gate_up(rows, hidden, ffn):
+    case = Case(False, rows, hidden, ffn)
+    _, h = case.result(DelayedScaling, case.quantizers[1])
+    nothing, same = case.result(DelayedScaling, case.quantizers[1], keep=False)
+    assert nothing is None
+    assert torch.equal(h.rowwise.view(torch.uint8), same.rowwise.view(torch.uint8))
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_saturated_elements_are_counted(backward):
     case = Case(backward, 1024, 512, 1024)
-    for quantizer in case.quantizers:
+    for quantizer, _ in case.quantizers:
         quantizer.state[SCALE] *= 4
         quantizer.state[INVERSE] /= 4
     kernels, epilogues = case.results()
-    counts = [float(quantizer.state[CLIPPED]) for quantizer in case.quantizers]
+    counts = case.states(CLIPPED)
     print(f"saturated: epilogue {counts[1]:g}, kernel {counts[0]:g}")
     assert counts[0] > 10 and counts[0] * 0.98 <= counts[1] <= 2 * counts[0]
     same = kernels[-1].rowwise.float() == epilogues[-1].rowwise.float()
@@ -146,23 +171,23 @@ def test_saturated_elements_are_counted(backward):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_nan_and_infinity_show(backward):
     case = Case(backward, 1024, 512, 1024)
-    quantizer = case.quantizers[1]
+    quantizers = case.quantizers[1]
     case.operand.rowwise.view(torch.uint8)[5, 7] = 0x7F
-    stored = case.result(DelayedScaling, quantizer)[-1].rowwise.float()
+    stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored[5].isnan().all() and stored.isnan().sum() == stored.shape[1]
-    assert quantizer.state[AMAX].isfinite()
+    assert quantizers[0].state[AMAX].isfinite()
     case.operand.scale.fill_(3e38)
-    stored = case.result(DelayedScaling, quantizer)[-1].rowwise.float()
+    stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored.isnan().any(1).float().mean() > 0.9
-    assert quantizer.state[AMAX].isinf()
+    assert quantizers[0].state[AMAX].isinf()
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_an_evaluation_records_nothing(backward):
     case = Case(backward, 256, 512, 1024)
-    quantizer = case.quantizers[1]
-    recorded = case.result(DelayedScaling, quantizer)[-1].rowwise.view(torch.uint8)
-    quantizer.state[AMAX:] = 0
-    quantizer.recording = False
-    evaluated = case.result(DelayedScaling, quantizer)[-1].rowwise.view(torch.uint8)
-    assert torch.equal(recorded, evaluated) and not quantizer.state[AMAX:].any()
+    quantizers = case.quantizers[1]
+    recorded = case.result(DelayedScaling, quantizers)[-1].rowwise.view(torch.uint8)
+    quantizers[0].state[AMAX:] = 0
+    quantizers[0].recording = False
+    evaluated = case.result(DelayedScaling, quantizers)[-1].rowwise.view(torch.uint8)
+    assert torch.equal(recorded, evaluated) and not quantizers[0].state[AMAX:].any()

@@ -103,19 +103,29 @@ class Quack:
 
     def __init__(self):
         self.calls = []
+        self.stored = []  # dtype of gate_up in each forward, None if it is not stored
 
-    def forward(self, x, weight, scale, gate_up, h):
+    def forward(self, x, weight, scale, h, gate_up, kept_scale):
         self.calls.append("forward")
-        gate_up.copy_(values(x) @ values(weight).t())
-        gate, up = gate_up.float().chunk(2, 1)
+        product = (values(x) @ values(weight).t()).bfloat16()
+        gate, up = product.float().chunk(2, 1)
         result = torch.nn.functional.silu(gate) * up
         h.copy_(store(result, SimpleNamespace(state=[None, scale], largest=448.0, dtype=h.dtype)))
-        return partial_amax(result, 1), COLUMNS
+        kept_amax = None
+        if kept_scale is not None:
+            form = SimpleNamespace(state=[None, kept_scale], largest=448.0, dtype=gate_up.dtype)
+            gate_up.copy_(store(product.float(), form))
+            kept_amax = partial_amax(product.float(), 2)
+        elif gate_up is not None:
+            gate_up.copy_(product)
+        self.stored.append(None if gate_up is None else gate_up.dtype)
+        return partial_amax(result, 1), kept_amax, COLUMNS
 
     def backward(self, g, weight, scale, gate_up, d_gate_up):
         self.calls.append("backward")
         d_h = (values(g) @ values(weight).t()).bfloat16().float()
-        gate, up = gate_up.float().chunk(2, 1)
+        kept = gate_up.rowwise.float() if gate_up.scale is None else values(gate_up)
+        gate, up = kept.chunk(2, 1)
         s = torch.sigmoid(gate)
         result = torch.cat((d_h * up * s * (1 + gate * (1 - s)), d_h * gate * s), 1)
         form = SimpleNamespace(state=[None, scale], largest=57344.0, dtype=d_gate_up.dtype)
@@ -133,7 +143,9 @@ def quack(monkeypatch):
 
 
 class Case:
-    def __init__(self, fuses=True):
+    """A step's operands and quantizers. `lora`: gate_up is kept in 8 bits."""
+
+    def __init__(self, fuses=True, lora=False):
         kind = ENGINES["reference"]
         self.ops = replace(kind, fuses=fuses)
         self.inputs = DelayedScaling()
@@ -148,12 +160,15 @@ class Case:
         self.scaling = DelayedScaling()
         self.h = self.scaling.quantizer()
         self.d_gate_up = self.scaling.quantizer(gradient=True)
+        self.kept = self.scaling.quantizer(transposed=False) if lora else None
         self.scaling.allocate(CPU)
 
     def step(self, linear=DelayedScaling):
         """Returns gate_up, h and the gradient of gate_up, then ends the step."""
         operands = self.scaling, self.ops
-        gate_up, h = linear.gate_up_swiglu(*operands, self.x, self.gate_up_weight, self.h)
+        gate_up, h = linear.gate_up_swiglu(
+            *operands, self.x, self.gate_up_weight, self.h, self.kept
+        )
         d_gate_up = linear.down_swiglu_backward(
             *operands, self.g, self.down_weight, gate_up, self.d_gate_up
         )
@@ -162,22 +177,40 @@ class Case:
         return gate_up, h, d_gate_up, state
 
 
-def test_after_the_first_step_the_epilogues_compute_what_the_kernels_do(quack):
-    ours = Case()
-    kernels = Case()
+@pytest.mark.parametrize("lora", [False, True])
+def test_after_the_first_step_the_epilogues_compute_what_the_kernels_do(quack, lora):
+    ours = Case(lora=lora)
+    kernels = Case(lora=lora)
     ours.step()
     assert not quack.calls, "the first step has no scale"
     kernels.step(LinearLayers)
     found = ours.step()
     truth = kernels.step(LinearLayers)
     assert quack.calls == ["forward", "backward"]
-    assert torch.equal(found[0], truth[0])
+    if lora:
+        assert found[0].rowwise.dtype == truth[0].rowwise.dtype == torch.float8_e4m3fn
+        assert torch.equal(values(found[0]), values(truth[0]))
+    else:
+        assert torch.equal(found[0], truth[0])
     for one, other in zip(found[1:3], truth[1:3], strict=True):
         assert torch.equal(one.scale, other.scale) and one.rowwise.dtype == other.rowwise.dtype
         equal = one.rowwise.float() == other.rowwise.float()
         assert equal.float().mean() > 0.99
         assert torch.equal(one.columnwise.float(), one.rowwise.float().t())
     torch.testing.assert_close(found[3], truth[3], rtol=1e-2, atol=0.0)
+
+
+def test_what_no_backward_reads_is_not_stored(quack):
+    case = Case()
+    case.step()
+    arguments = case.ops, case.x, case.gate_up_weight, case.h, None
+    kept, h = DelayedScaling.gate_up_swiglu(case.scaling, *arguments, keep=True)
+    nothing, same = DelayedScaling.gate_up_swiglu(case.scaling, *arguments, keep=False)
+    assert quack.stored == [torch.bfloat16, None]
+    assert kept is not None and nothing is None
+    assert torch.equal(h.rowwise.float(), same.rowwise.float())
+    nothing, same = LinearLayers.gate_up_swiglu(case.scaling, *arguments, keep=False)
+    assert nothing is None and torch.equal(h.rowwise.float(), same.rowwise.float())
 
 
 def test_the_reference_and_other_formats_are_left_alone(quack):

@@ -117,7 +117,7 @@ def test_an_engine_of_swiglu_is_tried_only_where_one_applies(monkeypatch):
     monkeypatch.setattr(engines, "version_of", lambda package: versions.get(package, ""))
     assert settings_of("llama31_8b/H200_1x2")["SWIGLU_ENGINE"] == [None, "kernel"]
     assert "SWIGLU_ENGINE" not in settings_of("llama31_8b/H200_1x2", linear="bf16")
-    assert "SWIGLU_ENGINE" not in settings_of("llama2_70b_lora/H200_1x2")
+    assert settings_of("llama2_70b_lora/H200_1x2")["SWIGLU_ENGINE"] == [None, "kernel"]
 
 
 def test_a_pinned_engine_is_a_value_like_others(monkeypatch):
