@@ -37,6 +37,8 @@ KEPT = 5  # number of the fastest algorithms that are timed a second time, at le
 ROUNDS = 3  # number of timed blocks of each of them, in turns
 # Duration of a block, long enough for the clock to reach the value that the power limit allows.
 BLOCK_MS = 75.0
+# A shorter product is limited by its launch on the host. The first algorithm computes it.
+SHORTEST_MS = 0.05
 LEAST_GAIN = 0.003  # a smaller relative gain is noise, and the first algorithm is used
 
 COMPUTE_FP32 = 68
@@ -239,9 +241,12 @@ class Product:
         """Return the fastest of `equal`, and store the choice in the file.
 
         The first one, which cuBLASLt recommends, is used unless another is faster by LEAST_GAIN.
+        It is also used, and not stored, if the product is short.
         """
         launches = [partial(self.launch, offer, a, b, out) for offer in equal]
         short_times = [milliseconds(launch, 3) for launch in launches]
+        if short_times[0] < SHORTEST_MS:
+            return equal[0]
         by_time = sorted(range(len(equal)), key=short_times.__getitem__)
         kept = sorted({0, *by_time[:KEPT]})
         times: dict[int, list[float]] = {index: [] for index in kept}

@@ -24,6 +24,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,6 +39,7 @@ from common.errors import PreflightError, RunError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
+from common.kernels.background_compilation import compiled_in_background
 from common.kernels.fp8 import (
     AMAX,
     QuantizedTensor,
@@ -128,8 +130,9 @@ def self_test(
     `on_op`: called with a description before each op.
     """
     began = time.monotonic()
-    result = check_engines(sizes, device, on_op)
-    result.findings += run_checks(kernel_checks(sizes, Draw(device), result), device, on_op)
+    with _kernels_compiled_in_background(sizes, device):
+        result = check_engines(sizes, device, on_op)
+        result.findings += run_checks(kernel_checks(sizes, Draw(device), result), device, on_op)
     result.seconds = time.monotonic() - began
     return result
 
@@ -531,20 +534,42 @@ def kernel_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check
             yield f"triton {op}", str(shape), KERNEL_DB, measure
 
 
+def _kernels_compiled_in_background(
+    sizes: Sizes, device: torch.device
+) -> AbstractContextManager[None]:
+    """Compile the kernels of `kernel_checks` during the block.
+
+    At a machine's first start, some 20 kernels would take 15 s one after another.
+    """
+    if sizes.kernels != "triton" or device.type != "cuda":
+        return nullcontext()
+
+    def launch_all() -> None:
+        for _, _, case in kernel_cases(sizes, Draw(device)):
+            with suppress(Exception):  # the checks meet the same error and report it
+                _second_step("triton", case, sizes, device)
+
+    return compiled_in_background(launch_all)
+
+
 def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
     """Return the dB of a kernel compared with its reference, in a second step.
 
     Scales are then delayed, so one launch stores and records.
     """
-    results = []
-    for engine in ("reference", "triton"):
-        quantizers = Quantizers(sizes, device)
-        case(engine, quantizers)
-        if sizes.fp8:
-            quantizers.scaling.step_done()
-        results.append(case(engine, quantizers))
+    results = [_second_step(engine, case, sizes, device) for engine in ("reference", "triton")]
     ratios = [_output_db(*pair) for pair in zip(*results, strict=True)]
     return math.nan if any(map(math.isnan, ratios)) else min(ratios)
+
+
+def _second_step(engine: str, case: Case, sizes: Sizes, device: torch.device) -> tuple[Output, ...]:
+    """Return the results of a second step in FP8, or of the only one otherwise."""
+    quantizers = Quantizers(sizes, device)
+    results = case(engine, quantizers)
+    if sizes.fp8:
+        quantizers.scaling.step_done()
+        results = case(engine, quantizers)
+    return results
 
 
 def _output_db(truth: Output, value: Output) -> float:

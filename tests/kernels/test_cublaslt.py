@@ -219,6 +219,16 @@ def test_the_fastest_with_the_first_ones_bits_is_chosen_once_for_each_shape(
     assert len(library.launched) > 4 and len(cublaslt.CHOICES) == 2
 
 
+def test_the_first_algorithm_computes_short_products(use):
+    library = use(StandIn((0.04, 0.01)))
+    a = torch.randn(16, 32).bfloat16()
+    for _ in range(2):
+        cublaslt.product(a, a.t())
+    assert library.launched[-1] == 0
+    assert library.launched.count(1) <= 2  # its bits are compared, and it is launched for one time
+    assert not cublaslt.CHOICES and not cublaslt.choices_path().exists()
+
+
 @pytest.mark.parametrize("status", [0, 13])
 def test_an_algorithm_that_leaves_elements_out_or_is_refused_is_not_taken(use, monkeypatch, status):
     library = use(StandIn((2.0, 1.0)))
