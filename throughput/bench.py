@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from common import config as configs
+from common import engines
 from common.benchmarks import config_class, rules_of, trainer_of
 from common.command_line import count
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
+from common.kernels.swiglu import swiglu_engine
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.paths import ROOT
@@ -121,7 +123,7 @@ def measure(
         return
     if processes.rank == 0:
         print(bench_line(config, args, model, processes, meter), flush=True)
-        print(engines_line(args.benchmark, processes.device, DTYPES[config.precision]), flush=True)
+        print(engines_line(args.benchmark, config, processes.device), flush=True)
     if processes.device.type == "cuda":
         print_saved_bytes(args.benchmark, model, processes, next(source))
     if args.eval_sequences:
@@ -322,12 +324,18 @@ def bench_line(
     )
 
 
-def engines_line(benchmark: str, device: torch.device, dtype: torch.dtype) -> str:
+def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str:
     """Return the ENGINES line: the engines in use, and why faster ones are not used."""
-    attention = attention_engine(device, dtype)
-    products = product_engine(device, dtype)
-    reasons = "".join(f"; {reason}" for reason in (*attention.missing, *products.missing))
-    return f"ENGINES {benchmark}: attention {attention.engine}, products {products.engine}{reasons}"
+    dtype = DTYPES[config.precision]
+    choices = {
+        engines.ATTENTION: attention_engine(device, dtype),
+        engines.PRODUCTS: product_engine(device, dtype),
+    }
+    if config.linear_format.stores_fp8:
+        choices[engines.SWIGLU] = swiglu_engine(device)
+    used = ", ".join(f"{operation} {choice.engine}" for operation, choice in choices.items())
+    reasons = "".join(f"; {reason}" for choice in choices.values() for reason in choice.missing)
+    return f"ENGINES {benchmark}: {used}{reasons}"
 
 
 def precision_of(config: RunConfig) -> str:
