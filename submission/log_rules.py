@@ -69,6 +69,7 @@ class Finding:
     message: str
     source: str  # of the rule
     severity: str = ERROR  # ERROR, WARNING or NOTE
+    key: str = ""  # of the log, if a record of it is missing according to the official checker
 
     @property
     def warning(self) -> bool:

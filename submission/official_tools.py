@@ -261,7 +261,7 @@ def _complaints(
             yield Finding(events[1].line, "repeated", first_line, source, severity)
         else:
             message = f"{key} is missing" if key and not events else first_line
-            yield Finding(0, "missing", message, source, severity)
+            yield Finding(0, "missing", message, source, severity, key or named)
     elif text.startswith("Failed checks for"):
         evaluations = log.all("eval_accuracy")
         line = evaluations[-1].line if evaluations else 0

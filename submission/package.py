@@ -39,7 +39,7 @@ from launch.run_directory import doubts, git
 from submission import check, describe, implementation, official_tools, rehearsal, terminal
 from submission.examined import Examined
 from submission.log_rules import REHEARSAL, Finding
-from submission.runs import LOST, Run
+from submission.runs import INTERVALS, LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
 from submission.terminal import add_series_option, plural
 
@@ -62,6 +62,11 @@ COMMIT = re.compile("[0-9a-f]{40}")
 # Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
 # run with other engines was not made by that series.
 SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
+# Keys that the official checker requires and that are logged after run_start. It accepts keys of
+# epochs in place of those of blocks, and may name either of them.
+AFTER_RUN_START = frozenset(
+    {*INTERVALS, "eval_accuracy"} - {"init_start", "init_stop", "run_start"}
+)
 SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
 # Names of caches and core dumps, and endings of build outputs.
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
@@ -580,17 +585,16 @@ def _check_log(request: PackageRequest, run: Run) -> None:
 
 
 def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
-    """Return whether `finding` is accepted because `run` missed its target or was killed.
+    """Return whether every run that fails as `run` did causes `finding`.
 
-    The official checker complains about every such run, so all of its complaints are accepted. If
-    the run was killed, so are findings about its missing run_stop.
+    The official checker requires an evaluation at the target, and records that a run which ends
+    early does not write. Our rules require run_stop, which a killed run does not write.
     """
     if run.status == "success":
         return False
-    cut_short = (
-        run.state == LOST and finding.rule in ("once", "order") and "run_stop" in finding.message
-    )
-    return cut_short or finding in examined.verdict.complaints
+    if finding in examined.verdict.complaints:
+        return finding.rule == "target" or finding.key in AFTER_RUN_START
+    return run.state == LOST and finding.rule == "once" and "run_stop" in finding.message
 
 
 # Files that must not be in a submission.

@@ -16,10 +16,11 @@ from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
-from common.training.mllog import EMULATED
+from common.training.mllog import EMULATED, RunLog
 from submission import describe, implementation, official_tools, package
 from submission.log_rules import Finding
 from submission.package import PackageRequest
+from submission.runs import read_attempt
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 ROOT = synthetic.ROOT
@@ -720,6 +721,95 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
     # The same tree, if nobody had said that one run missed its target: the tools forgive it in
     # silence, we do not.
     assert package.judge(request, missed=0) == 20
+
+
+def missed(log: RunLog, due: int) -> None:
+    log.block_start(0)
+    log.block_stop(due)
+    synthetic_run.evaluate(log, due, 0.95)
+    log.run_stop(due, "aborted")
+
+
+def aborted_before_the_first_block(log: RunLog, due: int) -> None:
+    log.abort(0)
+
+
+def aborted_before_the_first_evaluation(log: RunLog, due: int) -> None:
+    log.block_start(0)
+    log.abort(8)
+
+
+def killed_before_the_first_block(log: RunLog, due: int) -> None:
+    pass
+
+
+def killed_before_the_first_evaluation(log: RunLog, due: int) -> None:
+    log.block_start(0)
+
+
+def killed_in_the_first_evaluation(log: RunLog, due: int) -> None:
+    log.block_start(0)
+    log.block_stop(due)
+    log.eval_start(due)
+
+
+def killed_after_an_evaluation(log: RunLog, due: int) -> None:
+    log.block_start(0)
+    log.block_stop(due)
+    synthetic_run.evaluate(log, due, 0.95)
+    log.block_start(due)
+
+
+@pytest.fixture(
+    params=[
+        missed,
+        aborted_before_the_first_block,
+        aborted_before_the_first_evaluation,
+        killed_before_the_first_block,
+        killed_before_the_first_evaluation,
+        killed_in_the_first_evaluation,
+        killed_after_an_evaluation,
+    ]
+)
+def failed_log(request, tmp_path):
+    """The log of a LoRA run that failed after its clock started."""
+    rules = LORA.rules.CLOSED
+    path = tmp_path / "result.txt"
+    log = synthetic_run.start(path, rules)
+    request.param(log, rules.first_evaluation(LORA.run_config().global_batch_size))
+    return path
+
+
+def check_log(path: Path) -> None:
+    """Check the log as `package` does, in a project with its config."""
+    project = synthetic_run.project_root(path.parent)
+    request = PackageRequest({}, path, path, synthetic.ORG, root=project)
+    package._check_log(request, read_attempt(path, 1, {"seed": 1}))
+
+
+def test_complaints_that_every_failed_run_causes_are_accepted(failed_log):
+    assert not official_tools.closed_verdict(failed_log, "6.1.0").passed
+    check_log(failed_log)
+
+
+def test_another_official_complaint_about_a_failed_run_is_reported(failed_log):
+    log = synthetic_run.records(failed_log)
+    index = synthetic_run.find(log, "tensor_parallelism")
+    log[index]["value"] = 0
+    synthetic_run.write_records(failed_log, log)
+    with pytest.raises(CheckFailed) as refused:
+        check_log(failed_log)
+    assert re.findall(r"line \d+: \w+", refused.value.why) == [
+        f"line {index + 1}: tensor_parallelism"
+    ]
+
+
+def test_a_damaged_line_in_the_log_of_a_failed_run_is_reported(failed_log):
+    lines = failed_log.read_text().splitlines()
+    failed_log.write_text("\n".join([*lines, f"{TOKEN} {{\n"]))
+    with pytest.raises(CheckFailed) as refused:
+        check_log(failed_log)
+    assert refused.value.why.startswith(f"line {len(lines) + 1}: ")
 
 
 def chosen_score(folder):
