@@ -221,7 +221,7 @@ def judge(
         error = None
     if result.status == "success" and not error:
         error = _check(run_dir)
-    if error and error.kind == OutOfMemory.kind and "GPU" in error.what:
+    if error and error.kind == OutOfMemory.kind and facts.get("gpu_memory_full"):
         expected = expected_memory(job.benchmark, job.config)
         if expected:
             error.do += f"; {expected}"

@@ -186,9 +186,12 @@ def end_badly(
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
-            write_rank_record(
-                run_dir, rank, outcome, failure, step=step(), secondary=is_secondary(error)
-            )
+            facts = {
+                "step": step(),
+                "secondary": is_secondary(error),
+                "gpu_memory_full": isinstance(error, torch.OutOfMemoryError),
+            }
+            write_rank_record(run_dir, rank, outcome, failure, **facts)
             launcher_reports = LAUNCHED in os.environ
             (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
     with contextlib.suppress(Exception):  # stderr may be closed, or its reader may have exited
