@@ -59,6 +59,7 @@ class Rules:
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
     # Manifests under DATADIR. The files that they list are checked before a run.
     manifests: tuple[str, ...] = ()
+    missing_weights_help: str = ""  # what to do if `weights_folder` has no weights
     saves_model: bool = False  # whether `run --save` can write the trained model
     # "full" or "lora": the mode in which `throughput` trains models of any shape by this
     # benchmark's code; "": it does not.
@@ -72,6 +73,12 @@ class Rules:
     def data_files(self) -> tuple[str, ...]:
         """Files under DATADIR that a run reads."""
         raise NotImplementedError
+
+    def weights_folder(
+        self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
+    ) -> Path | None:
+        """Return the folder of the safetensors files that a run starts from, if it has any."""
+        return None
 
     @property
     def target_text(self) -> str:

@@ -14,7 +14,7 @@ from common import engines
 from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, WeightsError
 from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
@@ -242,11 +242,17 @@ def directories(
 
 
 def ensure_data(job: Job) -> None:
-    """Make sure that the data of a run can be read. Build the miniature's data if necessary.
+    """Make sure that a run has data and weights. Build those of the miniature if necessary.
 
-    Raises DataError if data are missing or damaged and cannot be built. For missing data of a full
-    benchmark, the error says how to get them.
+    Raises DataError if data are missing or damaged and cannot be built, and WeightsError if the
+    weights are missing. For a full benchmark, the error says how to get them.
     """
+    _ensure_data_files(job)
+    _require_weights(job)
+
+
+def _ensure_data_files(job: Job) -> None:
+    """Make sure that the data of a run can be read. Raises DataError. See `ensure_data`."""
     missing = _missing_data_files(job)
     damage = "" if missing else _damage(job)
     if not missing and not damage:
@@ -266,6 +272,22 @@ def ensure_data(job: Job) -> None:
     if damage:
         print_stderr(f"rebuilding the miniature's data in {shown(job.data_dir)}: {damage}")
     _build_miniature_data(job, prepare)
+
+
+def _require_weights(job: Job) -> None:
+    """Raise WeightsError if the folder that the run starts from has no safetensors files.
+
+    The ranks check the files before they load them.
+    """
+    rules = job.rules
+    folder = rules.weights_folder(job.config, job.data_dir, job.environment)
+    if folder is None or any(folder.glob("*.safetensors")):
+        return
+    raise WeightsError(
+        f"missing weights: {folder} has no safetensors files",
+        "the run starts from the weights in this folder",
+        rules.missing_weights_help,
+    )
 
 
 def _missing_data_files(job: Job) -> list[Path]:

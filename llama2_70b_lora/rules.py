@@ -8,7 +8,9 @@ closed_llama2_70b_lora.yaml. Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common import benchmarks
 from common.benchmarks import LogValue
@@ -73,6 +75,16 @@ class Rules(benchmarks.Rules):
     def data_files(self) -> tuple[str, ...]:
         return (*DATA_FILES.values(), *self.base_files)
 
+    def weights_folder(
+        self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
+    ) -> Path:
+        """Return the folder of the base weights: $MODEL, or `base` in `data_dir`.
+
+        The miniature has its own base.
+        """
+        given = "" if config.miniature else environment.get("MODEL", "")
+        return Path(given or data_dir / "base")
+
     def skipped_evaluations(self, global_batch_size: int) -> int:
         """Return S = floor(0.125*GBS + 2), the number of intervals at the start without an
         evaluation.
@@ -118,6 +130,7 @@ CLOSED = Rules(
     gradient_clip_norm=0.3,
     lora_rank=16,
     throughput_mode="lora",
+    missing_weights_help="set MODEL, or see ./run_and_time.sh llama2_70b_lora prepare --help",
     # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json,
     # "samples to converge" and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
     reference_runs={

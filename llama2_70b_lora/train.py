@@ -63,11 +63,7 @@ def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
     """Return the folder of the base weights, and the manifest with their SHA-256 if there is one
     (`prepare write-manifest`).
     """
-    folder = (
-        data_dir / "base"
-        if config.miniature
-        else Path(os.environ.get("MODEL") or data_dir / "base")
-    )
+    folder = rules_of(config).weights_folder(config, data_dir, os.environ)
     manifest = folder / "manifest.json"
     return folder, manifest if manifest.is_file() else None
 

@@ -7,6 +7,7 @@ start at the root of the repository. Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,12 @@ class Rules(benchmarks.Rules):
         prefixes = (self.train_data, self.validation_data)
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
 
+    def weights_folder(
+        self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
+    ) -> Path | None:
+        assert isinstance(config, Config)
+        return in_repository(config.weights) if config.weights else None
+
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
         assert isinstance(config, Config)
         base = config.opt_base_learning_rate
@@ -166,6 +173,7 @@ def rules_of(config: RunConfig) -> Rules:
         weight_decay=config.weight_decay,
         gradient_clip_norm=config.gradient_clip_norm,
         lora_rank=config.lora_rank,
+        missing_weights_help="set weights to the folder of a Hugging Face checkpoint",
     )
 
 

@@ -1,0 +1,65 @@
+"""Missing weights are found before the clock line, as missing data files are."""
+
+from dataclasses import replace
+
+import pytest
+
+from common import config as configs
+from common.benchmarks import config_class
+from common.errors import WeightsError
+from common.hardware import Probe
+from common.paths import ROOT
+from launch import run, series
+from launch.job import Job, Node, ensure_data
+from launch.select_config import Selection
+
+pytestmark = pytest.mark.quick
+
+LORA = ROOT / "configs/llama2_70b_lora/H200_1x1.toml"
+OPEN = ROOT / "open_llama/examples/lora_8b.toml"
+
+
+def job_of(benchmark, path, folder, environment=None, **changes) -> Job:
+    """Return a job whose data files are in `folder`/data, on no GPU."""
+    config = replace(configs.load(path, config_class(benchmark)), **changes)
+    selection = Selection(config, path, path.name, "a test", "cpu", "CPU")
+    data_dir = folder / "data"
+    job = Job(
+        benchmark,
+        selection,
+        Probe("none"),
+        data_dir,
+        folder / "results",
+        environment or {},
+        Node(),
+        False,
+    )
+    for file in job.data_files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return job
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_run_without_base_weights_starts_nothing(tmp_path, monkeypatch, capfd, given):
+    environment = {"MODEL": str(tmp_path / "model")} if given else {}
+    folder = tmp_path / ("model" if given else "data/base")
+    job = job_of("llama2_70b_lora", LORA, tmp_path, environment)
+    monkeypatch.setattr(run, "run_once", lambda *arguments: pytest.fail("a run was started"))
+    with pytest.raises(WeightsError) as caught:
+        run.run_all(job, series.SeriesRequest(1, 0))
+    assert caught.value.exit_code == 16
+    assert str(folder) in caught.value.what and "MODEL" in caught.value.do and caught.value.why
+    assert "TIMING" not in capfd.readouterr().out
+    assert not job.log_dir.exists()
+    folder.mkdir()
+    (folder / "model-00001-of-00001.safetensors").touch()
+    ensure_data(job)
+
+
+def test_a_config_whose_weights_are_missing_starts_nothing(tmp_path):
+    job = job_of("open_llama", OPEN, tmp_path, weights=str(tmp_path / "model"))
+    with pytest.raises(WeightsError) as caught:
+        ensure_data(job)
+    assert str(tmp_path / "model") in caught.value.what and "weights" in caught.value.do
+    ensure_data(job_of("open_llama", OPEN, tmp_path, weights="", lora_rank=0))
