@@ -217,7 +217,10 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
         model, optimizer = build(request, processes)
         if processes.world_size > 1:
             optimizer.reduce_scatter = Unsent(
-                processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)]
+                processes.shard_group,
+                None,
+                DTYPE,
+                accumulate.IMPLEMENTATIONS[kernels_of(processes.device)],
             )
         built.append((model, optimizer, synthetic_batch(request, processes, size)))
 

@@ -138,7 +138,7 @@ def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
         processes.shard_group,
         None,
         optimizer.shards[0].parameter.dtype,
-        accumulate.ENGINES[config.kernels],
+        accumulate.IMPLEMENTATIONS[config.kernels],
     )
 
     def alone() -> None:

@@ -77,7 +77,7 @@ def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None 
     return total
 
 
-ENGINES = {"reference": accumulate_reference, "triton": accumulate_triton}
+IMPLEMENTATIONS = {"reference": accumulate_reference, "triton": accumulate_triton}
 
 
 def add_rows_reference(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:

@@ -173,4 +173,4 @@ def adamw_triton(
     )
 
 
-ENGINES = {"reference": adamw_reference, "triton": adamw_triton}
+IMPLEMENTATIONS = {"reference": adamw_reference, "triton": adamw_triton}

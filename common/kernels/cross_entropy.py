@@ -246,4 +246,4 @@ def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     return _CrossEntropy.apply(logits, labels.contiguous()), count_valid(labels)
 
 
-ENGINES = {"reference": cross_entropy_reference, "triton": cross_entropy_triton}
+IMPLEMENTATIONS = {"reference": cross_entropy_reference, "triton": cross_entropy_triton}

@@ -176,7 +176,7 @@ def quantize_weight(
     """Return `weight` [N, K] in the form that matrix products read.
 
     `quantizer`: None for an unquantized weight.
-    `quantize`: the function that casts, one of quantize.ENGINES.
+    `quantize`: the function that casts, one of quantize.IMPLEMENTATIONS.
 
     The weight is cast once per optimizer step. The quantizer keeps the cast weight until
     `step_done` or `reset` of model/linear_layers.py, one of which must follow every change of the

@@ -567,7 +567,7 @@ class LoraEngine:
     down_backward_: Callable[[Tensor, Tensor, Norm | None, Tensor, Tensor, Dropout | None], Tensor]
 
 
-ENGINES = {
+IMPLEMENTATIONS = {
     "reference": LoraEngine(down_reference, up_backward_reference, down_backward_reference_),
     "triton": LoraEngine(down_triton, up_backward_triton, down_backward_triton_),
 }

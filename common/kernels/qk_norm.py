@@ -405,7 +405,7 @@ def qk_norm_rope_backward_triton(
     )
 
 
-ENGINES = {
+IMPLEMENTATIONS = {
     "reference": (qk_norm_rope_reference_, qk_norm_rope_backward_reference),
     "triton": (qk_norm_rope_triton_, qk_norm_rope_backward_triton),
 }

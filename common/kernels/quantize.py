@@ -107,7 +107,7 @@ def fill_columnwise(quantized: QuantizedTensor) -> None:
     if rowwise.element_size() > 1:  # tests of the kernels store unrounded values
         columnwise.copy_(rowwise.t())
     else:
-        transpose.ENGINES["triton" if rowwise.is_cuda else "reference"](
+        transpose.IMPLEMENTATIONS["triton" if rowwise.is_cuda else "reference"](
             rowwise.view(torch.uint8), columnwise.view(torch.uint8)
         )
 
@@ -291,7 +291,7 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     return quantize_with(quantizer, (num_rows, num_columns), x, launch, tiled=True)
 
 
-ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {
     "reference": quantize_reference,
     "triton": quantize_triton,
 }

@@ -415,4 +415,4 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-ENGINES = {"reference": rms_norm_reference, "triton": rms_norm_triton}
+IMPLEMENTATIONS = {"reference": rms_norm_reference, "triton": rms_norm_triton}

@@ -85,4 +85,4 @@ def transpose_triton(x: Tensor, out: Tensor) -> None:
     )
 
 
-ENGINES = {"reference": transpose_reference, "triton": transpose_triton}
+IMPLEMENTATIONS = {"reference": transpose_reference, "triton": transpose_triton}

@@ -25,7 +25,7 @@ class SavedTensors:
 class KernelEngine:
     """The functions of common/kernels/ that a block calls, in one of two implementations.
 
-    Arguments and results: see the reference functions in `ENGINES`.
+    Arguments and results: see the reference functions in `KERNEL_ENGINES`.
     """
 
     quantize: Callable[..., QuantizedTensor]
@@ -40,7 +40,7 @@ class KernelEngine:
 
 
 # RunConfig.kernels -> the functions. Engines of attention and products: common/engines.py.
-ENGINES = {
+KERNEL_ENGINES = {
     "reference": KernelEngine(
         quantize.quantize_reference,
         rms_norm.add_rms_norm_reference,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from common.kernels.attention import causal_attention
 from common.kernels.fp8 import QuantizedTensor
 from common.kernels.rope import require_triton_shape
-from common.model.block_ops import ENGINES, RotaryEmbedding, SavedTensors
+from common.model.block_ops import KERNEL_ENGINES, RotaryEmbedding, SavedTensors
 from common.model.linear_layers import BlockQuantizers, LinearLayers
 from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
@@ -78,11 +78,11 @@ def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
     if kernels == "triton":
         require_triton_shape(shape)
     if not shape.qk_norm:
-        return RotaryEmbedding(shape, ENGINES[kernels])
+        return RotaryEmbedding(shape, KERNEL_ENGINES[kernels])
     # Imported only for shapes that have these norms.
     from common.model.qk_norm import QKNormRotaryEmbedding
 
-    return QKNormRotaryEmbedding(shape, ENGINES[kernels], kernels)
+    return QKNormRotaryEmbedding(shape, KERNEL_ENGINES[kernels], kernels)
 
 
 class FusedBlock(nn.Module):
@@ -100,7 +100,7 @@ class FusedBlock(nn.Module):
         super().__init__()
         self.linear = linear
         self.shape = shape
-        self.ops = ENGINES[kernels]
+        self.ops = KERNEL_ENGINES[kernels]
         self.recompute = recompute
         # The norms and matrices only hold weights. Their own forwards never run.
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)

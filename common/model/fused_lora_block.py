@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.kernels import lora
 from common.kernels.fp8 import QuantizedTensor
 from common.kernels.lora import Dropout, Norm, up_
-from common.model.block_ops import ENGINES, SavedTensors
+from common.model.block_ops import KERNEL_ENGINES, SavedTensors
 from common.model.fused_block import (
     AttentionGraph,
     FusedBlockFunction,
@@ -100,8 +100,8 @@ class FusedLoraBlock(nn.Module):
         self.shape = shape
         self.layer = layer
         self.base = base
-        self.ops = ENGINES[kernels]
-        self.lora = lora.ENGINES[kernels]
+        self.ops = KERNEL_ENGINES[kernels]
+        self.lora = lora.IMPLEMENTATIONS[kernels]
         self.scale = adapters.alpha / adapters.rank
         self.dropout = adapters.dropout
         self.quantizers = BlockQuantizers.frozen(linear)

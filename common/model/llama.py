@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float, kernels: str = "reference"):
         super().__init__()
-        self.rms_norm = rms_norm.ENGINES[kernels]
+        self.rms_norm = rms_norm.IMPLEMENTATIONS[kernels]
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
 
@@ -63,7 +63,7 @@ class Head(nn.Module):
 
     def __init__(self, shape: ModelShape, kernels: str):
         super().__init__()
-        self.cross_entropy = cross_entropy.ENGINES[kernels]
+        self.cross_entropy = cross_entropy.IMPLEMENTATIONS[kernels]
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels)
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 

@@ -19,7 +19,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
 
     def __init__(self, shape: ModelShape, ops: KernelEngine, kernels: str):
         super().__init__(shape, ops)
-        self.norm_rope_, self.norm_rope_backward = qk_norm.ENGINES[kernels]
+        self.norm_rope_, self.norm_rope_backward = qk_norm.IMPLEMENTATIONS[kernels]
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 

@@ -47,7 +47,7 @@ class AdamW:
         """
         self.weights = list(weights)
         self.settings = settings
-        self.adamw = adamw.ENGINES[kernels]
+        self.adamw = adamw.IMPLEMENTATIONS[kernels]
         self.rounded: Sequence[Tensor | None] = [None] * len(self.weights)
         if rounded is not None:
             self.rounded = rounded

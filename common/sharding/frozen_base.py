@@ -238,8 +238,8 @@ class FrozenBase:
         self.num_layers = shape.num_layers
         self.in_fp8 = dtype is None
         self.dtype = fp8.fp8_dtypes(self.device)[0] if dtype is None else dtype
-        self.quantize = quantize.ENGINES[kernels]
-        self.transpose = transpose.ENGINES[kernels]
+        self.quantize = quantize.IMPLEMENTATIONS[kernels]
+        self.transpose = transpose.IMPLEMENTATIONS[kernels]
         self.node = node_group(processes, timeout_s)
         self.ranks = self.node.size()
         self.rank = self.node.rank()

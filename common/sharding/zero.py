@@ -351,7 +351,7 @@ def make_reduce_scatter(
     `dtype`: dtype of the sent values.
     `modules`: the shards of each module.
     """
-    engine = accumulate.ENGINES[kernels]
+    engine = accumulate.IMPLEMENTATIONS[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
     # Imported only if a config selects it.

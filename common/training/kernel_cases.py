@@ -17,7 +17,7 @@ from common.config import RunConfig
 from common.kernels import accumulate, adamw, cross_entropy, lora
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.rope import require_triton_shape, rope_tables
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling
 from common.model.shapes import ModelShape
 from common.training.build import DTYPES
@@ -118,17 +118,17 @@ def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
     yield (
         "add + RMS norm",
         size,
-        lambda engine, q: ENGINES[engine].add_rms_norm(x, branch, weight, eps, q.forward),
+        lambda engine, q: KERNEL_ENGINES[engine].add_rms_norm(x, branch, weight, eps, q.forward),
     )
     yield (
         "RMS norm backward",
         size,
-        lambda engine, q: ENGINES[engine].rms_norm_backward(
+        lambda engine, q: KERNEL_ENGINES[engine].rms_norm_backward(
             d_n, x, rstd, weight, d_x, q.gradient, trains
         ),
     )
     if sizes.fp8:
-        yield "quantize", size, lambda engine, q: (ENGINES[engine].quantize(x, q.forward),)
+        yield "quantize", size, lambda engine, q: (KERNEL_ENGINES[engine].quantize(x, q.forward),)
 
 
 def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
@@ -142,7 +142,7 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
     yield (
         "RoPE",
         size,
-        lambda engine, q: (ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
+        lambda engine, q: (KERNEL_ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
     )
     parts = [
         draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype)
@@ -152,7 +152,7 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
         # Adapters read this gradient unquantized.
         quantizer = None if sizes.lora_rank else q.gradient
-        return (ENGINES[engine].rope_backward(*parts, cos, sin, quantizer),)
+        return (KERNEL_ENGINES[engine].rope_backward(*parts, cos, sin, quantizer),)
 
     yield "RoPE backward", size, backward
 
@@ -162,13 +162,17 @@ def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:
     size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size)
     gate_up = draw(*size, dtype=sizes.dtype)
     d_h = draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype)
-    yield "SwiGLU", size, lambda engine, q: ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
+    yield (
+        "SwiGLU",
+        size,
+        lambda engine, q: KERNEL_ENGINES[engine].swiglu(gate_up, q.forward, q.kept),
+    )
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
         kept: Tensor | QuantizedTensor = gate_up
         if q.kept:
-            _, kept = ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
-        return (ENGINES[engine].swiglu_backward(d_h, kept, q.gradient),)
+            _, kept = KERNEL_ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
+        return (KERNEL_ENGINES[engine].swiglu_backward(d_h, kept, q.gradient),)
 
     yield "SwiGLU backward", size, backward
 
@@ -181,7 +185,7 @@ def loss_cases(sizes: Sizes, draw: Draw) -> Cases:
 
     def case(engine: str, _: Quantizers) -> tuple[Output, ...]:
         leaf = logits.clone().requires_grad_()
-        loss, count = cross_entropy.ENGINES[engine](leaf, labels)
+        loss, count = cross_entropy.IMPLEMENTATIONS[engine](leaf, labels)
         return loss.detach(), count, torch.autograd.grad(loss.sum(), leaf)[0]
 
     yield "cross entropy", size, case
@@ -203,7 +207,7 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
             torch.empty_like(weight, dtype=sizes.dtype),
         )
         step = adamw.AdamWStep(0.1, (0.9, 0.95), 1e-5, one, one, zero)
-        adamw.ENGINES[engine](*state, 0.1, step)
+        adamw.IMPLEMENTATIONS[engine](*state, 0.1, step)
         return state
 
     yield "AdamW", size, update
@@ -211,7 +215,9 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
     yield (
         "accumulate",
         size,
-        lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),),
+        lambda engine, q: (
+            accumulate.IMPLEMENTATIONS[engine](weight.clone(), parts[0], parts[1:]),
+        ),
     )
     # Half of the ids belong to this rank's rows.
     ids = torch.randint(2 * size[0], size[:1], device=draw.device, generator=draw.generator)
@@ -238,17 +244,19 @@ def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:
     yield (
         "adapter down",
         (tokens, hidden, rank),
-        lambda engine, q: (lora.ENGINES[engine].down(x, norm, a, dropout),),
+        lambda engine, q: (lora.IMPLEMENTATIONS[engine].down(x, norm, a, dropout),),
     )
 
     def down_backward(engine: str, _: Quantizers) -> tuple[Output, ...]:
         d_n = x.clone()
-        return lora.ENGINES[engine].down_backward_(d_n, x, norm, t, a, dropout), d_n
+        return lora.IMPLEMENTATIONS[engine].down_backward_(d_n, x, norm, t, a, dropout), d_n
 
     yield "adapter down backward", (tokens, hidden, rank), down_backward
     g = new(tokens, outputs)
     yield (
         "adapter up backward",
         (tokens, outputs, rank),
-        lambda engine, q: lora.ENGINES[engine].up_backward(g, t, b, 2.0, dropout, q.gradient),
+        lambda engine, q: lora.IMPLEMENTATIONS[engine].up_backward(
+            g, t, b, 2.0, dropout, q.gradient
+        ),
     )

@@ -51,7 +51,7 @@ from common.kernels.fp8 import (
     wgrad,
 )
 from common.kernels.swiglu import swiglu_engine
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
@@ -426,7 +426,7 @@ def _product(
         a_quantizer = scaling.quantizer(gradient=product != "fprop", transposed=False)
         b_quantizer = scaling.quantizer(transposed=False)
         scaling.allocate(draw.device)
-    quantize = ENGINES[sizes.kernels].quantize
+    quantize = KERNEL_ENGINES[sizes.kernels].quantize
     a = quantize(draw(m, k, dtype=sizes.dtype), a_quantizer)
     b = quantize(draw(n, k, dtype=sizes.dtype), b_quantizer)
     value = _multiplied(product, a, b, fp8)
@@ -471,7 +471,7 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
     """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
-    return sizes.fp8 and ENGINES[sizes.kernels].fuses
+    return sizes.fp8 and KERNEL_ENGINES[sizes.kernels].fuses
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
@@ -489,7 +489,7 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
 
     Both run in a second step, with delayed scales. Returns NaN if their amaxes differ.
     """
-    ops = ENGINES[sizes.kernels]
+    ops = KERNEL_ENGINES[sizes.kernels]
     ffn = sizes.shape.ffn_hidden_size
     hidden = sizes.shape.hidden_size
     inputs = DelayedScaling()

@@ -268,7 +268,7 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
         ("triton", torch.bfloat16),
         ("truth", torch.float64),
     ):
-        engine = lora.ENGINES["triton" if name == "triton" else "reference"]
+        engine = lora.IMPLEMENTATIONS["triton" if name == "triton" else "reference"]
         scaling = DelayedScaling()
         quantizer = scaling.quantizer(gradient=True, transposed=False)
         scaling.allocate(torch.device("cuda"))

@@ -10,12 +10,12 @@ from common.errors import ConfigError
 from common.kernels.fp8 import AMAX, CLIPPED, INVERSE, SCALE
 from common.kernels.quantize import quantize_triton
 from common.kernels.swiglu import swiglu_engine
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling, LinearLayers
 
 VARIABLE = engines.VARIABLES[SWIGLU]
 CUDA = torch.device("cuda")
-OPS = ENGINES["triton"]
+OPS = KERNEL_ENGINES["triton"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -72,7 +72,7 @@ def by_us(engine, weight, gradients, betas, weight_decay, divisor, dtype):
     rounded = torch.empty_like(weight, dtype=dtype) if dtype else None
     for gradient in given:
         common = adamw.AdamWStep(LEARNING_RATE, betas, EPS, step.add_(1), divisor, skip)
-        adamw.ENGINES[engine](weight, gradient, m, v, rounded, weight_decay, common)
+        adamw.IMPLEMENTATIONS[engine](weight, gradient, m, v, rounded, weight_decay, common)
         if rounded is not None:
             assert torch.equal(rounded, weight.to(dtype))
     assert all(map(torch.equal, given, gradients)), "a gradient was changed"
@@ -103,7 +103,9 @@ def check_skip(engine, device, dtype):
     held = [weight, gradients[0], gradients[1], gradients[2].square(), gradients[3].to(dtype)]
     before = [tensor.clone() for tensor in held]
     one, divisor = torch.ones((), device=device), torch.full((), torch.nan, device=device)
-    adamw.ENGINES[engine](*held, 0.1, adamw.AdamWStep(0.1, (0.9, 0.95), EPS, one, divisor, one))
+    adamw.IMPLEMENTATIONS[engine](
+        *held, 0.1, adamw.AdamWStep(0.1, (0.9, 0.95), EPS, one, divisor, one)
+    )
     assert all(
         torch.equal(new.view(torch.uint8), old.view(torch.uint8))
         for new, old in zip(held, before, strict=True)
@@ -116,7 +118,7 @@ def check_rate_zero(engine, device):
     weight[:2] = 0.0
     before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    adamw.ENGINES[engine](
+    adamw.IMPLEMENTATIONS[engine](
         weight, gradient, m, v, None, 0.1, adamw.AdamWStep(0.0, (0.9, 0.95), EPS, one, one, zero)
     )
     assert (
@@ -200,7 +202,7 @@ def test_moments_in_16_bits_are_computed_in_fp32_and_rounded(dtype):
     weight, (gradient, *_) = start((5000,), DEVICE)
     one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
     found = []
-    for engine in adamw.ENGINES.values():
+    for engine in adamw.IMPLEMENTATIONS.values():
         w, m, v = (
             weight.clone(),
             torch.full_like(weight, 0.01, dtype=dtype),

@@ -170,7 +170,7 @@ def test_the_norm_under_autograd_copies_what_has_gaps():
     """A gradient may be expanded, as that of a sum is: all of its strides are 0."""
     x, weight = with_gaps(normal(2, 3, D)), normal(D, seed=1)
     found = []
-    for function in rms_norm.ENGINES.values():
+    for function in rms_norm.IMPLEMENTATIONS.values():
         leaf = x.detach().requires_grad_()
         out = function(leaf, weight, 1e-5)
         out.sum().backward()

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.kernels.architecture import DEFAULT
 from common.kernels.cross_entropy import (
-    ENGINES,
     IGNORE_INDEX,
+    IMPLEMENTATIONS,
     cross_entropy_backward_settings,
     cross_entropy_forward_settings,
     cross_entropy_reference,
@@ -176,7 +176,7 @@ def test_a_masked_label(randn):
 
 
 @pytest.mark.parametrize("above", [INF, NAN, 0.0])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IMPLEMENTATIONS)
 def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
     engine, above, randn, random_labels
 ):
@@ -187,9 +187,11 @@ def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
     logits, labels = randn(3, 4, 3000), random_labels(3000, 3, 4)
     labels[0, 1:3], labels[1] = IGNORE_INDEX, IGNORE_INDEX
     compare(logits, labels, tensor(1.0, 2.0, 3.0))
-    clean = results(ENGINES[engine], logits, labels, tensor(1.0, 2.0, 3.0))
+    clean = results(IMPLEMENTATIONS[engine], logits, labels, tensor(1.0, 2.0, 3.0))
     logits[0, 1], logits[0, 2, 5], logits[1, 0, 2999], logits[1, 1] = INF, NAN, -INF, -INF
-    loss_sum, count, gradient = results(ENGINES[engine], logits, labels, tensor(1.0, above, 3.0))
+    loss_sum, count, gradient = results(
+        IMPLEMENTATIONS[engine], logits, labels, tensor(1.0, above, 3.0)
+    )
     assert loss_sum[1] == 0 and count.tolist() == [2, 0, 4]
     assert torch.equal(gradient[labels == IGNORE_INDEX], torch.zeros(6, 3000, device=DEVICE)), (
         "an ignored row's gradient"
@@ -197,13 +199,13 @@ def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
     assert torch.equal(loss_sum, clean[0]) and torch.equal(gradient, clean[2])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [INF, NAN])
 def test_inf_or_nan_in_a_row_that_counts_is_a_loss_of_nan(engine, poison, randn):
     for where in (slice(0, 1), slice(TILE + 99, None), slice(0, None), slice(4, None, LANES)):
         logits = randn(1, 1, TILE + 100)
         logits[..., where] = poison
-        assert ENGINES[engine](logits, tensor([3]))[0].isnan(), f"at {where}"
+        assert IMPLEMENTATIONS[engine](logits, tensor([3]))[0].isnan(), f"at {where}"
 
 
 @pytest.mark.parametrize("label", [-1, 300, 301, -99, -101, 2**31, 2**32 + 3, -(2**40)])

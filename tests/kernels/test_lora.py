@@ -5,11 +5,11 @@ import torch
 from kernel_checks import DEVICE, error
 
 from common.kernels import lora
-from common.kernels.lora import ENGINES, Dropout, Norm, keep_mask
+from common.kernels.lora import IMPLEMENTATIONS, Dropout, Norm, keep_mask
 from common.kernels.quantize import quantize_triton
 from common.model.linear_layers import DelayedScaling
 
-REFERENCE, KERNELS = ENGINES["reference"], ENGINES["triton"]
+REFERENCE, KERNELS = IMPLEMENTATIONS["reference"], IMPLEMENTATIONS["triton"]
 
 
 def check(what, ours, plain, truth):

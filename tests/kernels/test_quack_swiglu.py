@@ -17,7 +17,7 @@ from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor
 from common.kernels.quack_swiglu import finish_swiglu, largest_byte
 from common.kernels.quantize import quantize_reference
 from common.kernels.swiglu import swiglu_engine
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling, LinearLayers
 
 pytestmark = pytest.mark.quick
@@ -146,7 +146,7 @@ class Case:
     """A step's operands and quantizers. `lora`: gate_up is kept in 8 bits."""
 
     def __init__(self, fuses=True, lora=False):
-        kind = ENGINES["reference"]
+        kind = KERNEL_ENGINES["reference"]
         self.ops = replace(kind, fuses=fuses)
         self.inputs = DelayedScaling()
         made = [self.inputs.quantizer(gradient=gradient) for gradient in (False, True)]

@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE, normal, unrounded
 
 from common.kernels.fp8 import AMAX, CLIPPED, SCALE
-from common.kernels.quantize import ENGINES, quantize_reference, quantize_triton
+from common.kernels.quantize import IMPLEMENTATIONS, quantize_reference, quantize_triton
 from common.model.linear_layers import HEADROOM, HISTORY, DelayedScaling
 
 pytestmark = pytest.mark.quick
@@ -39,25 +39,25 @@ def test_the_kernel_does_what_the_reference_does(shape, dtype, transposed):
 
 def test_without_a_quantizer_the_tensor_itself_comes_back():
     x = normal(3, 4)
-    for function in ENGINES.values():
+    for function in IMPLEMENTATIONS.values():
         plain = function(x, None)
         assert plain.rowwise is x and plain.scale is None and plain.columnwise is None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IMPLEMENTATIONS)
 def test_what_exceeds_the_history_saturates_and_is_counted(engine):
     scaling, (quantizer,) = unrounded({}, largest=448.0)
-    ENGINES[engine](torch.ones(4, 4, device=DEVICE), quantizer)
+    IMPLEMENTATIONS[engine](torch.ones(4, 4, device=DEVICE), quantizer)
     scaling.step_done()
     x = torch.ones(4, 4, device=DEVICE)
     x[0, 0], x[1, 1], x[2, 2] = 100.0, -100.0, 1.2
-    rowwise = ENGINES[engine](x, quantizer).rowwise
+    rowwise = IMPLEMENTATIONS[engine](x, quantizer).rowwise
     assert rowwise[0, 0] == 448.0 and rowwise[1, 1] == -448.0 and rowwise.isfinite().all()
     assert scaling.take_clipped() == 2 and scaling.take_clipped() == 0, "1.2 is within the headroom"
     assert quantizer.state[AMAX] == 100.0, "the next scale is chosen from it"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IMPLEMENTATIONS)
 @pytest.mark.parametrize("first_step", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
@@ -67,10 +67,10 @@ def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
     scaling, (quantizer,) = unrounded({})
     x = torch.full((3, 5), 0.5, device=DEVICE)
     if not first_step:
-        ENGINES[engine](x, quantizer)
+        IMPLEMENTATIONS[engine](x, quantizer)
         scaling.step_done()
     x[1, 2] = bad
-    quantized = ENGINES[engine](x, quantizer)
+    quantized = IMPLEMENTATIONS[engine](x, quantizer)
     values = quantized.rowwise * quantized.scale
     assert torch.equal(values.isnan(), x != 0.5)
     assert (values[x == 0.5] == 0.5).all()
@@ -83,7 +83,7 @@ def test_both_engines_follow_the_same_scales_after_a_number_that_is_not_finite(b
     An infinite value keeps the old scale until it leaves the history.
     """
     states = {}
-    for name, engine in ENGINES.items():
+    for name, engine in IMPLEMENTATIONS.items():
         scaling, (quantizer,) = unrounded({}, largest=448.0)
         found = states[name] = []
         for step in range(HISTORY + 3):

@@ -72,7 +72,7 @@ def copy_engines(folder, seconds, dtype, group, modules):
         partial(FileBuffers, folder, seconds, group),
         modules,
         dtype,
-        accumulate.ENGINES["reference"],
+        accumulate.IMPLEMENTATIONS["reference"],
     )
 
 
@@ -202,7 +202,9 @@ def reduce_with_late_ranks(processes, folder):
     """Reduce six micro-batches over five modules, with collectives and copies and delays."""
     found = []
     group = processes.shard_group
-    by_nccl = NcclReduceScatter(group, None, torch.bfloat16, accumulate.ENGINES["reference"])
+    by_nccl = NcclReduceScatter(
+        group, None, torch.bfloat16, accumulate.IMPLEMENTATIONS["reference"]
+    )
     for make in (
         lambda modules: by_nccl,
         partial(copy_engines, folder, 0.02, torch.bfloat16, group),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from common import engines
 from common.errors import PreflightError
 from common.kernels import fp8, swiglu
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.training import self_test
 from common.training.kernel_cases import Sizes
 from llama31_8b.rules import MINIATURE
@@ -106,7 +106,9 @@ def test_wrong_epilogues_give_way_unless_pinned(monkeypatch, pinned):
     functions = {"gate_up_fprop": right_fprop, "down_dgrad": wrong_dgrad}
     module = SimpleNamespace(require=lambda: None, **functions)
     monkeypatch.setattr(engines, "module_of", lambda engine: module)
-    monkeypatch.setitem(ENGINES, "reference", replace(ENGINES["reference"], fuses=True))
+    monkeypatch.setitem(
+        KERNEL_ENGINES, "reference", replace(KERNEL_ENGINES["reference"], fuses=True)
+    )
     result = self_test.self_test(replace(SIZES, fp8=True), CPU)
     if pinned:
         assert [finding.op for finding in result.bad] == ["SwiGLU backward in a product"]

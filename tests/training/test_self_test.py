@@ -10,7 +10,7 @@ from tiny import TINY, run_config
 
 from common.errors import PreflightError
 from common.kernels import lora
-from common.model.block_ops import ENGINES
+from common.model.block_ops import KERNEL_ENGINES
 from common.model.shapes import ModelShape
 from common.training import self_test as module
 from common.training.kernel_cases import Sizes
@@ -131,7 +131,7 @@ def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkey
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):
-    swiglu = ENGINES["triton"].swiglu
+    swiglu = KERNEL_ENGINES["triton"].swiglu
 
     def nearly(gate_up, quantizer, kept=None):
         h, kept_gate_up = swiglu(gate_up, quantizer, kept)
@@ -142,12 +142,14 @@ def test_a_wrong_kernel_is_named(monkeypatch):
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setitem(
-        ENGINES, "triton", replace(ENGINES["triton"], swiglu=nearly, rope_=does_not_compile)
+        KERNEL_ENGINES,
+        "triton",
+        replace(KERNEL_ENGINES["triton"], swiglu=nearly, rope_=does_not_compile),
     )
     monkeypatch.setitem(
-        lora.ENGINES,
+        lora.IMPLEMENTATIONS,
         "triton",
-        replace(lora.ENGINES["triton"], down=lambda x, norm, a, dropout: x @ a.t()),
+        replace(lora.IMPLEMENTATIONS["triton"], down=lambda x, norm, a, dropout: x @ a.t()),
     )
     assert bad_ops(ADAPTERS) == ["triton RoPE", "triton SwiGLU", "triton adapter down"]
 
