@@ -32,7 +32,7 @@ from common.errors import (
     failure_of,
     with_reserve,
 )
-from common.records import ledger
+from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import print_stderr
 from common.training.continuation import newest, require_same
@@ -193,7 +193,7 @@ class SeriesRunner:
         result = outcome.result
         ending = {
             "exit_code": 0,
-            "kind": "success",
+            "kind": run_states.GOOD,
             "reason": outcome.after.what if outcome.after else "",
             "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
             "samples": result.samples,
@@ -425,7 +425,7 @@ def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
         "it was killed, or the machine went down",
         "nothing to do: the series continues without this run, whose directory is kept",
     )
-    lost.kind = "lost"
+    lost.kind = run_states.LOST
     if run_dir.is_dir():
         diagnosis.write_failure(run_dir, lost, {})
     series.end(start, RunOutcome(lost, diagnosis.read_result(run_dir / "result.txt")))

@@ -26,10 +26,9 @@ from pathlib import Path
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
 from common.errors import ConfigError
-from common.records import json_lines, mlperf_log
+from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
-from common.records.run_states import RUNNING, words
 from submission import intervals, official_tools, rcp
 from submission.check import ruleset_of
 from submission.intervals import Interval
@@ -143,7 +142,7 @@ class Run:
 
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
-        lost_in_ledger = not self.end or self.end.get("kind") == "lost"
+        lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
         if self.start and lost_in_ledger and not self.log.events:
             return LOST  # nothing says that its clock never started
         if not self.log.first("run_start"):
@@ -179,15 +178,15 @@ class Run:
         as one that did not converge.
         """
         if self.running:
-            return words(RUNNING)
+            return run_states.words(run_states.RUNNING)
         kind = self.end.get("kind") or self.failure.get("kind")
         if self.state == GOOD:
-            return words("success")
-        if self.state == LOST or kind in (None, "success"):
+            return run_states.words(run_states.GOOD)
+        if self.state == LOST or kind in (None, run_states.GOOD):
             return self.state
         if self.state == NOT_STARTED:
-            return f"{self.state} ({words(str(kind))})"
-        return words(str(kind))
+            return f"{self.state} ({run_states.words(str(kind))})"
+        return run_states.words(str(kind))
 
     @property
     def converged(self) -> bool:
