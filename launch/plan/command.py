@@ -44,7 +44,7 @@ Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and 
 our own runs on H200s. Speed on AMD GPUs follows from AMD's published MLPerf results and thus
 describes AMD's software. For the MI300X and MI325X these are results of LoRA alone; the one 8B
 result on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was
-run on an AMD GPU or an H100."""
+run on an AMD GPU, and no whole model on an H100."""
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
