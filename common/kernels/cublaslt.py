@@ -4,7 +4,7 @@ torch uses the first algorithm that cuBLASLt offers. On an H200 at its power lim
 first eight are up to 7 % faster. With the fastest ones, all products of a layer take 3 % less time,
 with bit-identical results (docs/log.md). The first product of each shape is computed in the
 self-test or the warm-up. All algorithms that give the bits of the first one are then timed on its
-operands, which takes about one second per shape. The fastest one computes all later products of
+operands, which takes about two seconds per shape. The fastest one computes all later products of
 that shape. A file stores this choice for later starts, which compare bits again but time nothing.
 
 cuBLAS is column-major: it reads a row-major [R, C] matrix as a [C, R] matrix. Therefore out = a b
