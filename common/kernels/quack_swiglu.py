@@ -27,9 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels.architecture import Tile, architecture, assert_contiguous
-from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.fp8 import QuantizedTensor, Quantizer, product_range
 from common.kernels.quantize import fill_columnwise, new_quantized, raise_amax
 from common.paths import cache_folder
+
+WITH_SWIGLU = "gemm + SwiGLU"  # name of these products in a profile
 
 NAN_BYTE = tl.constexpr(0x7F)  # in both formats of sm_90
 
@@ -175,9 +177,10 @@ def gate_up_fprop(
         kept_scale = scale_of(kept_quantizer)
     elif keep:
         gate_up = QuantizedTensor(x.rowwise.new_empty(rows, features, dtype=torch.bfloat16))
-    amax, kept_amax, columns = require().forward(
-        x, weight, scale_of(quantizer), h.rowwise, gate_up and gate_up.rowwise, kept_scale
-    )
+    with product_range(x.rowwise, weight.rowwise, WITH_SWIGLU):
+        amax, kept_amax, columns = require().forward(
+            x, weight, scale_of(quantizer), h.rowwise, gate_up and gate_up.rowwise, kept_scale
+        )
     h = finish_swiglu(h, quantizer, amax, columns, halves=1)
     if gate_up is None:
         return None, h
@@ -206,5 +209,6 @@ def down_dgrad(
     d_gate_up = new_quantized(quantizer, (num_rows, num_columns), gate_up.rowwise)
     weight = QuantizedTensor(weight.columnwise, None, weight.scale)
     out = d_gate_up.rowwise
-    amax, columns = require().backward(g, weight, scale_of(quantizer), gate_up, out)
+    with product_range(g.rowwise, weight.rowwise, WITH_SWIGLU):
+        amax, columns = require().backward(g, weight, scale_of(quantizer), gate_up, out)
     return finish_swiglu(d_gate_up, quantizer, amax, columns, halves=2)

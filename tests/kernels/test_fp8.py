@@ -1,12 +1,16 @@
 """Test FP8 scales and their history, cast weights, and the three products of a linear layer."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_checks import normal as normal_on_device
 from kernel_checks import sqnr_db
+from stand_in_engines import let_run_on_a_cpu
+from torch.profiler import ProfilerActivity, profile
 
+from common import engines
 from common.kernels import architecture, fp8
 from common.kernels.fp8 import (
     AMAX,
@@ -278,3 +282,33 @@ def test_what_is_saved_for_wgrad_has_one_layout_only():
 
 def test_a_quantizer_of_a_model_without_memory_has_none():
     assert Quantizer().state.is_meta
+
+
+def ranges_of(run):
+    """Return the names of the ranges that `run` opens under torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return [event.name for event in profiler.events() if event.name.startswith("gemm")]
+
+
+def test_an_engines_products_have_a_range_with_their_size_under_a_profiler_only(monkeypatch):
+    let_run_on_a_cpu(monkeypatch, engines.PRODUCTS, "cublaslt")
+    engine = SimpleNamespace(require=lambda: None, product=lambda a, b, *scales: a @ b)
+    monkeypatch.setattr(engines, "module_of", lambda chosen: engine)
+    x, g, weight = (QuantizedTensor(normal(*size)) for size in ((32, 16), (32, 48), (48, 16)))
+
+    def products():
+        return matmul(x, weight), dgrad(g, weight), wgrad(g, x)
+
+    sizes = ["32 x 48 x 16", "32 x 16 x 48", "48 x 16 x 32"]
+    assert ranges_of(products) == [f"gemm: {size}" for size in sizes]
+
+    def refuse(name):
+        raise AssertionError(f"a step without a profiler opens the range {name}")
+
+    monkeypatch.setattr(fp8.profiler, "record_function", refuse)
+    products()
+
+
+def test_torchs_own_products_need_no_range():
+    assert ranges_of(lambda: fp8.product(normal(32, 16), normal(16, 8))) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, normal
 from stand_in_engines import let_run_on_a_cpu
+from torch.profiler import ProfilerActivity, profile
 
 from common import engines
 from common.kernels import quack_swiglu
@@ -211,6 +212,16 @@ def test_what_no_backward_reads_is_not_stored(quack):
     assert torch.equal(h.rowwise.float(), same.rowwise.float())
     nothing, same = LinearLayers.gate_up_swiglu(case.scaling, *arguments, keep=False)
     assert nothing is None and torch.equal(h.rowwise.float(), same.rowwise.float())
+
+
+def test_a_profile_shows_the_sizes_of_both_products(quack):
+    case = Case()
+    case.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        case.step()
+    assert quack.calls == ["forward", "backward"]
+    ranges = [event.name for event in profiler.events() if event.name.startswith("gemm")]
+    assert ranges == ["gemm + SwiGLU: 32 x 224 x 64", "gemm + SwiGLU: 32 x 112 x 64"]
 
 
 def test_the_reference_and_other_formats_are_left_alone(quack):
