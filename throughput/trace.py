@@ -9,6 +9,8 @@ runs the steps, and gloo's threads count as further streams.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from throughput.kernel_time import AUTOGRAD, TraceEvent, class_of, main_stream
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's category is cuda_runtime as well
 ON_GPU = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
+# Range around a product that no torch op launches, such as "gemm + SwiGLU: 16 x 96 x 40"
+# (`product_range` in common/kernels/fp8.py).
+PRODUCT_RANGE = re.compile(r"gemm(.*): (\d+) x (\d+) x (\d+)")
 # Op that is a matrix product -> index of the first factor among its inputs. The second factor is
 # the next input.
 FIRST_FACTOR = {
@@ -37,7 +42,8 @@ class _Call:
 
     name: str
     end_ns: int
-    factors: list  # shapes of a product's two factors, else empty
+    product: Shape | None  # None if the call is no matrix product
+    epilogue: str = ""  # what the product's kernel also computes, such as " + SwiGLU"
     counted: bool = False  # whether the product's FLOPs are already counted
 
 
@@ -156,11 +162,24 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
         while stack and stack[-1].end_ns <= _ns(span["ts"]):
             stack.pop()
         if span["cat"] not in LAUNCHES:
-            first = FIRST_FACTOR.get(span["name"])
-            dims = span.get("args", {}).get("Input Dims", [])
-            factors = [] if first is None else dims[first : first + 2]
-            stack.append(_Call(span["name"], _end(span), factors))
+            stack.append(_call(span))
         yield span, tuple(stack)
+
+
+def _call(span: Mapping) -> _Call:
+    """Return an op or range of the host. A product has its shape from its inputs or its name."""
+    name = span["name"]
+    if named := PRODUCT_RANGE.fullmatch(name):
+        epilogue, rows, columns, inner = named.groups()
+        return _Call(name, _end(span), (int(rows), int(columns), int(inner)), epilogue)
+    product = None
+    if name in FIRST_FACTOR:
+        first = FIRST_FACTOR[name]
+        factors = span.get("args", {}).get("Input Dims", [])[first : first + 2]
+        if len(factors) == 2:
+            (rows, inner), (_, columns) = factors
+            product = (rows, columns, inner)
+    return _Call(name, _end(span), product)
 
 
 class Roles:
@@ -193,11 +212,12 @@ class Roles:
                 for wgrad in {(out, columns, tokens), (columns, out, tokens)}:
                     self.backward[wgrad].append(f"{role} wgrad")
 
-    def name(self, shape: Shape, in_backward: bool) -> str:
+    def name(self, shape: Shape, in_backward: bool, epilogue: str = "") -> str:
         """Return all roles that have this shape, and the shape: "qkv: 8192 x 6144 x 4096".
 
-        A forward product inside the backward is a recomputation, marked "again". If no role has the
-        shape, return the shape alone.
+        A forward product inside the backward is a recomputation, marked "again". `epilogue` follows
+        the roles: "gate_up + SwiGLU: 8192 x 28672 x 4096". If no role has the shape, return the
+        shape and the epilogue alone.
         """
         forward = self.forward.get(shape, [])
         backward = self.backward.get(shape, [])
@@ -205,21 +225,22 @@ class Roles:
         if in_backward:
             names = backward or [f"{name} again" for name in forward]
         size = " x ".join(map(str, shape))
-        return f"{' or '.join(names)}: {size}" if names else size
+        return f"{' or '.join(names)}{epilogue}: {size}" if names else f"{size}{epilogue}"
 
     def product(self, calls: Sequence[_Call]) -> tuple[str, int]:
         """Return the label and the FLOPs of the innermost product in `calls`, or "" and 0.
 
         If a product has several kernels, its FLOPs are returned for the first one only.
         """
-        call = next((call for call in reversed(calls) if len(call.factors) == 2), None)
-        if call is None:
+        for call in reversed(calls):
+            if call.product is not None:
+                break
+        else:
             return "", 0
-        (rows, inner), (_, columns) = call.factors
-        flops = 0 if call.counted else 2 * rows * columns * inner
+        flops = 0 if call.counted else 2 * math.prod(call.product)
         call.counted = True
         in_backward = any(outer.name.startswith("autograd::engine") for outer in calls)
-        return self.name((rows, columns, inner), in_backward), flops
+        return self.name(call.product, in_backward, call.epilogue), flops
 
 
 def _ns(microseconds: float) -> int:

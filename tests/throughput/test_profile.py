@@ -10,13 +10,18 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from child_path import python_path
 from page import Page, read_page
+from stand_in_engines import let_run_on_a_cpu
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from common import engines
 from common.errors import CheckFailed
+from common.kernels import fp8
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 from throughput import __main__ as command
@@ -355,6 +360,12 @@ def test_frozen_matrices_have_no_wgrad():
     )
 
 
+def test_what_an_epilogue_computes_follows_the_role():
+    assert ROLES.name((16, 96, 40), False, " + SwiGLU") == "gate_up + SwiGLU: 16 x 96 x 40"
+    assert ROLES.name((16, 96, 40), True, " + SwiGLU") == "gate_up again + SwiGLU: 16 x 96 x 40"
+    assert ROLES.name((7, 8, 9), False, " + SwiGLU") == "7 x 8 x 9 + SwiGLU"
+
+
 def test_weights_of_equal_shape_are_all_named():
     assert (
         Roles(ModelShape(2, 40, 30, 4, 1, 90, 10000.0), 16, True).name((16, 60, 40), False)
@@ -449,6 +460,62 @@ def test_a_gpu_trace_becomes_whole_periods():
     assert forward.flops == backward.flops == 2 * 2 * 16 * 60 * 40, (
         "once for each product, however many kernels"
     )
+
+
+def test_products_that_no_torch_op_launches_have_the_shape_of_their_range():
+    node = "autograd::engine::evaluate_function: FusedBlockFunctionBackward"
+    records = [
+        step(0, 0, 5),
+        launch(1, 1),
+        step(1, 10, 20),
+        span("user_annotation", "gemm: 16 x 60 x 40", 11, 2),
+        launch(2, 11.5),
+        launch(3, 12.5, cat="cuda_driver"),
+        span("user_annotation", "gemm + SwiGLU: 16 x 96 x 40", 14, 1),
+        launch(4, 14.5, cat="cuda_driver"),
+        launch(5, 15.5),
+        span("cpu_op", node, 20, 6, BACKWARD),
+        span("user_annotation", "gemm + SwiGLU: 16 x 48 x 40", 21, 1, BACKWARD),
+        launch(6, 21.5, BACKWARD, cat="cuda_driver"),
+        span("user_annotation", "gemm: 60 x 40 x 16", 23, 1, BACKWARD),
+        launch(7, 23.5, BACKWARD),
+        ran(ADD, 40, 10, 1),
+        ran(GEMM, 50, 20, 2),
+        ran("Memset (Device)", 70, 1, 3, cat="gpu_memset"),
+        ran("kernel_cutlass_kernel_quackepiloguefrontendGemmMod_forward", 71, 30, 4),
+        ran("_finish_swiglu_kernel", 101, 4, 5),
+        ran("kernel_cutlass_kernel_quackepiloguefrontendGemmMod_backward", 105, 15, 6),
+        ran(GEMM, 120, 10, 7),
+    ]
+    found = breakdown(*timeline({"traceEvents": records}, ROLES)[:3])
+    products = {row.name: (row.exposed_ns, row.flops) for row in found["products"]}
+    assert products == {
+        "gate_up + SwiGLU: 16 x 96 x 40": (30_000, 2 * 16 * 96 * 40),
+        "qkv: 16 x 60 x 40": (21_000, 2 * 16 * 60 * 40),
+        "down dgrad + SwiGLU: 16 x 48 x 40": (15_000, 2 * 16 * 48 * 40),
+        "qkv wgrad: 60 x 40 x 16": (10_000, 2 * 60 * 40 * 16),
+    }
+    assert rows_of(found)["SwiGLU"].exposed_ns == 4_000
+
+
+def test_a_products_engine_is_seen_through_torchs_profiler(monkeypatch, tmp_path):
+    """The stand-in computes without a torch op that is a matrix product, as an engine does."""
+    let_run_on_a_cpu(monkeypatch, engines.PRODUCTS, "cublaslt")
+    product = lambda a, b, *scales: (a.unsqueeze(2) * b).sum(1)  # noqa: E731
+    engine = SimpleNamespace(require=lambda: None, product=product)
+    monkeypatch.setattr(engines, "module_of", lambda chosen: engine)
+    x, g, weight = torch.ones(16, 40), torch.ones(16, 60), torch.ones(60, 40)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for number in range(3):
+            with record_function(f"ProfilerStep#{number}"):
+                fp8.product(x, weight.t())
+                fp8.product(g.t(), x)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    products = breakdown(*timeline(trace, ROLES)[:3])["products"]
+    flops = {row.name: row.flops for row in products}
+    size = 2 * 16 * 60 * 40
+    assert flops == {"qkv: 16 x 60 x 40": 2 * size, "qkv wgrad: 60 x 40 x 16": 2 * size}
 
 
 def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
