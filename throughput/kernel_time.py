@@ -61,7 +61,7 @@ NAMES = (
     (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)"),
     (ATTENTION, r"scaled_dot_product|mem_eff|fused_?attn"),
     (GEMM, r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt"),
-    (GEMM, r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)"),
+    (GEMM, r"^aten::(mm|addmm_?|bmm|baddbmm|_scaled_mm)(\.|$)"),
     # The second alternative: the adapters' kernels (common/kernels/lora.py).
     (GEMM, r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$"),
     (CROSS_ENTROPY, r"cross_?entropy|log_?soft_?max|nll_?loss|logsumexp"),

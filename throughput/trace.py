@@ -31,6 +31,7 @@ FIRST_FACTOR = {
     "aten::mm": 0,
     "aten::_scaled_mm": 0,
     "aten::addmm": 1,
+    "aten::addmm_": 1,  # the adapters' up_ (common/kernels/lora.py)
 }
 
 Shape = tuple[int, int, int]  # M, N, K of [M, K] x [K, N]

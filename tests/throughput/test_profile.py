@@ -518,6 +518,16 @@ def test_a_products_engine_is_seen_through_torchs_profiler(monkeypatch, tmp_path
     assert flops == {"qkv: 16 x 60 x 40": 2 * size, "qkv wgrad: 60 x 40 x 16": 2 * size}
 
 
+def test_an_adapters_product_that_adds_in_place_has_a_rate():
+    records = [
+        step(0, 0, 10),
+        step(1, 12, 88),
+        span("cpu_op", "aten::addmm_", 20, 30, **{"Input Dims": [[16, 60], [16, 4], [4, 60]]}),
+    ]
+    (row,) = breakdown(*timeline({"traceEvents": records}, ROLES)[:3])["products"]
+    assert (row.name, row.flops) == ("16 x 60 x 4", 2 * 16 * 60 * 4)
+
+
 def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
     """The gather of weights is slow beside the next forward pass, absent after the last step."""
     records = [*gpu_trace()["traceEvents"], launch(91, 9.8), launch(92, 29.8)]
