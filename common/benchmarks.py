@@ -80,6 +80,12 @@ class Rules:
         """Return the folder of the safetensors files that a run starts from, if it has any."""
         return None
 
+    def require_data(self, config: RunConfig, data_dir: Path) -> None:
+        """Raise DataError if the data files hold too few sequences for a run.
+
+        The launcher calls it, so it reads sizes and headers only.
+        """
+
     @property
     def target_text(self) -> str:
         """The target, for display beside a loss."""

@@ -244,10 +244,11 @@ def directories(
 def ensure_data(job: Job) -> None:
     """Make sure that a run has data and weights. Build those of the miniature if necessary.
 
-    Raises DataError if data are missing or damaged and cannot be built, and WeightsError if the
-    weights are missing. For a full benchmark, the error says how to get them.
+    Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
+    if the weights are missing. For a full benchmark, the error says how to get them.
     """
     _ensure_data_files(job)
+    job.rules.require_data(job.config, job.data_dir)
     _require_weights(job)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.data import corpus
-from common.data.indexed_dataset import Index, index_path, tokens_path
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import index_path, tokens_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.preparation import locked, say
 from common.data.text_documents import json_documents

@@ -9,10 +9,16 @@ closed_llama31_8b.yaml. Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common import benchmarks
 from common.benchmarks import LogValue
 from common.config import RunConfig
+from common.data.indexed_dataset_header import (
+    require_training,
+    require_validation,
+    stored_sequences,
+)
 from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B, ModelShape
 
@@ -72,6 +78,18 @@ class Rules(benchmarks.Rules):
     def data_files(self) -> tuple[str, ...]:
         prefixes = (self.train_prefix, self.validation_prefix)
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
+
+    def require_data(self, config: RunConfig, data_dir: Path) -> None:
+        train = data_dir / self.train_prefix
+        validation = data_dir / self.validation_prefix
+        unit = f"sequences of {self.sequence_length} tokens"
+        do = "fetch or build the training data again"
+        require_training(train, stored_sequences(train, self.sequence_length), unit, do)
+        # By seed, the sequences of a short file are drawn repeatedly.
+        expected = 1 if self.eval_by_seed else self.eval_samples
+        stored = stored_sequences(validation, self.sequence_length)
+        do = "fetch or build the validation data again"
+        require_validation(validation, stored, expected, unit, do)
 
     def eval_order_samples(self, global_batch_size: int) -> int:
         """Return the number of samples that GPTDataset puts in order for the validation split,

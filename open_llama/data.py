@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from common.data.gpt_dataset import TrainData, check_ids, train_batches, validation_tokens
-from common.data.indexed_dataset import Index, Tokens, index_path
+from common.data.indexed_dataset import Index, Tokens
+from common.data.indexed_dataset_header import index_path
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.training.loop import next_token_pairs
@@ -46,6 +47,7 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
 
     Call it after run_start. Raises DataError if the file has fewer.
     """
+    rules.require_data(config, data_dir)
     prefix = data_dir / rules.validation_data
     if not config.one_document_per_sequence:
         return next_token_pairs(
@@ -54,13 +56,6 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
             )
         )
     documents = Documents(prefix, rules)
-    if len(documents) < rules.eval_samples:
-        raise DataError(
-            f"{index_path(prefix)}: expected at least {rules.eval_samples} documents,"
-            f" got {len(documents)}",
-            "each sequence of an evaluation is one document",
-            "lower eval_samples, or raise --validation-fraction of prepare text",
-        )
     return np.stack([documents[number] for number in range(rules.eval_samples)])
 
 

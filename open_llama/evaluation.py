@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from common.data.gpt_dataset import validation_tokens, whole_sequences
+from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import whole_sequences
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base

@@ -14,6 +14,12 @@ from pathlib import Path
 from common import benchmarks
 from common.benchmarks import LogValue
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
+from common.data.indexed_dataset_header import (
+    require_training,
+    require_validation,
+    stored_documents,
+    stored_sequences,
+)
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 
@@ -117,6 +123,25 @@ class Rules(benchmarks.Rules):
     ) -> Path | None:
         assert isinstance(config, Config)
         return in_repository(config.weights) if config.weights else None
+
+    def require_data(self, config: RunConfig, data_dir: Path) -> None:
+        assert isinstance(config, Config)
+        train = data_dir / self.train_data
+        validation = data_dir / self.validation_data
+        if config.one_document_per_sequence:
+            unit = "documents of at least 2 tokens"
+            train_stored = stored_documents(train, limit=1)
+            validation_stored = stored_documents(validation, limit=self.eval_samples)
+        else:
+            unit = f"sequences of {self.sequence_length} tokens"
+            train_stored = stored_sequences(train, self.sequence_length)
+            validation_stored = stored_sequences(validation, self.sequence_length)
+        do = "run prepare text for another --data-dir, with more text"
+        require_training(train, train_stored, unit, do)
+        do += " or a larger --validation-fraction"
+        if validation_stored:
+            do = f"set eval_samples to at most {validation_stored}, or {do}"
+        require_validation(validation, validation_stored, self.eval_samples, unit, do)
 
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
         assert isinstance(config, Config)

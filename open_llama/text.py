@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from common.data import corpus
-from common.data.indexed_dataset import Index, index_path
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import index_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, say

@@ -40,7 +40,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.indexed_dataset import Index, index_path, tokens_path
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import (
+    index_path,
+    require_validation,
+    tokens_path,
+    whole_sequences,
+)
 from common.errors import DataError
 
 FINAL_EPOCH_THRESHOLD = 0.80  # megatron-core, GPTDataset._build_document_sample_shuffle_indices
@@ -132,13 +138,9 @@ def validation_tokens(
     """
     index = Index.read(prefix)
     available = whole_sequences(index.num_tokens, sequence_length)
-    if available < eval_samples:
-        raise DataError(
-            f"{index_path(prefix)}: expected at least {eval_samples} sequences "
-            f"of {sequence_length} tokens, got {available}",
-            "every evaluation must see all of them",
-            "fetch or build the validation data again",
-        )
+    unit = f"sequences of {sequence_length} tokens"
+    do = "fetch or build the validation data again"
+    require_validation(prefix, available, eval_samples, unit, do)
     with index.open_tokens() as tokens:
         flat = tokens.read(0, eval_samples * sequence_length + 1).astype(np.int32)
     check_ids(flat, vocab_size, tokens_path(prefix), f"the first {eval_samples} sequences")
@@ -226,8 +228,3 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
             "the file was tokenized with another vocabulary, or is damaged",
             "check the file against the tokenizer (prepare verify --full)",
         )
-
-
-def whole_sequences(tokens: int, sequence_length: int) -> int:
-    """Return the number of whole sequences in a stream. Its last label needs one more token."""
-    return max(tokens - 1, 0) // sequence_length

@@ -6,7 +6,7 @@ Layout of `.idx`, all little endian (source: megatron-core, `datasets/indexed_da
     offset       type      content
     0            9 bytes   b"MMIDIDX" and two zero bytes
     9            u64       version = 1
-    17           u8        dtype code of the tokens (DTYPE_CODES)
+    17           u8        dtype code of the tokens (DTYPE_CODES in indexed_dataset_header.py)
     18           u64       N = number of sequences
     26           u64       D = number of document boundaries = documents + 1
     34           i32[N]    sequence lengths, in tokens
@@ -24,24 +24,21 @@ start before any token file is opened, but document counts and lengths may be re
 from __future__ import annotations
 
 import os
-import struct
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import DataError, StorageError
+from common.data.indexed_dataset_header import (
+    HEADER,
+    cannot_open,
+    content_error,
+    index_path,
+    read_header,
+    tokens_path,
+)
+from common.errors import StorageError
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
-# Dtypes that token ids can have: integers of at least 16 bits. Megatron defines more codes.
-DTYPE_CODES = {
-    3: "<i2",
-    4: "<i4",
-    5: "<i8",
-    8: "<u2",
-}
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
@@ -81,11 +78,15 @@ class Index:
             # Not a memory map: if a mapped file is truncated later, SIGBUS kills the process.
             raw = np.fromfile(path, np.uint8)
         except OSError as error:
-            raise _cannot_open(path, error) from error
-        dtype, num_sequences, num_boundaries = _read_header(path, raw)
+            raise cannot_open(path, error) from error
+        header = read_header(path, raw[: HEADER.size].tobytes(), len(raw))
+        dtype = np.dtype(header.dtype)
+        num_sequences = header.num_sequences
         lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
         offsets = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
-        boundaries = np.frombuffer(raw, "<i8", num_boundaries, HEADER.size + 12 * num_sequences)
+        boundaries = np.frombuffer(
+            raw, "<i8", header.num_boundaries, HEADER.size + 12 * num_sequences
+        )
         _check_boundaries(path, boundaries, num_sequences)
         _check_offsets(path, lengths, offsets, dtype.itemsize)
         return cls(prefix, dtype, lengths, offsets, boundaries)
@@ -100,7 +101,7 @@ class Index:
         try:
             got = path.stat().st_size
         except OSError as error:
-            raise _cannot_open(path, error) from error
+            raise cannot_open(path, error) from error
         if got != expected:
             raise content_error(
                 path,
@@ -129,7 +130,7 @@ class Tokens(AbstractContextManager):
         try:
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
-            raise _cannot_open(self.path, error) from error
+            raise cannot_open(self.path, error) from error
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return `count` token ids from number `first` of the file on, across sequences.
@@ -162,44 +163,6 @@ class Tokens(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
-
-
-def index_path(prefix: Path) -> Path:
-    """Return the path of the `.idx`."""
-    # Not by with_suffix, because prefixes such as `c4-train.en_6_text_document` have dots.
-    return Path(f"{prefix}.idx")
-
-
-def tokens_path(prefix: Path) -> Path:
-    """Return the path of the `.bin`."""
-    return Path(f"{prefix}.bin")
-
-
-def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """Return (dtype, N, D) from the bytes of an `.idx`. Raises DataError if they are damaged."""
-    size = len(raw)
-    if size < HEADER.size:
-        raise content_error(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(
-        raw[: HEADER.size].tobytes()
-    )
-    if magic != MAGIC:
-        raise content_error(
-            path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: not a Megatron index"
-        )
-    if version != VERSION:
-        raise content_error(path, f"version {VERSION}", f"version {version}")
-    if code not in DTYPE_CODES:
-        known = ", ".join(f"{known} ({np.dtype(name).name})" for known, name in DTYPE_CODES.items())
-        raise content_error(path, f"a dtype code of token ids: {known}", f"code {code}")
-    expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    if size != expected:
-        raise content_error(
-            path,
-            f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries",
-            f"{size} bytes",
-        )
-    return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
 def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) -> None:
@@ -239,20 +202,3 @@ def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsiz
                 f"byte {got[at]}",
             )
         expected_first = int(ends[-1])
-
-
-def content_error(path: Path, expected: str, got: str) -> DataError:
-    """Return the error for a token file with unexpected content."""
-    return DataError(
-        f"{path}: expected {expected}, got {got}",
-        "the file is damaged, incomplete or in another format",
-        "fetch or build it again",
-    )
-
-
-def _cannot_open(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path}: cannot be opened: {error.strerror}",
-        "DATADIR and rules.py define the paths of the token files",
-        "check DATADIR, or prepare the data",
-    )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.indexed_dataset import (
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import (
     DTYPE_CODES,
     HEADER,
     MAGIC,
     VERSION,
-    Index,
     content_error,
     index_path,
     tokens_path,

@@ -18,9 +18,9 @@ from common.data.gpt_dataset import (
     sequences_in,
     train_batches,
     validation_tokens,
-    whole_sequences,
 )
 from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import whole_sequences
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import DataError
 from llama31_8b.rules import CLOSED
@@ -147,7 +147,7 @@ def test_order_of_empty_documents_equals_megatrons_tokens(megatron, tmp_path):
 
 
 def write_empty_documents_into(prefix, lengths):
-    from common.data.indexed_dataset import HEADER, MAGIC, index_path
+    from common.data.indexed_dataset_header import HEADER, MAGIC, index_path
 
     ends = np.cumsum(lengths, dtype=np.int64) * 2
     parts = [

@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import pytest
 
-from common.data.indexed_dataset import HEADER, Index
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import HEADER, stored_documents, stored_sequences
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.errors import DataError
 
@@ -153,6 +154,32 @@ def test_damaged_index_is_named(tmp_path, kind):
     with pytest.raises(DataError, match=message) as caught:
         Index.read(damaged(tmp_path, change))
     assert str(tmp_path / "p.idx") in caught.value.what and caught.value.exit_code == 15
+
+
+@pytest.mark.parametrize("kind", ["magic", "version", "dtype", "truncated", "header"])
+def test_a_damaged_header_is_named_by_the_counts(tmp_path, kind):
+    change, message = DAMAGE[kind]
+    prefix = damaged(tmp_path, change)
+    for count in (stored_sequences, stored_documents):
+        with pytest.raises(DataError, match=message):
+            count(prefix, 1)
+
+
+@pytest.mark.parametrize("vocab_size", [500, 128256])  # uint16 and int32
+def test_the_counts_do_not_open_the_tokens(tmp_path, monkeypatch, vocab_size):
+    write(tmp_path / "p", vocab_size=vocab_size)  # 3, 1 and 5 tokens
+    opened = []
+    path_type = type(tmp_path)
+    original = path_type.open
+    monkeypatch.setattr(
+        path_type, "open", lambda path, mode: opened.append(path) or original(path, mode)
+    )
+    assert [stored_sequences(tmp_path / "p", length) for length in (1, 4, 8, 9)] == [8, 2, 1, 0]
+    assert [stored_documents(tmp_path / "p", limit) for limit in (1, 2, 3)] == [1, 2, 2]
+    assert set(opened) == {tmp_path / "p.idx"}
+    (tmp_path / "p.bin").unlink()
+    with pytest.raises(DataError, match=r"p\.bin"):
+        stored_sequences(tmp_path / "p", 1)
 
 
 @pytest.mark.parametrize("size", [0, 17, 19, 36])

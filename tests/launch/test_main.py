@@ -351,7 +351,11 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
         (tmp_path / each).write_bytes(b"x" * 64)
     good = Manifest("a test", 7, {each: facts_of(tmp_path / each) for each in names})
     good.write(tmp_path / "miniature.json")
-    rules = argparse.Namespace(manifests=("miniature.json",), weights_folder=lambda *_: None)
+    rules = argparse.Namespace(
+        manifests=("miniature.json",),
+        require_data=lambda *_: None,
+        weights_folder=lambda *_: None,
+    )
     config = argparse.Namespace(miniature=True)
     asked = argparse.Namespace(
         benchmark="toy",
@@ -392,7 +396,11 @@ def test_damaged_files_in_datadir_are_an_error(tmp_path, monkeypatch):
         benchmark="toy",
         data_dir=tmp_path,
         data_files=[tmp_path / "t.bin"],
-        rules=argparse.Namespace(manifests=("miniature.json",), weights_folder=lambda *_: None),
+        rules=argparse.Namespace(
+            manifests=("miniature.json",),
+            require_data=lambda *_: None,
+            weights_folder=lambda *_: None,
+        ),
         config=argparse.Namespace(miniature=True),
         environment={"DATADIR": str(tmp_path)},
     )

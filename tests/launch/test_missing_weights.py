@@ -1,43 +1,17 @@
 """Missing weights are found before the clock line, as missing data files are."""
 
-from dataclasses import replace
-
 import pytest
+from jobs import job_of
 
-from common import config as configs
-from common.benchmarks import config_class
 from common.errors import WeightsError
-from common.hardware import Probe
 from common.paths import ROOT
 from launch import run, series
-from launch.job import Job, Node, ensure_data
-from launch.select_config import Selection
+from launch.job import ensure_data
 
 pytestmark = pytest.mark.quick
 
 LORA = ROOT / "configs/llama2_70b_lora/H200_1x1.toml"
 OPEN = ROOT / "open_llama/examples/lora_8b.toml"
-
-
-def job_of(benchmark, path, folder, environment=None, **changes) -> Job:
-    """Return a job whose data files are in `folder`/data, on no GPU."""
-    config = replace(configs.load(path, config_class(benchmark)), **changes)
-    selection = Selection(config, path, path.name, "a test", "cpu", "CPU")
-    data_dir = folder / "data"
-    job = Job(
-        benchmark,
-        selection,
-        Probe("none"),
-        data_dir,
-        folder / "results",
-        environment or {},
-        Node(),
-        False,
-    )
-    for file in job.data_files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    return job
 
 
 @pytest.mark.parametrize("given", [False, True])

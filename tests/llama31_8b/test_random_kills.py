@@ -10,7 +10,7 @@ from ranks import rank_server
 from test_prepare import write_inputs
 from test_save import random_model
 
-from common.data.indexed_dataset import index_path, tokens_path
+from common.data.indexed_dataset_header import index_path, tokens_path
 from common.model import saved_model as save
 from llama31_8b.convert import convert
 
