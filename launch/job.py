@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import engines
@@ -108,6 +108,16 @@ class Job:
     def rules(self) -> Rules:
         """The benchmark's rules for this config."""
         return rules_of(self.benchmark, self.config)
+
+    @property
+    def run_gpus(self) -> Probe:
+        """The GPUs of this node that the ranks use: rank k uses the k-th visible one.
+
+        There are none in a run on a CPU.
+        """
+        if self.selection.device != "cuda":
+            return Probe("none")
+        return replace(self.gpus, devices=self.gpus.devices[: self.config.gpus_per_node])
 
     @property
     def engines(self) -> engines.Described:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
-from common.hardware import Probe
 from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
 from launch import diagnosis, page_cache, run_directory, series
@@ -171,7 +170,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     about = (job.benchmark, job.selection.log_name, config, job.rules)
     on_gpus = job.selection.device == "cuda"
     with (
-        sampler.sampling(run_dir, job.gpus if on_gpus else Probe("none")),
+        sampler.sampling(run_dir, job.run_gpus),
         # Rank 0 writes the events.
         tracked(run_dir, job.trackers if node.rank == 0 else ()),
         Screen(run_dir, *about, on_gpus=on_gpus, leads=node.rank == 0) as screen,

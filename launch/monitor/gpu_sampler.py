@@ -12,7 +12,7 @@ and thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one JSON
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}
     {"event": "stop", "time_s", "samples"}
 
-`gpus` are the GPUs that the ranks see, in their order: entry k belongs to local rank k. null means
+`gpus` are the GPUs that the ranks use, in their order: entry k belongs to local rank k. null means
 that the driver does not report the value. The samples help to find a slow or hot GPU. They are not
 a power measurement by MLPerf's rules.
 """

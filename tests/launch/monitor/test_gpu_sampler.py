@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import synthetic_run
+from jobs import job_of
 from page import Page, read_page
 from toy import alive, wait_until
 
 from common.hardware import Device, Probe, probe
 from common.paths import ROOT
+from launch import run
 from launch.monitor import gpu_sampler as sampler
 from submission import gpu_samples, report
 from submission.runs import read_attempt
@@ -223,6 +226,38 @@ def test_it_is_not_started_where_there_is_no_gpu(driver):
     with sampler.sampling(driver, Probe("none")):
         pass
     assert list(driver.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "used"),
+    [
+        (None, "cuda", ["GPU-00", "GPU-11"]),
+        ("2,0,1", "cuda", ["GPU-22", "GPU-00"]),
+        ("GPU-11,GPU-22", "cuda", ["GPU-11", "GPU-22"]),
+        (None, "cpu", []),
+    ],
+)
+def test_only_the_gpus_of_the_ranks_are_sampled(driver, monkeypatch, visible, device, used):
+    """A run on two of three GPUs."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    job = job_of("llama31_8b", ROOT / "configs/llama31_8b/H200_1x2.toml", driver)
+    job = replace(job, gpus=probe(), selection=replace(job.selection, device=device))
+    path = driver / sampler.NAME
+
+    def supervise(*_, **__):
+        if used:
+            wait_until(lambda: path.is_file() and '"sample"' in path.read_text())
+
+    monkeypatch.setattr(run, "supervise", supervise)
+    run._train(job, None, driver, 1, "no")
+    if not used:
+        assert not path.exists()
+        return
+    records = lines_of(path)
+    assert [gpu["id"] for gpu in records[0]["gpus"]] == used
+    watts = [650.04 + int(gpu[-1]) for gpu in used]
+    assert [gpu["power_w"] for gpu in of(records, "sample")[0]["gpus"]] == watts
 
 
 LAUNCHER = """
