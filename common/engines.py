@@ -131,12 +131,39 @@ _chosen: dict[tuple[str, str, str], Choice] = {}
 
 
 @dataclass(frozen=True)
+class Obstacle:
+    """Why an engine cannot be used."""
+
+    reason: str
+    install: str = ""  # command that installs the engine; "" if none helps
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.install}" if self.install else self.reason
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A faster engine that is not used."""
+
+    name: str  # operation and engine
+    obstacle: Obstacle
+
+    def __str__(self) -> str:
+        return f"{self.name} would be faster: {self.obstacle}"
+
+
+@dataclass(frozen=True)
 class Choice:
-    """The engine to use. `missing`: for each faster engine, why it is not used, and a remedy."""
+    """The engine to use, and the faster ones that are not used."""
 
     engine: Engine
     pinned: bool
-    missing: tuple[str, ...] = ()
+    faster: tuple[Faster, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """For each faster engine, why it is not used, and a remedy."""
+        return tuple(map(str, self.faster))
 
 
 def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
@@ -164,15 +191,15 @@ def choose(
     pin = pin_of(operation, environment)
     if pin is not None:
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
-    missing: list[str] = []
+    faster: list[Faster] = []
     for engine in ENGINES[operation]:
         is_torch = not engine.module
         if not is_torch and (gpu not in engine.chosen_on or dtype not in ("bf16", "fp8")):
             continue
         obstacle = _obstacle(operation, engine)
         if not obstacle:
-            return Choice(engine, pinned=False, missing=tuple(missing))
-        missing.append(f"{operation} by {engine.name} would be faster: {obstacle}")
+            return Choice(engine, pinned=False, faster=tuple(faster))
+        faster.append(Faster(f"{operation} by {engine.name}", obstacle))
     raise AssertionError("the last engine has no obstacle")
 
 
@@ -192,20 +219,21 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
         why = f"it supports bf16 and FP8 on {where}; this is {dtype} on {gpu or 'no GPU'}"
         raise ConfigError(what, why, unset)
     if obstacle := _obstacle(operation, engine):
-        raise ConfigError(what, obstacle, unset)
+        raise ConfigError(what, str(obstacle), unset)
     return engine
 
 
-def _obstacle(operation: str, engine: Engine) -> str:
-    """Return why the engine cannot be used, with the command that installs it; "" if it can."""
+def _obstacle(operation: str, engine: Engine) -> Obstacle | None:
+    """Return why the engine cannot be used, or None if it can."""
     if engine.package:
         version = version_of(engine.package)
         if not version:
-            return f"{engine.package} is not installed: {engine.install}"
+            return Obstacle(f"{engine.package} is not installed", engine.install)
         if engine.oldest and version_key(version) < version_key(engine.oldest):
             old = f"{engine.package} {version} is older than {engine.oldest}"
-            return f"{old}, and {engine.because}: {engine.install}"
-    return _rejected.get((operation, engine.name), "")
+            return Obstacle(f"{old}, and {engine.because}", engine.install)
+    rejected = _rejected.get((operation, engine.name), "")
+    return Obstacle(rejected) if rejected else None
 
 
 def version_key(text: str) -> tuple:
@@ -266,12 +294,29 @@ class Described:
 
     names: dict[str, str]  # operation -> engine
     versions: dict[str, str]  # operation -> engine with the version of its package
-    missing: tuple[str, ...]  # why faster engines are not used, with the commands that install them
+    faster: tuple[Faster, ...]  # faster engines that are not used
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """For each faster engine, why it is not used, and a remedy."""
+        return tuple(map(str, self.faster))
 
     def lines(self) -> list[str]:
         """Return lines for the screen."""
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
-        return [f"engines    {used}", *(f"NOTE       {reason}" for reason in self.missing)]
+        return [f"engines    {used}", *(f"NOTE       {note}" for note in self._notes())]
+
+    def _notes(self) -> list[str]:
+        """Return `missing`, with the engines that one command installs in one text."""
+        groups: dict[str, list[Faster]] = {}
+        for engine in self.faster:
+            groups.setdefault(engine.obstacle.install or str(engine), []).append(engine)
+        notes = []
+        for group in groups.values():
+            names = " and ".join(engine.name for engine in group)
+            reasons = "; ".join(engine.obstacle.reason for engine in group)
+            notes.append(str(Faster(names, Obstacle(reasons, group[0].obstacle.install))))
+        return notes
 
     def pins(self) -> dict[str, str]:
         """Return the environment variables that pin these engines."""
@@ -286,5 +331,5 @@ def described(
     return Described(
         {operation: choice.engine.name for operation, choice in choices.items()},
         {operation: str(choice.engine) for operation, choice in choices.items()},
-        tuple(reason for choice in choices.values() for reason in choice.missing),
+        tuple(engine for choice in choices.values() for engine in choice.faster),
     )

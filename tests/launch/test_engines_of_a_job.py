@@ -35,8 +35,20 @@ def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
     monkeypatch.setattr(engines, "version_of", lambda package: "")
     line, *notes = job.engines.lines()
     assert "sdpa" in line and "kernel" in line
-    assert len(notes) == 2  # attention and SwiGLU
-    assert all(note.startswith("NOTE") and "pip install" in note for note in notes)
+    (note,) = notes  # one command installs both
+    assert note.startswith("NOTE") and note.count("pip install") == 1
+    for word in ("flash_attention_4", "flash-attn-4", "quack", "quack-kernels"):
+        assert word in note
+
+
+def test_versions_json_has_a_reason_for_each_faster_engine(job, monkeypatch):
+    monkeypatch.setattr(engines, "version_of", {"flash-attn-4": "4.0.0b9"}.get)
+    attention, swiglu = job.engines.missing
+    assert "flash_attention_4" in attention and "4.0.0b9" in attention
+    assert "quack" in swiglu and "not installed" in swiglu
+    assert all("pip install" in reason for reason in (attention, swiglu))
+    (note,) = job.engines.lines()[1:]
+    assert "4.0.0b9" in note and "quack-kernels is not installed" in note
 
 
 def test_a_cpu_misses_nothing(job):
