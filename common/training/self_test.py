@@ -539,7 +539,7 @@ def _kernels_compiled_in_background(
 ) -> AbstractContextManager[None]:
     """Compile the kernels of `kernel_checks` during the block.
 
-    At a machine's first start, some 20 kernels would take 15 s one after another.
+    At a machine's first start, they would take 12 s one after another (docs/log.md).
     """
     if sizes.kernels != "triton" or device.type != "cuda":
         return nullcontext()
