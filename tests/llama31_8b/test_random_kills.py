@@ -39,8 +39,17 @@ def save_on_and_on(folder, ready):
         number += 1
 
 
-def kills(body, ready, *arguments):
-    """Kill `body` at random moments after it has begun; yields after each kill."""
+def seconds_of(work):
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def kills(body, ready, seconds, *arguments):
+    """Kill `body` at random moments after it has begun; yields after each kill.
+
+    `seconds`: how long one piece of its work takes on this machine. Up to two pass before a kill.
+    """
     seed = time.time_ns()
     print(f"random seed {seed}")
     moments = random.Random(seed)
@@ -50,7 +59,7 @@ def kills(body, ready, *arguments):
         deadline = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(moments.uniform(0.0, 0.2))
+        time.sleep(moments.uniform(0.0, 2 * seconds))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended by itself"
@@ -67,7 +76,9 @@ def test_no_kill_of_convert_leaves_half_a_pair_that_looks_whole(miniature_data, 
     inputs, tokenizer, partial = write_inputs(tmp_path), miniature_data / "tokenizer.model", 0
     convert(inputs, tokenizer, tmp_path / "right", "text")
     expected = [path(tmp_path / "right").read_bytes() for path in (tokens_path, index_path)]
-    for _ in kills(convert_on_and_on, tmp_path / "ready", tmp_path, tokenizer):
+    # The first conversion also imports.
+    seconds = seconds_of(lambda: convert(inputs, tokenizer, tmp_path / "again", "text"))
+    for _ in kills(convert_on_and_on, tmp_path / "ready", seconds, tmp_path, tokenizer):
         whole = [tmp_path / path.stem for path in tmp_path.glob("p*.idx")]
         assert all(
             [path(prefix).read_bytes() for path in (tokens_path, index_path)] == expected
@@ -85,7 +96,10 @@ def test_no_kill_of_save_leaves_half_a_model_that_looks_whole(tmp_path, monkeypa
     monkeypatch.setattr(save, "FILE_BYTES", 500_000)
     (tmp_path / "right").mkdir()
     expected = contents(save.save_model(random_model(), tmp_path / "right", lambda: None))
-    for _ in kills(save_on_and_on, tmp_path / "ready", tmp_path):
+    (tmp_path / "again").mkdir()
+    model = random_model()
+    seconds = seconds_of(lambda: save.save_model(model, tmp_path / "again", lambda: None))
+    for _ in kills(save_on_and_on, tmp_path / "ready", seconds, tmp_path):
         for run in tmp_path.glob("run_*"):
             names = [path.name for path in run.iterdir()]
             assert names in ([], [save.PARTIAL], [save.FOLDER])
