@@ -196,15 +196,16 @@ def forward(
     arguments = {"scale_x": x.scale, "scale_weight": weight.scale, "scale": scale}
     arguments |= {"h": h, "amax": amax}
     kept_amax = None
+    if gate_up is not None:
+        arguments["gate"], arguments["up"] = gate_up.chunk(2, 1)
     if gate_up is None:
         epilogue = forward_keeping_nothing_epilogue
-    else:
-        arguments["gate"], arguments["up"] = gate_up.chunk(2, 1)
+    elif kept_scale is None:
         epilogue = forward_epilogue
-    if kept_scale is not None:
+    else:
+        epilogue = forward_in_8_bits_epilogue
         kept_amax = torch.empty_like(amax)
         arguments |= {"kept_scale": kept_scale, "kept_amax": kept_amax}
-        epilogue = forward_in_8_bits_epilogue
     epilogue.gemm(
         x.rowwise,
         weight.rowwise,

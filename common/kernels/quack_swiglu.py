@@ -2,10 +2,12 @@
 
 QuACK is an optional package (common/engines.py). The product that computes gate_up also writes h,
 and the product that computes the gradient of h writes that of gate_up instead. So one kernel does
-the work of a product and of a kernel of swiglu.py. Like the kernels, it can keep gate_up in 8 bits
-for LoRA. An evaluation does not store gate_up.
-Both must know the scale of their result beforehand. In the first step, when there is none, the
-separate kernels run.
+the work of a product and of a kernel of swiglu.py. Like the kernels, the first one can keep gate_up
+in 8 bits for LoRA. An evaluation does not store gate_up.
+
+The epilogues round where the kernels do: gate_up and the gradient of h to bf16, before SwiGLU is
+computed from them. Both products must know the scale of their result beforehand. In the first step,
+when there is none, the separate kernels run.
 
 QuACK writes the amax of each row of each tile. A small kernel reads them and does what
 `store_quantized` does in other kernels: it records the amax, counts saturated elements, and turns
@@ -32,7 +34,6 @@ from common.kernels.quantize import fill_columnwise, new_quantized, raise_amax
 from common.paths import cache_folder
 
 WITH_SWIGLU = "gemm + SwiGLU"  # name of these products in a profile
-
 NAN_BYTE = tl.constexpr(0x7F)  # in both formats of sm_90
 
 
@@ -177,9 +178,10 @@ def gate_up_fprop(
         kept_scale = scale_of(kept_quantizer)
     elif keep:
         gate_up = QuantizedTensor(x.rowwise.new_empty(rows, features, dtype=torch.bfloat16))
+    out = None if gate_up is None else gate_up.rowwise
     with product_range(x.rowwise, weight.rowwise, WITH_SWIGLU):
         amax, kept_amax, columns = require().forward(
-            x, weight, scale_of(quantizer), h.rowwise, gate_up and gate_up.rowwise, kept_scale
+            x, weight, scale_of(quantizer), h.rowwise, out, kept_scale
         )
     h = finish_swiglu(h, quantizer, amax, columns, halves=1)
     if gate_up is None:
