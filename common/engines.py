@@ -143,7 +143,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Faster:
-    """A faster engine that is not used."""
+    """A faster engine that is not used. Its text says why, and how to install it."""
 
     name: str  # operation and engine
     obstacle: Obstacle
@@ -160,10 +160,15 @@ class Choice:
     pinned: bool
     faster: tuple[Faster, ...] = ()
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """For each faster engine, why it is not used, and a remedy."""
-        return tuple(map(str, self.faster))
+
+def operations(stores_fp8: bool) -> tuple[str, ...]:
+    """Return the operations whose engine can be chosen.
+
+    `stores_fp8`: whether the blocks' operands are in FP8. Without FP8, only kernels compute SwiGLU.
+    """
+    if stores_fp8:
+        return (ATTENTION, PRODUCTS, SWIGLU)
+    return (ATTENTION, PRODUCTS)
 
 
 def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
@@ -296,18 +301,13 @@ class Described:
     versions: dict[str, str]  # operation -> engine with the version of its package
     faster: tuple[Faster, ...]  # faster engines that are not used
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """For each faster engine, why it is not used, and a remedy."""
-        return tuple(map(str, self.faster))
-
     def lines(self) -> list[str]:
         """Return lines for the screen."""
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
         return [f"engines    {used}", *(f"NOTE       {note}" for note in self._notes())]
 
     def _notes(self) -> list[str]:
-        """Return `missing`, with the engines that one command installs in one text."""
+        """Return why each faster engine is not used. Engines of one command share a text."""
         groups: dict[str, list[Faster]] = {}
         for engine in self.faster:
             groups.setdefault(engine.obstacle.install or str(engine), []).append(engine)

@@ -128,24 +128,13 @@ class Job:
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
-        operations = engine_operations(self.config)
+        operations = engines.operations(self.config.linear_format.stores_fp8)
         return engines.described(gpu, environment, self.config.precision, operations)
 
     @property
     def data_files(self) -> list[Path]:
         """Paths of the files that a run reads, under the data directory."""
         return [self.data_dir / name for name in self.rules.data_files]
-
-
-def engine_operations(config: RunConfig) -> list[str]:
-    """Return the operations whose engine can be chosen in a run with `config`.
-
-    The engine of SwiGLU applies only to blocks in FP8 (common/engines.py).
-    """
-    operations = [engines.ATTENTION, engines.PRODUCTS]
-    if config.linear_format.stores_fp8:
-        operations.append(engines.SWIGLU)
-    return operations
 
 
 def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> Job:

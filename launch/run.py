@@ -46,7 +46,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     versions = run_directory.versions(ROOT, job.gpus) | {
         "rank_cpus": job.cpus,
         "engines": engines.versions,
-        "faster_engines": list(engines.missing),
+        "faster_engines": [str(engine) for engine in engines.faster],
     }
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
     facts["engines"] = engines.versions

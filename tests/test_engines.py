@@ -59,16 +59,16 @@ def test_without_a_package_the_next_one_is_used_and_what_installs_it_is_said(ins
     packages = {engine.name: engine for engine in engines.ENGINES[ATTENTION]}
     for said, name in enumerate(names):
         choice = choose(ATTENTION, gpu, {})
-        assert choice.engine.name == name and len(choice.missing) == said
-        for passed, line in zip(names[:said], choice.missing, strict=True):
-            assert packages[passed].install in line
+        assert choice.engine.name == name and len(choice.faster) == said
+        for passed, faster in zip(names[:said], choice.faster, strict=True):
+            assert packages[passed].install in str(faster)
         installed.pop(packages[name].package, None)
 
 
 def test_engines_with_commands_of_their_own_have_notes_of_their_own(installed):
     described = engines.described("gfx942", {}, "bf16", [ATTENTION, PRODUCTS])
     notes = described.lines()[1:]
-    assert len(notes) == len(described.missing) == 2
+    assert len(notes) == len(described.faster) == 2
     for note, name in zip(notes, ("aiter", "transformer_engine"), strict=True):
         assert name in note and "pip install" in note
 
@@ -100,7 +100,7 @@ def test_versions_with_known_faults_are_not_used(installed, package, version, gp
     installed[package] = version
     choice = choose(ATTENTION, gpu, {})
     assert (choice.engine.package == package) == good
-    assert good or any(version in line for line in choice.missing)
+    assert good or any(version in str(faster) for faster in choice.faster)
 
 
 def test_versions_are_ordered():
@@ -115,7 +115,7 @@ def test_other_dtypes_are_computed_by_torch(installed, operation, dtype):
     installed |= GOOD
     for gpu in ("sm_90", "gfx942"):
         choice = choose(operation, gpu, {}, dtype)
-        assert not choice.engine.module and not choice.missing
+        assert not choice.engine.module and not choice.faster
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_rejected_engine_gives_way_and_the_reason_is_kept(installed):
     installed |= GOOD
     assert reject(ATTENTION, in_use(ATTENTION, "sm_90"), "self-test failed: 3.0 dB")
     choice = in_use(ATTENTION, "sm_90")
-    assert choice.engine.name == "sdpa" and "3.0 dB" in choice.missing[0]
+    assert choice.engine.name == "sdpa" and "3.0 dB" in str(choice.faster[0])
     assert not reject(ATTENTION, choice, "torch's own stays")
     assert in_use(PRODUCTS, "sm_90").engine.name == "cublaslt"
 
@@ -184,4 +184,4 @@ def test_an_engine_that_cannot_be_imported(installed, monkeypatch, pin):
         assert "libcudart" in caught.value.why
         return
     choice = in_use(ATTENTION, "sm_90")
-    assert choice.engine.name == "sdpa" and "libcudart" in choice.missing[0]
+    assert choice.engine.name == "sdpa" and "libcudart" in str(choice.faster[0])

@@ -327,15 +327,18 @@ def bench_line(
 def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str:
     """Return the ENGINES line: the engines in use, and why faster ones are not used."""
     dtype = DTYPES[config.precision]
-    choices = {
-        engines.ATTENTION: attention_engine(device, dtype),
-        engines.PRODUCTS: product_engine(device, dtype),
+    choose = {
+        engines.ATTENTION: partial(attention_engine, device, dtype),
+        engines.PRODUCTS: partial(product_engine, device, dtype),
+        engines.SWIGLU: partial(swiglu_engine, device),
     }
-    if config.linear_format.stores_fp8:
-        choices[engines.SWIGLU] = swiglu_engine(device)
-    used = ", ".join(f"{operation} {choice.engine}" for operation, choice in choices.items())
-    reasons = "".join(f"; {reason}" for choice in choices.values() for reason in choice.missing)
-    return f"ENGINES {benchmark}: {used}{reasons}"
+    used = []
+    reasons = []
+    for operation in engines.operations(config.linear_format.stores_fp8):
+        choice = choose[operation]()
+        used.append(f"{operation} {choice.engine}")
+        reasons += [str(engine) for engine in choice.faster]
+    return "; ".join([f"ENGINES {benchmark}: {', '.join(used)}", *reasons])
 
 
 def precision_of(config: RunConfig) -> str:

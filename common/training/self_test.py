@@ -162,7 +162,7 @@ def check_engines(
             if not engines.reject(operation, choice(), f"its self-test failed: {bad[0]}"):
                 break
         result.findings += findings
-        result.missing += choice().missing
+        result.missing += map(str, choice().faster)
     result.products = str(product_engine(device, sizes.dtype).engine)
     if may_fuse_swiglu(sizes):
         result.swiglu = str(swiglu_engine(device).engine)
@@ -471,7 +471,7 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
     """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
-    return sizes.fp8 and KERNEL_ENGINES[sizes.kernels].fuses
+    return engines.SWIGLU in engines.operations(sizes.fp8) and KERNEL_ENGINES[sizes.kernels].fuses
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:

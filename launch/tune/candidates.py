@@ -14,7 +14,6 @@ from common import engines
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import GpuKind
-from launch.job import engine_operations
 from launch.plan import estimate as plan
 from launch.plan.derive_config import CPU_ENV, HEADROOM, SAVING_LAYERS
 from launch.plan.estimate import Workload
@@ -201,7 +200,7 @@ def settings(
     if base.has_key("reduce_scatter"):
         values["reduce_scatter"] = ("copy_engine", "nccl")
     if kind is not None:
-        for operation in engine_operations(base):
+        for operation in engines.operations(base.linear_format.stores_fp8):
             variable = engines.VARIABLES[operation]
             values[variable] = _engines(operation, kind.arch, base, environment)
     values |= VARIABLES[vendor]

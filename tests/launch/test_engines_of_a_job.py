@@ -43,7 +43,7 @@ def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
 
 def test_versions_json_has_a_reason_for_each_faster_engine(job, monkeypatch):
     monkeypatch.setattr(engines, "version_of", {"flash-attn-4": "4.0.0b9"}.get)
-    attention, swiglu = job.engines.missing
+    attention, swiglu = map(str, job.engines.faster)
     assert "flash_attention_4" in attention and "4.0.0b9" in attention
     assert "quack" in swiglu and "not installed" in swiglu
     assert all("pip install" in reason for reason in (attention, swiglu))
@@ -55,7 +55,7 @@ def test_a_cpu_misses_nothing(job):
     on_a_cpu = replace(job, selection=replace(job.selection, device="cpu"), gpus=Probe("none"))
     names = {"attention": "sdpa", "products": "torch", "swiglu": "kernel"}
     assert on_a_cpu.engines.names == names
-    assert not on_a_cpu.engines.missing
+    assert not on_a_cpu.engines.faster
 
 
 def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):
