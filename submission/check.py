@@ -1,9 +1,9 @@
 """`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`
 
 The command prints the verdict of the official compliance checker on each log, and the findings of
-additional rules. A log with an error is NOT CLEAN. A warning is a break of the written rules that
-the official tools accept: a log with warnings and no errors is ACCEPTED. A log without either is
-CLEAN, whether it has notes or not. Each finding names its line, rule and source.
+additional rules. A log with an error is NOT CLEAN. A warning is a violation of the written rules
+that the official tools accept: a log with warnings and no errors is ACCEPTED. A log without either
+is CLEAN, whether it has notes or not. Each finding names its line, rule and source.
 
 Logs that this project wrote must also follow its conventions (submission/own_log.py). The log names
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
@@ -33,15 +33,8 @@ from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
 from submission.examined import Examined, errors
-from submission.log_rules import (
-    DISCLOSURE_KEYS,
-    ERROR,
-    NOTE,
-    RULES,
-    Finding,
-    findings_of,
-    rules_of,
-)
+from submission.findings import ERROR, NOTE, Finding, findings_of
+from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.terminal import plural
 
@@ -54,6 +47,7 @@ MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-0
 
 
 def parser(benchmark: str = "") -> Parser:
+    """Return the argument parser of `check`."""
     parser = Parser(
         "check",
         "Check MLPerf logs with the official checker and with additional rules.",

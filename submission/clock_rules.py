@@ -11,7 +11,8 @@ from collections import defaultdict
 
 from common.benchmarks import Rules
 from common.records.mlperf_log import Event, Log
-from submission.log_rules import ERROR, WARNING_OF_OTHERS, Breaks, Rule, reaches
+from submission.findings import ERROR, WARNING_OF_OTHERS, Rule, Violations
+from submission.log_rules import reaches
 
 CLOCK_KEYS = ("init_start", "init_stop", "run_start", "run_stop")
 PLAUSIBLE_MS = (1e12, 1e13)  # 2001 to 2286, in milliseconds since 1970
@@ -19,7 +20,7 @@ LATE_MS = 1000  # tolerance, because several processes may write their lines out
 SETUP_MS = 60_000  # from init_stop to run_start; no published log takes longer
 
 
-def stopped_early(log: Log, rules: Rules) -> Breaks:
+def stopped_early(log: Log, rules: Rules) -> Violations:
     """Find a run_stop whose line or time is before that of the evaluation that reached the target.
 
     Times may differ by LATE_MS.
@@ -37,7 +38,7 @@ def stopped_early(log: Log, rules: Rules) -> Breaks:
         yield stop.line, message
 
 
-def started_twice(log: Log, rules: Rules) -> Breaks:
+def started_twice(log: Log, rules: Rules) -> Violations:
     """Find a second run_start with another time. A repeated line with the same time is accepted."""
     starts = log.all("run_start")
     for event in starts[1:]:
@@ -47,7 +48,7 @@ def started_twice(log: Log, rules: Rules) -> Breaks:
             return
 
 
-def implausible_time(log: Log, rules: Rules) -> Breaks:
+def implausible_time(log: Log, rules: Rules) -> Violations:
     """Find the first record of CLOCK_KEYS whose time is outside PLAUSIBLE_MS."""
     low, high = PLAUSIBLE_MS
     for key in CLOCK_KEYS:
@@ -58,7 +59,7 @@ def implausible_time(log: Log, rules: Rules) -> Breaks:
                 return
 
 
-def repeated_evaluation(log: Log, rules: Rules) -> Breaks:
+def repeated_evaluation(log: Log, rules: Rules) -> Violations:
     """Find an evaluation repeated at the same samples_count until it reached the target."""
     missed: dict[object, list[Event]] = defaultdict(list)
     for event in log.all("eval_accuracy"):
@@ -75,7 +76,7 @@ def repeated_evaluation(log: Log, rules: Rules) -> Breaks:
             return
 
 
-def late_start(log: Log, rules: Rules) -> Breaks:
+def late_start(log: Log, rules: Rules) -> Violations:
     """Find a run_start more than SETUP_MS milliseconds after init_stop."""
     stop = log.first("init_stop")
     start = log.first("run_start")

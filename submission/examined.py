@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.records.mlperf_log import Event
-from submission.log_rules import ERROR, Finding
+from submission.findings import ERROR, Finding
 from submission.official_tools import LogVerdict
 
 

@@ -1,8 +1,6 @@
 """Rules of the closed division that no official tool tests, for the log of any submitter.
 
-A rule is a function that yields (line, message) for each break, and a row of RULES with the source
-and the severity: an error, a warning (a break of the written rules that the official tools accept),
-or a note.
+RULES lists them. submission/findings.py describes rule functions and severities.
 
 Sources:
   TR   mlcommons/training_policies, training_rules.adoc (v5.1 to v6.1)
@@ -19,21 +17,22 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
 
 from common import benchmarks
 from common.benchmarks import Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
-
-ERROR = "error"  # forbidden by the rules, and absent from every accepted result
-WARNING = "warning"  # breaks the written rules, but the official tools accept it
-NOTE = "note"  # breaks no rule, but a reviewer may ask about it
-# A warning in the logs of others, and an error in our logs, because RunLog never writes it.
-WARNING_OF_OTHERS = "warning of others"
+from submission.findings import (
+    NOTE,
+    WARNING,
+    WARNING_OF_OTHERS,
+    Rule,
+    Violations,
+    on_all_records,
+    on_records,
+    wrong_values,
+)
 
 PRECISION_KEYS = tuple(
     f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")
@@ -57,101 +56,6 @@ OWN_CONSTANTS = (
 # contain it.
 REHEARSAL = "rehearsal"
 
-Breaks = Iterator[tuple[int, str]]  # line (0: the log as a whole) and message of each break
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem in a log, or a note about it."""
-
-    line: int  # in the file, from 1; 0 means the log as a whole
-    rule: str  # name of the rule
-    message: str
-    source: str  # of the rule
-    severity: str = ERROR  # ERROR, WARNING or NOTE
-    key: str = ""  # of the log, if a record of it is missing according to the official checker
-
-    @property
-    def warning(self) -> bool:
-        return self.severity == WARNING
-
-
-@dataclass(frozen=True)
-class OnEvery:
-    """A rule function for every record of a log, including those that are not in memory.
-
-    `new_test`: function that returns a test for one log. The test is called with each record in
-    order, and returns "" for a correct record, else a message.
-    """
-
-    new_test: Callable[[Log, Rules], Callable[[Event], str]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule: the function that finds the breaks in a log, the rule's source and severity."""
-
-    name: str
-    find: Callable[[Log, Rules], Breaks] | OnEvery
-    source: str
-    severity: str = ERROR
-    # Whether breaks usually have one cause. If so, only the first is reported, with the number of
-    # the others.
-    one_cause: bool = False
-
-
-class BreaksOfRule:
-    """The breaks of one rule in one log. If they have one cause, the first and the last."""
-
-    def __init__(self, rule: Rule):
-        self.rule = rule
-        self.breaks: list[tuple[int, str]] = []
-        self.count = 0
-
-    def add(self, line: int, message: str) -> None:
-        self.count += 1
-        if self.rule.one_cause and len(self.breaks) == 2:
-            self.breaks.pop()
-        self.breaks.append((line, message))
-
-    def findings(self, ours: bool) -> Iterator[Finding]:
-        """Yield the findings of the rule. `ours`: whether this project wrote the log."""
-        rule = self.rule
-        severity = rule.severity
-        if severity == WARNING_OF_OTHERS:
-            severity = ERROR if ours else WARNING
-        breaks = self.breaks
-        if rule.one_cause and self.count > 1:
-            line, message = breaks[0]
-            last, _ = breaks[-1]
-            more = f"{self.count - 1} more of this kind, the last in line {last}"
-            breaks = [(line, f"{message}; {more}")]
-        for line, message in breaks:
-            yield Finding(line, rule.name, message, rule.source, severity)
-
-
-def findings_of(applied: Iterable[Rule], log: Log, rules: Rules, ours: bool) -> list[Finding]:
-    """Return the findings of the rules `applied` in `log`, rule by rule in their order.
-
-    `ours`: whether this project wrote the log. All rules for every record share one pass, because
-    `Log.every` parses a large file again.
-    """
-    found = [BreaksOfRule(rule) for rule in applied]
-    tests = []
-    for breaks in found:
-        find = breaks.rule.find
-        if isinstance(find, OnEvery):
-            tests.append((find.new_test(log, rules), breaks))
-            continue
-        for line, message in find(log, rules):
-            breaks.add(line, message)
-    for event in log.every():
-        for test, breaks in tests:
-            message = test(event)
-            if message:
-                breaks.add(event.line, message)
-    return [finding for breaks in found for finding in breaks.findings(ours)]
-
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
     """Return the rules for the benchmark of `log`, or None if this project has none.
@@ -166,11 +70,11 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 # Evaluations.
 
 
-def wrong_interval(log: Log, rules: Rules) -> Breaks:
+def wrong_interval(log: Log, rules: Rules) -> Violations:
     """Find the first evaluation that is not where it is due, or one that is missing at the end."""
     batch = log.value("global_batch_size")
     counts = _evaluations(log)
-    if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
+    if not is_positive_int(batch) or _is_one_batch_low(counts, batch, rules):
         return
     interval = rules.eval_interval(batch)
     last = resumed_at(log)
@@ -210,15 +114,15 @@ def resumed_at(log: Log) -> int:
     return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 
 
-def counted_short(log: Log, rules: Rules) -> Breaks:
+def samples_one_batch_low(log: Log, rules: Rules) -> Violations:
     """Find a log in which the samples_count of every evaluation is one global batch too low.
 
     The submitter's code counted before the optimizer step.
     """
     batch = log.value("global_batch_size")
     counts = _evaluations(log)
-    if is_positive_int(batch) and _one_step_short(counts, batch, rules):
-        line, samples = _without_extra(counts, batch, rules)[0]
+    if is_positive_int(batch) and _is_one_batch_low(counts, batch, rules):
+        line, samples = _without_early_evaluation(counts, batch, rules)[0]
         message = (
             f"samples_count {samples} and all later ones are one global batch of {batch} too low"
         )
@@ -241,25 +145,25 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
     counts: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
         samples = event.samples
-        if not is_number(samples) or not 0 <= samples == int(samples):
+        if not is_number(samples) or samples < 0 or samples != int(samples):
             continue
-        repeated = counts and counts[-1][1] == samples
-        if not repeated:
+        is_repeated = counts and counts[-1][1] == samples
+        if not is_repeated:
             counts.append((event.line, int(samples)))
     return counts
 
 
-def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
+def _is_one_batch_low(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
     """Return whether each samples_count is one global batch less than where one is due."""
     first = rules.first_evaluation(batch) - batch
     interval = rules.eval_interval(batch)
-    due = _without_extra(counts, batch, rules)
+    due = _without_early_evaluation(counts, batch, rules)
     return bool(due) and all(
         samples == first + number * interval for number, (_, samples) in enumerate(due)
     )
 
 
-def _without_extra(
+def _without_early_evaluation(
     counts: list[tuple[int, int]], batch: int, rules: Rules
 ) -> list[tuple[int, int]]:
     """Return `counts` without the extra evaluation that some submitters log before the first."""
@@ -268,45 +172,7 @@ def _without_extra(
     return counts
 
 
-def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Breaks]:
-    """Return a rule function that applies `find` to each record of `keys`.
-
-    `find`: function that returns "" for a correct record, else a message.
-    """
-
-    def breaks(log: Log, rules: Rules) -> Breaks:
-        for event in chain.from_iterable(log.all(key) for key in keys):
-            message = find(event, rules)
-            if message:
-                yield event.line, message
-
-    return breaks
-
-
-def on_every(find: Callable[[Event], str]) -> OnEvery:
-    """Return a rule function that applies `find` to every record.
-
-    `find`: function that returns "" for a correct record, else a message.
-    """
-    return OnEvery(lambda log, rules: find)
-
-
-def unless(
-    is_correct: Callable[[object], object], words: str, *keys: str
-) -> Callable[[Log, Rules], Breaks]:
-    """Return a rule function that finds the records of `keys` with an incorrect value.
-
-    `is_correct`: function that returns whether a value is correct. `words`: description of a
-    correct value, for the message.
-    """
-
-    def find(event: Event, rules: Rules) -> str:
-        return "" if is_correct(event.value) else f"{event.key} is {event.value!r}, not {words}"
-
-    return on_each(find, *keys)
-
-
-def wrong_status(log: Log, rules: Rules) -> Breaks:
+def wrong_status(log: Log, rules: Rules) -> Violations:
     """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
 
     If the rules have no target, any status is accepted.
@@ -322,7 +188,7 @@ def wrong_status(log: Log, rules: Rules) -> Breaks:
         yield stop.line, message
 
 
-def after_target(log: Log, rules: Rules) -> Breaks:
+def after_target(log: Log, rules: Rules) -> Violations:
     """Find the first evaluation after the one that reached the target."""
     reached = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if reached is None:
@@ -341,14 +207,14 @@ def reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def other_constants(log: Log, rules: Rules) -> Breaks:
+def wrong_constants(log: Log, rules: Rules) -> Violations:
     """Find values that differ from those that the division fixes, except OWN_CONSTANTS."""
     for key, wanted in rules.fixed_log_values().items():
         if key not in OWN_CONSTANTS:
-            yield from unlike(log, rules, key, wanted)
+            yield from values_unlike(log, rules, key, wanted)
 
 
-def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Breaks:
+def values_unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Violations:
     """Find each value of `key` that differs from `wanted`. 1 equals 1.0, but True does not."""
     for event in log.all(key):
         value = event.value
@@ -362,7 +228,7 @@ def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Bre
             yield event.line, message
 
 
-def wrong_end_learning_rate(log: Log, rules: Rules) -> Breaks:
+def wrong_end_learning_rate(log: Log, rules: Rules) -> Violations:
     """Find an end learning rate that does not follow from the base learning rate."""
     base = log.value("opt_base_learning_rate")
     end = log.first("opt_end_learning_rate")
@@ -379,7 +245,7 @@ def wrong_end_learning_rate(log: Log, rules: Rules) -> Breaks:
         yield end.line, message
 
 
-def unlike_reference(log: Log, rules: Rules) -> Breaks:
+def learning_rate_unlike_reference(log: Log, rules: Rules) -> Violations:
     """Find a base learning rate other than the reference's at this global batch."""
     batch = log.value("global_batch_size")
     rate = log.first("opt_base_learning_rate")
@@ -402,7 +268,7 @@ def cache_kept(event: Event, rules: Rules) -> str:
     return "cache_clear is false: allowed only if the system was restarted before the run"
 
 
-def partly_disclosed(log: Log, rules: Rules) -> Breaks:
+def partly_disclosed(log: Log, rules: Rules) -> Violations:
     """Find a log with some but not all of DISCLOSURE_KEYS, and keys that look misspelled."""
     missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
     others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
@@ -418,23 +284,25 @@ def partly_disclosed(log: Log, rules: Rules) -> Breaks:
 # Seeds, and lines that the official tools misread.
 
 
-def no_seed(log: Log, rules: Rules) -> Breaks:
+def no_seed(log: Log, rules: Rules) -> Violations:
     """Find a missing seed, and seeds that the official seed checker cannot read."""
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
-    yield from unless(converts_to_int, "an integer", "seed")(log, rules)
+    yield from wrong_values(converts_to_int, "an integer", "seed")(log, rules)
     for event in log.all("seed"):
         if "file" not in event.metadata or "lineno" not in event.metadata:
             yield event.line, "seed without file and lineno in its metadata"
 
 
-def many_seeds(log: Log, rules: Rules) -> Breaks:
+def many_seeds(log: Log, rules: Rules) -> Violations:
+    """Find a second seed in the log of one run."""
     seeds = {str(event.value): event for event in log.all("seed")}
     if len(seeds) > 1:
         yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
 
 
 def two_on_a_line(event: Event) -> str:
+    """Return a message if another record precedes `event` on its line, else ""."""
     if TOKEN not in event.prefix:
         return ""
     return f"two records on one line: the official parser reads only the second one, {event.key}"
@@ -449,6 +317,19 @@ def misread(event: Event) -> str:
     text = json.dumps([event.key, event.value, event.metadata])
     words = [word for word in RESERVED_SUBSTRINGS if word in text and event.key != word]
     return f"the line of {event.key} contains {' and '.join(words)}" if words else ""
+
+
+def invented(event: Event, rules: Rules) -> str:
+    """Return the message about the record REHEARSAL, with which no log is correct."""
+    return "the log of a rehearsal is invented and cannot be submitted"
+
+
+def not_finite(event: Event) -> str:
+    """Return a message if the value of `event` is NaN or infinite, else ""."""
+    return f"{event.key} is {event.value}" if _is_not_finite(event.value) else ""
+
+
+# Tests of values.
 
 
 def converts_to_int(value: object) -> bool:
@@ -466,23 +347,18 @@ def _is_plain_seed(value: object) -> bool:
 
 
 def is_positive_int(value: object) -> bool:
+    """Return whether `value` is an integer from 1. True, False and 1.0 are not."""
     return type(value) is int and value >= 1
 
 
 def is_positive(value: object) -> bool:
+    """Return whether `value` is a number above 0."""
     return is_number(value) and value > 0
 
 
-def invented(event: Event, rules: Rules) -> str:
-    return "the log of a rehearsal is invented and cannot be submitted"
-
-
 def _is_not_finite(value: object) -> bool:
+    """Return whether `value` is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def not_finite(event: Event) -> str:
-    return f"{event.key} is {event.value}" if _is_not_finite(event.value) else ""
 
 
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
@@ -495,14 +371,14 @@ RULES = (
     ),
     Rule(
         "samples_count",
-        counted_short,
+        samples_one_batch_low,
         "TR RCP Rules: training samples until convergence",
         WARNING_OF_OTHERS,
     ),
-    Rule("count", on_each(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
+    Rule("count", on_records(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
     Rule(
         "eval_value",
-        unless(
+        wrong_values(
             lambda loss: is_positive(loss) or _is_not_finite(loss),
             "a positive number",
             "eval_accuracy",
@@ -511,7 +387,7 @@ RULES = (
     ),
     Rule(
         "finite",
-        on_every(not_finite),
+        on_all_records(not_finite),
         "OWN; the compliance checker ignores NaN if another evaluation passes",
         WARNING_OF_OTHERS,
     ),
@@ -526,22 +402,24 @@ RULES = (
         "TR Run Results: a run may stop at the target",
         WARNING_OF_OTHERS,
     ),
-    Rule("constant", other_constants, "TR Hyperparameters; REF"),
+    Rule("constant", wrong_constants, "TR Hyperparameters; REF"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule(
         "learning_rate",
-        unlike_reference,
+        learning_rate_unlike_reference,
         "RCP Hyperparams (the rate is free: TR Hyperparameters)",
         NOTE,
     ),
     Rule(
         "batch",
-        unless(is_positive_int, "a positive integer: there is no reference", "global_batch_size"),
+        wrong_values(
+            is_positive_int, "a positive integer: there is no reference", "global_batch_size"
+        ),
         "RCP rcp_checker.py",
     ),
     Rule(
         "cache_clear",
-        on_each(cache_kept, "cache_clear"),
+        on_records(cache_kept, "cache_clear"),
         "TR Data State: unless the system was restarted",
         WARNING_OF_OTHERS,
     ),
@@ -549,18 +427,18 @@ RULES = (
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule(
         "odd_seed",
-        unless(_is_plain_seed, "an integer of 32 bits", "seed"),
+        wrong_values(_is_plain_seed, "an integer of 32 bits", "seed"),
         "SEED (converts it with int())",
         WARNING_OF_OTHERS,
     ),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
     Rule(
         "line_format",
-        on_every(two_on_a_line),
+        on_all_records(two_on_a_line),
         "CC mlp_parser/ruleset_610.py",
         WARNING_OF_OTHERS,
         one_cause=True,
     ),
-    Rule(REHEARSAL, on_each(invented, REHEARSAL), "OWN; package --rehearse"),
-    Rule("reserved_word", on_every(misread), "RCP rcp_checker.py"),
+    Rule(REHEARSAL, on_records(invented, REHEARSAL), "OWN; package --rehearse"),
+    Rule("reserved_word", on_all_records(misread), "RCP rcp_checker.py"),
 )

@@ -37,7 +37,7 @@ from common.errors import PreflightError
 from common.packages import pip_install, version_of
 from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
-from submission.log_rules import ERROR, WARNING, Finding
+from submission.findings import ERROR, WARNING, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both benchmarks
 RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only

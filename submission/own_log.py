@@ -1,9 +1,10 @@
 """Conventions of the logs that this project writes, stricter than the MLPerf rules.
 
 They exclude lines that RunLog cannot write, and lines that our submissions must not contain. They
-apply to our own logs only. There a break is an error: RunLog has a bug, or the log was edited. A
-log is ours if its division is miniature, if its division is open and its directory has a config of
-this project, or if its config_filename has the form of the names in configs/. Standard library
+apply to our own logs only. A violation there is an error: RunLog has a bug, or the log was edited.
+
+A log is ours if its division is miniature, if its division is open and its directory has a config
+of this project, or if its config_filename has the form of the names in configs/. Standard library
 only.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -21,19 +21,22 @@ from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
 from submission import official_tools
+from submission.findings import (
+    WARNING,
+    OnAllRecords,
+    RecordTest,
+    Rule,
+    Violations,
+    on_all_records,
+    on_records,
+    wrong_values,
+)
 from submission.log_rules import (
     OWN_CONSTANTS,
-    WARNING,
-    Breaks,
-    OnEvery,
-    Rule,
     is_positive,
     is_positive_int,
-    on_each,
-    on_every,
     resumed_at,
-    unless,
-    unlike,
+    values_unlike,
 )
 
 # For example MI355X_1x8.toml. launch/select_config.py adds one of CHANGED to the name if needed.
@@ -102,7 +105,7 @@ def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
     return (*keys, "seed", "submission_status")
 
 
-def not_once(log: Log, rules: Rules) -> Breaks:
+def not_once(log: Log, rules: Rules) -> Violations:
     """Find keys of the clock and of the initialization that are missing or repeated."""
     for key in (*CLOCK_KEYS, *init_keys_of(log)):
         events = log.all(key)
@@ -127,7 +130,7 @@ def wrong_event_type(event: Event) -> str:
     return f"{event.key} is logged as {event.event_type!r}, not {wanted}"
 
 
-def order_test(log: Log, rules: Rules) -> Callable[[Event], str]:
+def order_test(log: Log, rules: Rules) -> RecordTest:
     """Return a test that finds records that do not follow TRANSITIONS.
 
     The initialization comes first. Then every block and every evaluation ends before the next one
@@ -152,7 +155,7 @@ def order_test(log: Log, rules: Rules) -> Callable[[Event], str]:
     return out_of_order
 
 
-def time_test(log: Log, rules: Rules) -> Callable[[Event], str]:
+def time_test(log: Log, rules: Rules) -> RecordTest:
     """Return a test that finds records with an earlier time than the record before them."""
     before = -math.inf
 
@@ -167,7 +170,7 @@ def time_test(log: Log, rules: Rules) -> Callable[[Event], str]:
     return back_in_time
 
 
-def wrong_samples(log: Log, rules: Rules) -> Breaks:
+def wrong_samples(log: Log, rules: Rules) -> Violations:
     """Find a samples_count that is not the number of sequences trained so far.
 
     RunLog counts after the optimizer step. The number is therefore a multiple of the global batch,
@@ -215,7 +218,7 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     that test.
     """
 
-    def wrong_config(log: Log, rules: Rules) -> Breaks:
+    def wrong_config(log: Log, rules: Rules) -> Violations:
         """Find a config that was changed, or that is not a file of the repository.
 
         Miniatures are exempt: they may run on any machine and with any change, because they cannot
@@ -239,7 +242,7 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
-def wrong_batch(log: Log, rules: Rules) -> Breaks:
+def wrong_batch(log: Log, rules: Rules) -> Violations:
     """Find a global batch that is not a multiple of accumulation steps x micro batch size."""
     batch = log.value("global_batch_size")
     steps = log.value("gradient_accumulation_steps")
@@ -256,11 +259,11 @@ def is_fraction(value: object) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
-def own_constants(log: Log, rules: Rules) -> Breaks:
+def wrong_own_constants(log: Log, rules: Rules) -> Violations:
     """Find values of OWN_CONSTANTS that differ from those that the division fixes."""
     fixed = rules.fixed_log_values()
     for key in OWN_CONSTANTS:
-        yield from unlike(log, rules, key, fixed[key])
+        yield from values_unlike(log, rules, key, fixed[key])
 
 
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
@@ -268,40 +271,46 @@ OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule(
         "line_format",
-        on_every(prefixed),
+        on_all_records(prefixed),
         "OWN (the official parser strips it)",
         WARNING,
         one_cause=True,
     ),
-    Rule("event_type", on_every(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
+    Rule(
+        "event_type", on_all_records(wrong_event_type), "OWN (no checker reads it)", one_cause=True
+    ),
     Rule(
         "submission",
-        unless(lambda value: isinstance(value, str) and value.strip(), "text", *SUBMISSION_KEYS),
+        wrong_values(
+            lambda value: isinstance(value, str) and value.strip(), "text", *SUBMISSION_KEYS
+        ),
         "OWN; CC common.yaml",
     ),
     Rule(
         "submission",
-        unless(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"),
+        wrong_values(
+            STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"
+        ),
         "OWN; CC common.yaml",
     ),
-    Rule("order", OnEvery(order_test), "OWN; TR Run Results", one_cause=True),
-    Rule("time", OnEvery(time_test), "OWN", one_cause=True),
+    Rule("order", OnAllRecords(order_test), "OWN; TR Run Results", one_cause=True),
+    Rule("time", OnAllRecords(time_test), "OWN", one_cause=True),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules", one_cause=True),
     Rule(
         "resumed",
-        on_each(resumed, "resumed"),
+        on_records(resumed, "resumed"),
         "TR Run Results: a run is timed from run_start to run_stop",
         WARNING,
     ),
     Rule(
         "chosen_seed",
-        on_each(chosen_seed, "seed"),
+        on_records(chosen_seed, "seed"),
         "TR Random numbers (a constant seed is not allowed)",
         WARNING,
     ),
     Rule(
         "batch",
-        unless(
+        wrong_values(
             is_positive_int, "a positive integer", "gradient_accumulation_steps", "train_samples"
         ),
         "OWN",
@@ -309,22 +318,22 @@ OWN_RULES = (
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule(
         "schedule",
-        unless(is_positive, "a positive number", "opt_base_learning_rate"),
+        wrong_values(is_positive, "a positive number", "opt_base_learning_rate"),
         TR_HYPERPARAMETERS,
     ),
     Rule(
         "schedule",
-        unless(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
+        wrong_values(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
         TR_HYPERPARAMETERS,
     ),
     Rule(
         "schedule",
-        unless(
+        wrong_values(
             is_fraction,
             "a fraction of the steps, from 0 to below 1",
             "opt_learning_rate_warmup_factor",
         ),
         TR_HYPERPARAMETERS,
     ),
-    Rule("constant", own_constants, TR_HYPERPARAMETERS),
+    Rule("constant", wrong_own_constants, TR_HYPERPARAMETERS),
 )

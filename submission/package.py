@@ -20,87 +20,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import benchmarks
 from common.command_line import Parser, program
-from common.errors import CheckFailed, ConfigError, StorageError
+from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from common.records import ledger
-from common.training.mllog import EMULATED
 from launch.run_directory import doubts, git
-from submission import check, describe, implementation, official_tools, rehearsal, terminal
-from submission.examined import Examined
-from submission.log_rules import REHEARSAL, Finding
-from submission.runs import INTERVALS, LOST, Run
-from submission.series import Series, TenRuns, read_series, ten_runs, windows
+from submission import describe, implementation, official_tools, rehearsal, terminal
+from submission.forbidden_files import forbidden_files
+from submission.package_checks import (
+    PackageRequest,
+    check_description,
+    check_names,
+    require,
+    runs_to_submit,
+    series_folder,
+)
+from submission.series import TenRuns, read_series
 from submission.terminal import add_series_option, plural
-
-# Pattern of the name of an organization, system or implementation, which are names of directories.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-PLACEHOLDERS = (  # names that are not those of an organization
-    "unnamed",
-    "org",
-    "yourorg",
-    "your_org",
-    "myorg",
-    "example",
-    "test",
-    "todo",
-    "none",
-    "organisation",  # the British spelling too
-    "organization",
-)
-COMMIT = re.compile("[0-9a-f]{40}")
-# Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
-# run with other engines was not made by that series.
-SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
-# Keys that the official checker requires and that are logged after run_start. It accepts keys of
-# epochs in place of those of blocks, and may name either of them.
-AFTER_RUN_START = frozenset(
-    {*INTERVALS, "eval_accuracy"} - {"init_start", "init_stop", "run_start"}
-)
-SIZE_LIMIT = 50 * 2**20  # bytes per file, as in the repo checker
-# Names of caches and core dumps, and endings of build outputs.
-CACHES = ("__pycache__", "node_modules", "wandb", "core")
-CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
-
-# Kind of secret -> pattern of its text.
-SECRETS = {
-    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
-    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{24,}|\bAIza[0-9A-Za-z_-]{35}",
-    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "a password": (
-        r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)"
-        r"(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}"
-    ),
-    "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'{}]+:[^/\s:@\"'{}]+@",
-}
-
-
-@dataclass(frozen=True)
-class PackageRequest:
-    """The options of one `package` command."""
-
-    sources: Mapping[str, str | Path]  # benchmark -> directory of its series
-    system: Path  # system description
-    out: Path  # directory to create
-    org: str  # organization
-    ruleset: str = official_tools.CLOSED_RULESETS[-1]
-    implementation: str = "torch_native"
-    series: str = ""  # ID of a series in the ledger, or its beginning
-    root: Path = ROOT  # the project's git repository
-    rehearsal: bool = False  # whether the logs are invented
 
 
 class PackageParser(Parser):
@@ -116,6 +58,7 @@ class PackageParser(Parser):
 
 
 def parser(benchmark: str = "") -> Parser:
+    """Return the argument parser of `package`."""
     parser = PackageParser(
         "package",
         "Make a submission from series of ten runs, and run the official tools on it.",
@@ -169,6 +112,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def _package(options: argparse.Namespace) -> int:
+    """Package real or, with --rehearse, invented series; return the exit code."""
     if options.rehearse:
         return rehearse(options)
     request = PackageRequest(
@@ -214,13 +158,13 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
             root=root,
             rehearsal=True,
         )
-        _check_names(request)
+        check_names(request)
         description = describe.read(request.system)
-        _check_description(request, description)
+        check_description(request, description)
         for benchmark, source in sources.items():
             series = None
             if source:
-                series = read_series([_series_folder(Path(source), benchmark)], options.series)
+                series = read_series([series_folder(Path(source), benchmark)], options.series)
             rehearsal.write_series(
                 folder / benchmark,
                 benchmark,
@@ -251,19 +195,19 @@ def package(request: PackageRequest) -> int:
     StorageError if `request.out` cannot be written, PreflightError without the official tools. If
     the submission cannot be completed, nothing is left behind.
     """
-    _check_names(request)
+    check_names(request)
     description = describe.read(request.system)
-    _check_description(request, description)
-    chosen = {name: _chosen(request, name, description) for name in request.sources}
+    check_description(request, description)
+    submitted = {name: runs_to_submit(request, name, description) for name in request.sources}
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=f".{request.out.name}-", dir=request.out.parent
         ) as folder:
             partial = Path(folder, "partial")
-            _build(partial / request.org, request, chosen)
-            problems = forbidden(partial / request.org)
-            _require(
+            _build(partial / request.org, request, submitted)
+            problems = forbidden_files(partial / request.org)
+            require(
                 not problems,
                 f"{plural(len(problems), 'file')} must not be in a submission",
                 "; ".join(problems),
@@ -275,380 +219,23 @@ def package(request: PackageRequest) -> int:
             f"cannot write {request.out}", str(error), "free space, or choose another --out"
         ) from error
     missed = 0
-    for ten in chosen.values():
+    for ten in submitted.values():
         missed += sum(not run.converged for run in ten.runs)
     return judge(request, missed)
 
 
-# Checks of the request, the system description and the runs.
+# The files of the submission.
 
 
-def _require(condition: bool, what: str, why: str, do: str) -> None:
-    """Raise CheckFailed with these texts unless `condition` is true."""
-    if not condition:
-        raise CheckFailed(what, why, do)
-
-
-def _check_names(request: PackageRequest) -> None:
-    """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
-    names = {
-        "--org": request.org,
-        "--system": request.system.stem,
-        "--implementation": request.implementation,
-    }
-    for option, name in names.items():
-        if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{option}: {name!r} cannot be the name of a directory in a submission",
-                "only letters, digits and _ . + - are allowed, and no leading dot",
-                "choose another name",
-            )
-    if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
-        raise ConfigError(
-            f"--org {request.org}",
-            "this is a placeholder, not the name of an organization",
-            "give the name of your organization, as in MLPERF_SUBMISSION_ORG of the runs",
-        )
-    if rehearsal.is_marked(request.org) and not request.rehearsal:
-        raise ConfigError(
-            f"--org {request.org}",
-            "this name marks a rehearsal, which cannot be submitted",
-            "give the name of your organization, and package series of real runs",
-        )
-    if request.out.exists() or request.out.is_symlink():
-        raise ConfigError(
-            f"--out {request.out} exists",
-            "nothing is overwritten",
-            "choose another name, or remove it",
-        )
-
-
-def _check_description(request: PackageRequest, description: dict) -> None:
-    """Raise CheckFailed if the system description is incomplete or names another submitter."""
-    problems = describe.problems(description)
-    _require(
-        not problems,
-        f"{request.system} cannot be submitted",
-        "; ".join(problems),
-        f"complete it: ./run_and_time.sh describe --out {request.system} ...",
-    )
-    submitter = description["submitter"]
-    _require(
-        submitter == request.org,
-        f"{request.system}: submitter is {submitter!r}, --org is {request.org!r}",
-        "reviewers find the code by the submitter's name",
-        "make them equal",
-    )
-
-
-def _chosen(request: PackageRequest, benchmark: str, description: dict) -> TenRuns:
-    """Return the ten runs of `benchmark` to submit, after checking them and their series.
-
-    Raises ConfigError if there is no series, CheckFailed if a check fails.
-    """
-    folder = _series_folder(Path(request.sources[benchmark]), benchmark)
-    series = read_series([folder], request.series)
-    for run in series.runs:
-        _require_benchmark_run(request, run, benchmark)
-    chosen = ten_runs(series)
-    _require(
-        not chosen.invalid,
-        f"{series.name} cannot be submitted",
-        chosen.invalid,
-        "run more: NEXP with --resume, or a new series",
-    )
-    _print_choice(benchmark, series, chosen)
-    _check_seeds(series.runs)
-    for run in chosen.runs:
-        _require(
-            bool(run.log.events),
-            f"{run.name} was killed and left no log",
-            "a result set has ten files, and the official tools read each of them",
-            "run more: NEXP with --resume, or a new series",
-        )
-        _check_same(chosen.runs[0], run)
-        _check_identity(request, run, description)
-        _check_log(request, run)
-    return chosen
-
-
-def _print_choice(benchmark: str, series: Series, chosen: TenRuns) -> None:
-    """Print the attempts of `series`, with a * before the ten that are submitted."""
-    count = sum(not window.invalid for window in windows(series))
-    print(
-        f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
-        f" {plural(count, 'valid window')} of ten"
-    )
-    first = chosen.runs[0].number
-    last = chosen.runs[-1].number
-    rcp = "" if chosen.passed else ", fails the RCP test"
-    print(f"  median: attempts {first} to {last}, {chosen.rank:.4f} min{rcp}")
-    for run in series.runs:
-        print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
-
-
-def _series_folder(source: Path, benchmark: str) -> Path:
-    """Return LOGDIR/<benchmark> for `source`, which is LOGDIR or LOGDIR/<benchmark>.
-
-    Raises ConfigError if there is no ledger.
-    """
-    folder = source if (source / ledger.NAME).is_file() else source / benchmark
-    if not (folder / ledger.NAME).is_file():
-        raise ConfigError(
-            f"{source}: no series of {benchmark}",
-            f"there is no {ledger.NAME} in it or in its folder {benchmark}",
-            "name the LOGDIR of the series",
-        )
-    return folder
-
-
-def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) -> None:
-    """Raise CheckFailed if `run` cannot be a benchmark result.
-
-    It cannot if it is of another benchmark, a miniature, a rehearsal, a continued or an emulated
-    run, or if its config was changed.
-    """
-    logged = run.log.value("submission_benchmark")
-    _require(
-        logged in (None, benchmark),
-        f"{run.path} is a log of {logged}",
-        f"--benchmark says that it is a log of {benchmark}",
-        "correct --benchmark",
-    )
-    _require(
-        run.log.value("submission_division") != "miniature",
-        f"{run.folder} is a miniature",
-        "a miniature has its own target and is not a benchmark result",
-        "run the benchmark, or try the packaging with --rehearse",
-    )
-    _require(
-        run.log.value(REHEARSAL) is None or request.rehearsal,
-        f"{run.folder} is a rehearsal",
-        "its log is invented",
-        "run the benchmark",
-    )
-    _require(
-        run.log.value("resumed") is None,
-        f"{run.folder} was continued from a checkpoint of another run",
-        "a run is timed from its first step to its last, without interruption",
-        "run it without --continue",
-    )
-    emulated = run.log.value(EMULATED)
-    _require(
-        emulated is None,
-        f"{run.folder} emulated {emulated}",
-        "emulation computes the results of this number format in bf16 or FP8",
-        'run a series with linear = "fp8"',
-    )
-    name = str(run.log.value("config_filename") or run.start.get("config", ""))
-    _require(
-        "+" not in name and not run.start.get("modified"),
-        f"{run.folder} ran with {name}",
-        "it did not run with an unchanged config of the repository (--set, or another GPU)",
-        "write a config for it, commit it, and run the series with that config",
-    )
-
-
-def _check_seeds(runs: list[Run]) -> None:
-    """Raise CheckFailed unless all runs of the series, submitted or not, have independent seeds."""
-    first_with: dict[object, Run] = {}
-    previous: object = None
-    for run in runs:
-        seed = run.start.get("seed")
-        logged = run.log.value("seed")
-        _require(
-            type(seed) is int and logged in (None, seed),
-            f"{run.path}: seed {logged}",
-            f"the ledger has seed {seed}: the log is not the one that this attempt wrote",
-            "submit logs as they were written",
-        )
-        other = first_with.setdefault(seed, run)
-        _require(
-            other is run,
-            f"attempts {other.number} and {run.number} have the same seed {seed}",
-            "the ten runs must be independent",
-            "run a series without SEED",
-        )
-        _require(
-            type(previous) is not int or seed != previous + 1,
-            f"attempts {run.number - 1} and {run.number} have the seeds {previous} and {seed}",
-            "consecutive seeds are not random: they must come from the clock or system entropy",
-            "run a series without SEED",
-        )
-        previous = seed
-
-
-def _check_same(first: Run, run: Run) -> None:
-    """Raise CheckFailed unless `run` has the system, code, engines and config of `first`.
-
-    Source: MLPerf training rules, "Benchmark Results".
-    """
-    commit = run.versions.get("commit")
-    named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
-    why = "its versions.json names no commit (40 hexadecimal digits)"
-    if named:
-        why = "there were uncommitted changes"
-    _require(
-        named and run.versions.get("dirty") is False,
-        f"{run.folder}: the code that ran is unknown",
-        why,
-        "commit, and run the series from a clean tree",
-    )
-    attempts = f"attempts {first.number} and {run.number}"
-    for key in SAME:
-        value = run.versions.get(key)
-        other = first.versions.get(key)
-        _require(
-            value == other,
-            f"{attempts} ran with different {key}: {other} and {value}",
-            "the ten runs must have the same system and the same code",
-            "run a series without changing anything",
-        )
-    _require(
-        run.config == first.config,
-        f"{attempts} ran with different configs",
-        f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
-        "run a series with one config",
-    )
-
-
-def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:
-    """Raise CheckFailed unless log, config and system description agree.
-
-    They must name the same organization, platform, GPUs and torch version.
-    """
-    rerun = "do not edit the log: run the series with MLPERF_SUBMISSION_{} set"
-    platform = run.log.value("submission_platform")
-    packages = run.versions.get("packages") or {}
-    torch = str(packages.get("torch") or "").split("+")[0]
-    _require(
-        run.org == request.org,
-        f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
-        "reviewers see both",
-        rerun.format("ORG"),
-    )
-    _require(
-        bool(run.nodes),
-        f"{run.folder / 'config.toml'} does not name the GPUs",
-        "the file is missing or damaged",
-        "submit run directories as the launcher wrote them",
-    )
-    shape = f"{run.nodes}x{run.gpus_per_node}"
-    facts = {
-        "number_of_nodes": str(run.nodes),
-        "accelerators_per_node": str(run.gpus_per_node),
-        "accelerator_model_name": str(run.gpu),
-        "framework": torch,
-    }
-    for key, value in facts.items():
-        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
-        _require(
-            named,
-            f"{request.system}: {key} is {description[key]}, not {value}",
-            f"{run.folder} ran on {shape} {run.gpu} with torch {torch}",
-            "describe the system that ran",
-        )
-    allowed = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
-    _require(
-        platform in allowed,
-        f"{run.path}: submission_platform is {platform!r}",
-        f"for this system it must be one of {', '.join(map(repr, allowed))}",
-        rerun.format("PLATFORM"),
-    )
-
-
-def _check_log(request: PackageRequest, run: Run) -> None:
-    """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
-
-    Findings that are unavoidable for a run that missed its target or was killed are accepted.
-    """
-    _require(
-        not run.path.is_symlink(),
-        f"{run.path} is a link",
-        "a log must be the file that the run wrote",
-        "submit run directories as the launcher wrote them",
-    )
-    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
-    complaints = []
-    for finding in examined.errors(werror=True):
-        if _is_unavoidable(run, finding, examined):
-            continue
-        if request.rehearsal and finding.rule == REHEARSAL:
-            continue
-        complaints.append(f"line {finding.line}: {finding.message} ({finding.source})")
-    _require(
-        not complaints,
-        f"{run.path} is not clean",
-        "; ".join(complaints),
-        f"see ./run_and_time.sh check {run.path}",
-    )
-
-
-def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
-    """Return whether every run that fails as `run` did causes `finding`.
-
-    The official checker requires an evaluation at the target, and records that a run which ends
-    early does not write. Our rules require run_stop, which a killed run does not write.
-    """
-    if run.status == "success":
-        return False
-    if finding in examined.verdict.complaints:
-        return finding.rule == "target" or finding.key in AFTER_RUN_START
-    return run.state == LOST and finding.rule == "once" and "run_stop" in finding.message
-
-
-# Files that must not be in a submission.
-
-
-def forbidden(root: Path) -> list[str]:
-    """Return one line for each reason why a path in `root` must not be in a submission.
-
-    The reasons are names and sizes that the repo checker refuses, caches, build outputs, secrets,
-    and links, which the repo checker would resolve relative to its own directory.
-    """
-    lines = []
-    for path in (root, *sorted(root.rglob("*"))):
-        name = path.relative_to(root.parent)
-        lines += [f"{name}: {problem}" for problem in _problems(path)]
-    return lines
-
-
-def _problems(path: Path) -> Iterator[str]:
-    if path.name.startswith("."):
-        yield "its name starts with a dot"
-    if any(letter.isspace() for letter in path.name):
-        yield "its name contains a space"
-    if path.name in CACHES or path.name.endswith(CACHE_SUFFIXES):
-        yield "is a cache or a build output"
-    if path.is_symlink():
-        yield "is a link"
-    elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
-        yield f"is {size / 2**20:.0f} MB, the limit is {SIZE_LIMIT >> 20} MB"
-    elif path.is_file():
-        yield from secrets_in(path.read_bytes())
-
-
-def secrets_in(data: bytes) -> Iterator[str]:
-    """Yield the kind and line of each apparent secret in `data`, but never the secret itself."""
-    text = data.decode("latin-1")
-    for kind, pattern in SECRETS.items():
-        if match := re.search(pattern, text):
-            line = text.count("\n", 0, match.start()) + 1
-            yield f"line {line} looks like {kind}"
-
-
-# Building.
-
-
-def _build(org_dir: Path, request: PackageRequest, chosen: dict[str, TenRuns]) -> None:
+def _build(org_dir: Path, request: PackageRequest, submitted: dict[str, TenRuns]) -> None:
     """Write the files of the submission into the new directory `org_dir`.
 
-    `chosen`: benchmark -> runs to submit.
+    `submitted`: benchmark -> the ten runs of its result.
     """
     systems = org_dir / "systems"
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
-    for benchmark, ten in chosen.items():
+    for benchmark, ten in submitted.items():
         results = org_dir / "results" / request.system.stem / benchmark
         results.mkdir(parents=True)
         for index, run in enumerate(ten.runs):
@@ -659,7 +246,7 @@ def _build(org_dir: Path, request: PackageRequest, chosen: dict[str, TenRuns]) -
         (org_dir / rehearsal.NOTICE).write_text(rehearsal.NOTICE_TEXT)
 
 
-# Judging.
+# The verdict of the official tools.
 
 
 def judge(request: PackageRequest, missed: int = 0) -> int:

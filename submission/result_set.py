@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.records.rcp import SUBMISSION_RUNS
 from submission.examined import Examined
-from submission.log_rules import Finding
+from submission.findings import Finding
 
 NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 UNREADABLE = "line_format"  # rule of lines that the official parser cannot read

@@ -35,7 +35,7 @@ from common.terminal import Progress
 from submission import check, official_tools, result_set, terminal
 from submission.check import examine
 from submission.examined import Examined, errors
-from submission.log_rules import ERROR, Finding
+from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number

@@ -8,7 +8,7 @@ import synthetic_series as synthetic
 from synthetic_run import LORA
 
 from common.errors import CheckFailed
-from submission import describe, package, report, score
+from submission import describe, package, package_checks, report, score
 from submission.runs import FAILED, GOOD, LOST, NOT_STARTED
 from submission.series import read_series, ten_runs
 
@@ -128,7 +128,7 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     system = tmp_path / f"{synthetic.SYSTEM}.json"
     system.write_text(json.dumps(synthetic.DESCRIPTION))
     assert describe.problems(synthetic.DESCRIPTION) == []
-    request = package.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
+    request = package_checks.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
     with pytest.raises(
         CheckFailed
     ) as refused:  # this repository has no such commit: the last thing that is looked at

@@ -17,9 +17,16 @@ from synthetic_run import LORA, PRETRAINING
 from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED, RunLog
-from submission import describe, implementation, official_tools, package
-from submission.log_rules import Finding
-from submission.package import PackageRequest
+from submission import (
+    describe,
+    forbidden_files,
+    implementation,
+    official_tools,
+    package,
+    package_checks,
+)
+from submission.findings import Finding
+from submission.package_checks import PackageRequest
 from submission.runs import read_attempt
 from submission.series import TenRuns, read_series, ten_runs, windows
 
@@ -161,7 +168,7 @@ def test_the_tree_is_what_the_rules_want(submission, org_dir):
         assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore"}
         assert not (code / next(n for n in NAMES if n != name) / "train.py").exists()
         assert os.access(code / "run_and_time.sh", os.X_OK)
-    assert package.forbidden(org_dir) == []
+    assert forbidden_files.forbidden_files(org_dir) == []
 
 
 def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
@@ -637,8 +644,8 @@ def test_the_command_line(case, capsys):
     ],
 )
 def test_secrets_are_seen(text):
-    assert list(package.secrets_in(f"first line\n{text}\n".encode())) and "line 2" in next(
-        package.secrets_in(f"x\n{text}".encode())
+    assert list(forbidden_files.secrets_in(f"first line\n{text}\n".encode())) and "line 2" in next(
+        forbidden_files.secrets_in(f"x\n{text}".encode())
     )
 
 
@@ -653,15 +660,15 @@ def test_secrets_are_seen(text):
     ],
 )
 def test_what_is_no_secret_is_let_through(text):
-    assert list(package.secrets_in(text.encode())) == []
+    assert list(forbidden_files.secrets_in(text.encode())) == []
 
 
 def test_links_and_big_files_are_seen(tmp_path):
     (tmp_path / "big.bin").touch()
-    os.truncate(tmp_path / "big.bin", package.SIZE_LIMIT + 1)
+    os.truncate(tmp_path / "big.bin", forbidden_files.SIZE_LIMIT + 1)
     (tmp_path / "link").symlink_to("big.bin")
     (tmp_path / "__pycache__").mkdir()
-    found = "\n".join(package.forbidden(tmp_path))
+    found = "\n".join(forbidden_files.forbidden_files(tmp_path))
     assert "big.bin" in found and "link:" in found and "__pycache__" in found
 
 
@@ -784,7 +791,7 @@ def check_log(path: Path) -> None:
     """Check the log as `package` does, in a project with its config."""
     project = synthetic_run.project_root(path.parent)
     request = PackageRequest({}, path, path, synthetic.ORG, root=project)
-    package._check_log(request, read_attempt(path, 1, {"seed": 1}))
+    package_checks.check_log(request, read_attempt(path, 1, {"seed": 1}))
 
 
 def test_complaints_that_every_failed_run_causes_are_accepted(failed_log):
@@ -854,5 +861,5 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 def test_descriptions_of_the_tests_are_complete():
     assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        package.NAME, synthetic.SYSTEM
+        package_checks.NAME, synthetic.SYSTEM
     )

@@ -13,7 +13,7 @@ from common.paths import ROOT
 from llama2_70b_lora import rules as lora_rules
 from submission import check, package, rehearsal
 from submission.log_rules import REHEARSAL
-from submission.package import PackageRequest
+from submission.package_checks import PackageRequest
 
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
 

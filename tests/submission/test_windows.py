@@ -16,7 +16,7 @@ from synthetic_run import LORA
 from common.errors import CheckFailed
 from common.records import windows
 from launch.console import outlook
-from submission import package, report, score
+from submission import package, package_checks, report, score
 from submission.runs import GOOD, LOST
 from submission.series import read_series, ten_runs
 
@@ -106,7 +106,7 @@ def test_report_and_package_give_the_same_answer(pattern, series_of, tmp_path, c
         CheckFailed
     ) as refused:  # if the series is good, then because no repository has its commit
         package.package(
-            package.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
+            package_checks.PackageRequest({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
         )
     assert ("commit" in refused.value.what) == has_result
     assert has_result or "windows" in refused.value.why or "did not converge" in refused.value.why

@@ -1,0 +1,379 @@
+"""Checks of what `package` is asked to submit: names, system description, series and runs.
+
+`check_names` and `check_description` judge the options. `runs_to_submit` selects the ten runs of a
+benchmark, and checks them and the whole series. Standard library only, except for mlperf-logging.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import CheckFailed, ConfigError
+from common.paths import ROOT
+from common.records import ledger
+from common.training.mllog import EMULATED
+from submission import check, describe, official_tools, rehearsal
+from submission.examined import Examined
+from submission.findings import Finding
+from submission.log_rules import REHEARSAL
+from submission.runs import INTERVALS, LOST, Run
+from submission.series import Series, TenRuns, read_series, ten_runs, windows
+from submission.terminal import plural
+
+# Pattern of the name of an organization, system or implementation, which are names of directories.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+PLACEHOLDERS = (  # names that are not those of an organization
+    "unnamed",
+    "org",
+    "yourorg",
+    "your_org",
+    "myorg",
+    "example",
+    "test",
+    "todo",
+    "none",
+    "organisation",  # the British spelling too
+    "organization",
+)
+COMMIT = re.compile("[0-9a-f]{40}")
+# Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
+# run with other engines was not made by that series.
+SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
+# Keys that the official checker requires and that are logged after run_start. It accepts keys of
+# epochs in place of those of blocks, and may name either of them.
+AFTER_RUN_START = frozenset(
+    {*INTERVALS, "eval_accuracy"} - {"init_start", "init_stop", "run_start"}
+)
+
+
+@dataclass(frozen=True)
+class PackageRequest:
+    """The options of one `package` command."""
+
+    sources: Mapping[str, str | Path]  # benchmark -> directory of its series
+    system: Path  # system description
+    out: Path  # directory to create
+    org: str  # organization
+    ruleset: str = official_tools.CLOSED_RULESETS[-1]
+    implementation: str = "torch_native"
+    series: str = ""  # ID of a series in the ledger, or its beginning
+    root: Path = ROOT  # the project's git repository
+    rehearsal: bool = False  # whether the logs are invented
+
+
+def require(condition: bool, what: str, why: str, do: str) -> None:
+    """Raise CheckFailed with these texts unless `condition` is true."""
+    if not condition:
+        raise CheckFailed(what, why, do)
+
+
+def check_names(request: PackageRequest) -> None:
+    """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
+    names = {
+        "--org": request.org,
+        "--system": request.system.stem,
+        "--implementation": request.implementation,
+    }
+    for option, name in names.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{option}: {name!r} cannot be the name of a directory in a submission",
+                "only letters, digits and _ . + - are allowed, and no leading dot",
+                "choose another name",
+            )
+    if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
+        raise ConfigError(
+            f"--org {request.org}",
+            "this is a placeholder, not the name of an organization",
+            "give the name of your organization, as in MLPERF_SUBMISSION_ORG of the runs",
+        )
+    if rehearsal.is_marked(request.org) and not request.rehearsal:
+        raise ConfigError(
+            f"--org {request.org}",
+            "this name marks a rehearsal, which cannot be submitted",
+            "give the name of your organization, and package series of real runs",
+        )
+    if request.out.exists() or request.out.is_symlink():
+        raise ConfigError(
+            f"--out {request.out} exists",
+            "nothing is overwritten",
+            "choose another name, or remove it",
+        )
+
+
+def check_description(request: PackageRequest, description: dict) -> None:
+    """Raise CheckFailed if the system description is incomplete or names another submitter."""
+    problems = describe.problems(description)
+    require(
+        not problems,
+        f"{request.system} cannot be submitted",
+        "; ".join(problems),
+        f"complete it: ./run_and_time.sh describe --out {request.system} ...",
+    )
+    submitter = description["submitter"]
+    require(
+        submitter == request.org,
+        f"{request.system}: submitter is {submitter!r}, --org is {request.org!r}",
+        "reviewers find the code by the submitter's name",
+        "make them equal",
+    )
+
+
+def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -> TenRuns:
+    """Return the ten runs of `benchmark` to submit. Check them and their whole series.
+
+    Raises ConfigError if there is no series, CheckFailed if a check fails.
+    """
+    folder = series_folder(Path(request.sources[benchmark]), benchmark)
+    series = read_series([folder], request.series)
+    for run in series.runs:
+        _require_benchmark_run(request, run, benchmark)
+    ten = ten_runs(series)
+    require(
+        not ten.invalid,
+        f"{series.name} cannot be submitted",
+        ten.invalid,
+        "run more: NEXP with --resume, or a new series",
+    )
+    _print_choice(benchmark, series, ten)
+    _check_seeds(series.runs)
+    for run in ten.runs:
+        require(
+            bool(run.log.events),
+            f"{run.name} was killed and left no log",
+            "a result set has ten files, and the official tools read each of them",
+            "run more: NEXP with --resume, or a new series",
+        )
+        _check_same(ten.runs[0], run)
+        _check_identity(request, run, description)
+        check_log(request, run)
+    return ten
+
+
+def _print_choice(benchmark: str, series: Series, ten: TenRuns) -> None:
+    """Print the attempts of `series`, with a * before the ten that are submitted."""
+    count = sum(not window.invalid for window in windows(series))
+    print(
+        f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
+        f" {plural(count, 'valid window')} of ten"
+    )
+    first = ten.runs[0].number
+    last = ten.runs[-1].number
+    rcp = "" if ten.passed else ", fails the RCP test"
+    print(f"  median: attempts {first} to {last}, {ten.rank:.4f} min{rcp}")
+    for run in series.runs:
+        mark = "*" if run in ten.runs else " "
+        print(f"  {mark} {run.describe()}")
+
+
+def series_folder(source: Path, benchmark: str) -> Path:
+    """Return LOGDIR/<benchmark> for `source`, which is LOGDIR or LOGDIR/<benchmark>.
+
+    Raises ConfigError if there is no ledger.
+    """
+    folder = source if (source / ledger.NAME).is_file() else source / benchmark
+    if not (folder / ledger.NAME).is_file():
+        raise ConfigError(
+            f"{source}: no series of {benchmark}",
+            f"there is no {ledger.NAME} in it or in its folder {benchmark}",
+            "name the LOGDIR of the series",
+        )
+    return folder
+
+
+def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) -> None:
+    """Raise CheckFailed if `run` cannot be a benchmark result.
+
+    It cannot if it is of another benchmark, a miniature, a rehearsal, a continued or an emulated
+    run, or if its config was changed.
+    """
+    logged = run.log.value("submission_benchmark")
+    require(
+        logged in (None, benchmark),
+        f"{run.path} is a log of {logged}",
+        f"--benchmark says that it is a log of {benchmark}",
+        "correct --benchmark",
+    )
+    require(
+        run.log.value("submission_division") != "miniature",
+        f"{run.folder} is a miniature",
+        "a miniature has its own target and is not a benchmark result",
+        "run the benchmark, or try the packaging with --rehearse",
+    )
+    require(
+        run.log.value(REHEARSAL) is None or request.rehearsal,
+        f"{run.folder} is a rehearsal",
+        "its log is invented",
+        "run the benchmark",
+    )
+    require(
+        run.log.value("resumed") is None,
+        f"{run.folder} was continued from a checkpoint of another run",
+        "a run is timed from its first step to its last, without interruption",
+        "run it without --continue",
+    )
+    emulated = run.log.value(EMULATED)
+    require(
+        emulated is None,
+        f"{run.folder} emulated {emulated}",
+        "emulation computes the results of this number format in bf16 or FP8",
+        'run a series with linear = "fp8"',
+    )
+    name = str(run.log.value("config_filename") or run.start.get("config", ""))
+    require(
+        "+" not in name and not run.start.get("modified"),
+        f"{run.folder} ran with {name}",
+        "it did not run with an unchanged config of the repository (--set, or another GPU)",
+        "write a config for it, commit it, and run the series with that config",
+    )
+
+
+def _check_seeds(runs: list[Run]) -> None:
+    """Raise CheckFailed unless all runs of the series, submitted or not, have independent seeds."""
+    first_with: dict[object, Run] = {}
+    previous: object = None
+    for run in runs:
+        seed = run.start.get("seed")
+        logged = run.log.value("seed")
+        require(
+            type(seed) is int and logged in (None, seed),
+            f"{run.path}: seed {logged}",
+            f"the ledger has seed {seed}: the log is not the one that this attempt wrote",
+            "submit logs as they were written",
+        )
+        other = first_with.setdefault(seed, run)
+        require(
+            other is run,
+            f"attempts {other.number} and {run.number} have the same seed {seed}",
+            "the ten runs must be independent",
+            "run a series without SEED",
+        )
+        require(
+            type(previous) is not int or seed != previous + 1,
+            f"attempts {run.number - 1} and {run.number} have the seeds {previous} and {seed}",
+            "consecutive seeds are not random: they must come from the clock or system entropy",
+            "run a series without SEED",
+        )
+        previous = seed
+
+
+def _check_same(first: Run, run: Run) -> None:
+    """Raise CheckFailed unless `run` has the system, code, engines and config of `first`.
+
+    Source: MLPerf training rules, "Benchmark Results".
+    """
+    commit = run.versions.get("commit")
+    named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
+    why = "its versions.json names no commit (40 hexadecimal digits)"
+    if named:
+        why = "there were uncommitted changes"
+    require(
+        named and run.versions.get("dirty") is False,
+        f"{run.folder}: the code that ran is unknown",
+        why,
+        "commit, and run the series from a clean tree",
+    )
+    attempts = f"attempts {first.number} and {run.number}"
+    for key in SAME:
+        value = run.versions.get(key)
+        other = first.versions.get(key)
+        require(
+            value == other,
+            f"{attempts} ran with different {key}: {other} and {value}",
+            "the ten runs must have the same system and the same code",
+            "run a series without changing anything",
+        )
+    require(
+        run.config == first.config,
+        f"{attempts} ran with different configs",
+        f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
+        "run a series with one config",
+    )
+
+
+def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:
+    """Raise CheckFailed unless log, config and system description agree.
+
+    They must name the same organization, platform, GPUs and torch version.
+    """
+    rerun = "do not edit the log: run the series with MLPERF_SUBMISSION_{} set"
+    platform = run.log.value("submission_platform")
+    packages = run.versions.get("packages") or {}
+    torch = str(packages.get("torch") or "").split("+")[0]
+    require(
+        run.org == request.org,
+        f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
+        "reviewers see both",
+        rerun.format("ORG"),
+    )
+    require(
+        bool(run.nodes),
+        f"{run.folder / 'config.toml'} does not name the GPUs",
+        "the file is missing or damaged",
+        "submit run directories as the launcher wrote them",
+    )
+    shape = f"{run.nodes}x{run.gpus_per_node}"
+    facts = {
+        "number_of_nodes": str(run.nodes),
+        "accelerators_per_node": str(run.gpus_per_node),
+        "accelerator_model_name": str(run.gpu),
+        "framework": torch,
+    }
+    for key, value in facts.items():
+        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
+        require(
+            named,
+            f"{request.system}: {key} is {description[key]}, not {value}",
+            f"{run.folder} ran on {shape} {run.gpu} with torch {torch}",
+            "describe the system that ran",
+        )
+    allowed = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
+    require(
+        platform in allowed,
+        f"{run.path}: submission_platform is {platform!r}",
+        f"for this system it must be one of {', '.join(map(repr, allowed))}",
+        rerun.format("PLATFORM"),
+    )
+
+
+def check_log(request: PackageRequest, run: Run) -> None:
+    """Raise CheckFailed if submission.check finds errors or warnings in the log of `run`.
+
+    Findings that are unavoidable for a run that missed its target or was killed are accepted.
+    """
+    require(
+        not run.path.is_symlink(),
+        f"{run.path} is a link",
+        "a log must be the file that the run wrote",
+        "submit run directories as the launcher wrote them",
+    )
+    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
+    complaints = []
+    for finding in examined.errors(werror=True):
+        if _is_unavoidable(run, finding, examined):
+            continue
+        if request.rehearsal and finding.rule == REHEARSAL:
+            continue
+        complaints.append(f"line {finding.line}: {finding.message} ({finding.source})")
+    require(
+        not complaints,
+        f"{run.path} is not clean",
+        "; ".join(complaints),
+        f"see ./run_and_time.sh check {run.path}",
+    )
+
+
+def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
+    """Return whether every run that fails as `run` did causes `finding`.
+
+    The official checker requires an evaluation at the target, and records that a run which ends
+    early does not write. Our rules require run_stop, which a killed run does not write.
+    """
+    if run.status == "success":
+        return False
+    if finding in examined.verdict.complaints:
+        return finding.rule == "target" or finding.key in AFTER_RUN_START
+    return run.state == LOST and finding.rule == "once" and "run_stop" in finding.message
