@@ -35,16 +35,21 @@ from launch.run_directory import git
 
 PACKAGE = "mlperf-llama-training"
 
-NEVER, MAY, ALWAYS = range(3)
+# Whether the name of a benchmark goes with a command. ALWAYS: the command needs one.
+NEVER = "never"
+MAY = "may"
+ALWAYS = "always"
 # Packages whose parser is in their __main__ module.
 PACKAGES = ("launch.preflight", "throughput", "system_tuning")
 
 
 @dataclass(frozen=True)
 class Command:
+    """A command: its line in --help, and the module that executes it."""
+
     about: str
     module: str  # {} is the benchmark; words after the module are its first arguments
-    benchmark: int = NEVER  # whether the command takes a benchmark; ALWAYS: it needs one
+    benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
 
 
@@ -149,32 +154,46 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     The requirements file is that of Command.needs, "" for none. Raise ConfigError for a line
     that is not valid. Raise SystemExit after printing the help or the version.
     """
-    os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})
-    words = [word for word in arguments if word not in SWITCHES]
-    words[:2] = ["--help" if word == "help" else word for word in words[:2]]
-    if "--version" in words or words[:1] in (["-h"], ["--help"]):
-        print(version() if "--version" in words else overview())
+    words: list[str] = []
+    for word in arguments:
+        if word in SWITCHES:
+            os.environ[SWITCHES[word]] = "1"
+        elif word == "help" and len(words) < 2:
+            words.append("--help")
+        else:
+            words.append(word)
+    if "--version" in words:
+        print(version())
+        raise SystemExit(0)
+    if words[:1] in (["-h"], ["--help"]):
+        print(overview())
         raise SystemExit(0)
     benchmark, name, rest = _split(words, benchmarks.names())
     command = COMMANDS[name]
-    module, *own = command.module.format(benchmark).split()
     if not has_command(benchmark, name):
-        owners = [each for each in benchmarks.names() if has_command(each, name)]
-        raise ConfigError(
-            f"{benchmark} has no command {name}",
-            f"{name} belongs to {', '.join(owners) or 'no benchmark here'}",
-            " or ".join(f"{PROGRAM} {owner} {name} ..." for owner in owners) or f"{PROGRAM} --help",
-        )
+        raise _command_of_others(benchmark, name)
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
+    module, *first_arguments = command.module.format(benchmark).split()
+    # A module in the benchmark's own package knows its benchmark.
     if benchmark and not module.startswith(f"{benchmark}."):
-        own.append(benchmark)
-    return command.needs, ["-m", module, *own, *rest]
+        first_arguments.append(benchmark)
+    return command.needs, ["-m", module, *first_arguments, *rest]
 
 
 def has_command(benchmark: str, name: str) -> bool:
     """Return whether the command `name` exists for `benchmark`."""
     return COMMANDS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
+
+
+def _command_of_others(benchmark: str, name: str) -> ConfigError:
+    """Return the error for a command that exists only for other benchmarks."""
+    owners = [each for each in benchmarks.names() if has_command(each, name)]
+    what = f"{benchmark} has no command {name}"
+    if not owners:
+        return ConfigError(what, f"{name} belongs to no benchmark here", f"{PROGRAM} --help")
+    lines = [f"{PROGRAM} {owner} {name} ..." for owner in owners]
+    return ConfigError(what, f"{name} belongs to {', '.join(owners)}", " or ".join(lines))
 
 
 def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -188,45 +207,73 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
             f"benchmarks: {', '.join(known)}",
             f"{PROGRAM} --help lists the commands",
         )
-    if variable := next((word for word in words[:2] if re.match("[A-Z_]+=", word)), ""):
-        line = " ".join([variable, PROGRAM, *(word for word in words if word != variable)])
-        raise ConfigError(
-            f"unexpected argument: {variable}",
-            "environment variables come before the command",
-            line,
-        )
+    _require_no_variable(words)
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
-    if first in COMMANDS:
-        name = first
-        benchmark = second if COMMANDS[first].benchmark and second in known else ""
-    elif first in known:
-        name = second or "run"
+    if first in known:
         benchmark = first
+        name = second or "run"
+    elif first in COMMANDS:
+        name = first
+        benchmark = second if COMMANDS[name].benchmark != NEVER and second in known else ""
     else:
         raise _unknown_first(words, known)
     if name not in COMMANDS:
-        do = meant(name, COMMANDS)
-        if name.lower() in SYNONYMS:
-            do = f"did you mean {PROGRAM} {_with_benchmark(SYNONYMS[name.lower()], benchmark)}?"
-        raise ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
+        raise _unknown_command(name, benchmark)
     if benchmark and COMMANDS[name].benchmark == NEVER:
-        folder = ""
-        if name in OF_RUNS and len(rest) < 2:
-            folder = f"results/{benchmark}"
-        words = [name, *rest[1:], *filter(None, [folder])]
-        why = f"{name} finds the benchmark in the logs" if name in OF_RUNS else COMMANDS[name].about
-        raise ConfigError(
-            f"{name} does not accept a benchmark", why, f"{PROGRAM} {' '.join(words)}"
-        )
-    # Help without a benchmark: show that of the last benchmark that has the command.
-    if COMMANDS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
-        benchmark = benchmark or next(each for each in reversed(known) if has_command(each, name))
+        raise _unwanted_benchmark(name, benchmark, rest[1:])
     if COMMANDS[name].benchmark == ALWAYS and not benchmark:
-        what = f"unknown benchmark: {second}" if second else f"{name} needs a benchmark"
-        do = meant(second, known) if second else f"{PROGRAM} {_example(known)} {name} ..."
-        raise ConfigError(what, f"benchmarks: {', '.join(known)}", do)
-    return benchmark, name, rest[1:] if benchmark and second else rest
+        asks_for_help = not second and {"-h", "--help"} & {*rest}
+        if not asks_for_help:
+            raise _missing_benchmark(name, second, known)
+        # Help without a benchmark: show that of the last benchmark that has the command.
+        benchmark = next(each for each in reversed(known) if has_command(each, name))
+    if benchmark and second:  # both the first and the second word were read
+        rest = rest[1:]
+    return benchmark, name, rest
+
+
+def _require_no_variable(words: list[str]) -> None:
+    """Raise ConfigError if one of the first two words sets an environment variable."""
+    for word in words[:2]:
+        if re.match("[A-Z_]+=", word):
+            others = [other for other in words if other != word]
+            raise ConfigError(
+                f"unexpected argument: {word}",
+                "environment variables come before the command",
+                " ".join([word, PROGRAM, *others]),
+            )
+
+
+def _unknown_command(name: str, benchmark: str) -> ConfigError:
+    """Return the error for a second word that is not a command."""
+    do = meant(name, COMMANDS)
+    if name.lower() in SYNONYMS:
+        do = f"did you mean {PROGRAM} {_with_benchmark(SYNONYMS[name.lower()], benchmark)}?"
+    return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
+
+
+def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> ConfigError:
+    """Return the error for a benchmark before a command without one.
+
+    `arguments`: the words after the command.
+    """
+    words = [PROGRAM, name, *arguments]
+    why = COMMANDS[name].about
+    if name in OF_RUNS:
+        why = f"{name} finds the benchmark in the logs"
+        if not arguments:
+            words.append(f"results/{benchmark}")
+    return ConfigError(f"{name} does not accept a benchmark", why, " ".join(words))
+
+
+def _missing_benchmark(name: str, second: str, known: Sequence[str]) -> ConfigError:
+    """Return the error for a command that needs a benchmark, before the word `second` or none."""
+    why = f"benchmarks: {', '.join(known)}"
+    if second:
+        return ConfigError(f"unknown benchmark: {second}", why, meant(second, known))
+    do = f"{PROGRAM} {_example(known)} {name} ..."
+    return ConfigError(f"{name} needs a benchmark", why, do)
 
 
 def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
@@ -263,7 +310,9 @@ def _with_benchmark(name: str, benchmark: str) -> str:
 
 def parser_of(name: str, benchmark: str) -> Parser | None:
     """Return the parser of a command, None if packages that its module imports are missing."""
-    module, *own = COMMANDS[name].module.format(benchmark).split()
+    module, *arguments = COMMANDS[name].module.format(benchmark).split()
+    if COMMANDS[name].benchmark != NEVER:
+        arguments.append(benchmark)
     if module in PACKAGES:
         module += ".__main__"
     try:
@@ -271,7 +320,7 @@ def parser_of(name: str, benchmark: str) -> Parser | None:
     except ImportError:
         return None
     if hasattr(command, "parser"):
-        return command.parser(*own, benchmark)
+        return command.parser(*arguments)
     # system_tuning imports nothing from this project, since it is also copied to bare hosts.
     parser = Parser(name)
     command.add_arguments(parser)
@@ -282,7 +331,7 @@ def overview() -> str:
     """Return the text of --help, folded to the width of the terminal."""
     width = help_width()
     lists = {}
-    for kind, key in ((ALWAYS, "always"), (MAY, "may"), (NEVER, "never")):
+    for kind in (ALWAYS, MAY, NEVER):
         rows = []
         for name, command in COMMANDS.items():
             if command.benchmark != kind:
@@ -295,7 +344,7 @@ def overview() -> str:
                 break_on_hyphens=False,
             )
             rows.append(row)
-        lists[key] = "\n".join(rows)
+        lists[kind] = "\n".join(rows)
     text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
     return reflow(text, width)
 

@@ -37,7 +37,7 @@ from common.terminal import inform, outlive_readers
 from launch import profilers, series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
-from launch.job import AUTO, job_from, trainer_command
+from launch.job import AUTO, Job, job_from, trainer_command
 from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
@@ -107,10 +107,13 @@ def _examples(name: str, benchmark: str) -> list[str]:
     config = f"configs/{benchmark}/CPU_1x1.toml"
     if not shipped:
         config = f"{benchmark}/examples/python_docs_10m.toml"
-    lines = [line.format(benchmark, config) for line in EXAMPLES[name]]
-    return [
-        line if shipped or "--config" in line else f"{line} --config {config}" for line in lines
-    ]
+    lines = []
+    for example in EXAMPLES[name]:
+        line = example.format(benchmark, config)
+        if not shipped and "--config" not in line:
+            line += f" --config {config}"
+        lines.append(line)
+    return lines
 
 
 def _add_run_options(parser: Parser) -> None:
@@ -154,7 +157,7 @@ def _add_run_options(parser: Parser) -> None:
     parser.add_argument(
         "--continue",
         dest="continues",
-        type=_absolute,
+        type=_run_to_continue,
         metavar="RUN",
         help="resume from the checkpoint in this run's directory; auto: from that of the last "
         "unfinished run with this config, if there is one (for research only; cannot be "
@@ -162,7 +165,8 @@ def _add_run_options(parser: Parser) -> None:
     )
 
 
-def _absolute(run: str) -> Path:
+def _run_to_continue(run: str) -> Path:
+    """Parse the value of --continue: the path of a run, or AUTO."""
     return AUTO if run == str(AUTO) else Path(run).absolute()
 
 
@@ -235,43 +239,65 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
 
     Raises the errors of `job_from`, and ConfigError for options that conflict.
     """
-    request = None
     if name == "run":
-        request = series.request_from(os.environ, options.max_failures, options.resume)
-    job = job_from(benchmark, options, measurement=name != "run")
-    if request and job.continues:
+        return _start_run(benchmark, options)
+    return _start_measurement(benchmark, name, options)
+
+
+def _start_run(benchmark: str, options: argparse.Namespace) -> int:
+    """Start one timed run or a series, or print its command with --print."""
+    request = series.request_from(os.environ, options.max_failures, options.resume)
+    job = job_from(benchmark, options, measurement=False)
+    if job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
-    directories = (job.data_dir, job.log_dir) if request else None
-    inform(*header(benchmark, job.selection, job.rules, directories, job.cpus))
-    if job.selection.device == "cuda":
-        inform(*job.engines.lines())
-    if request and not job.config.miniature:
+    inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir), job.cpus))
+    _print_engines(job)
+    if not job.config.miniature:
         for doubt in doubts(ROOT, os.environ):
             inform(f"NOTE       {doubt}: package will refuse these runs")
         if not options.tune and (advice := tuning.advice()):
             inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
+    if options.print:
+        print(shlex.join(trainer_command(job, Path("DIR"), 0)))
+        return 0
+    _require_software(job)
+    with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
+        return run_all(job, request)
+
+
+def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -> int:
+    """Start `bench`, `profile` or `tune`, or print its command or candidates with --print."""
+    job = job_from(benchmark, options, measurement=True)
+    inform(*header(benchmark, job.selection, job.rules, None, job.cpus))
+    _print_engines(job)
     if name == "profile":
         options.out = profile_directory(job, options)
     if options.print and name == "tune":
         return print_candidates(job)
     if options.print:
-        folder = Path("DIR")
-        if request:
-            command = trainer_command(job, folder, 0)
-        else:
-            command = bench_command(job, folder, options)
-        print(shlex.join(command))
+        print(shlex.join(bench_command(job, Path("DIR"), options)))
         return 0
-    if job.selection.device == "cuda":
-        require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
-        if missing := missing_compiler():
-            inform(f"NOTE       {missing}")
-    if request:
-        with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
-            return run_all(job, request)
+    _require_software(job)
     if name == "tune":
         return tune(job, options)
-    return profile(job, options) if name == "profile" else bench(job, options)
+    if name == "profile":
+        return profile(job, options)
+    return bench(job, options)
+
+
+def _print_engines(job: Job) -> None:
+    """Print the engines that a job on GPUs uses, and why faster ones are not used."""
+    if job.selection.device == "cuda":
+        inform(*job.engines.lines())
+
+
+def _require_software(job: Job) -> None:
+    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler."""
+    if job.selection.device != "cuda":
+        return
+    require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
+    if missing := missing_compiler():
+        inform(f"NOTE       {missing}")
 
 
 if __name__ == "__main__":

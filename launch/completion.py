@@ -33,7 +33,8 @@ complete -o bashdefault -F {FUNCTION} {PROGRAM}
 """
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `completion`."""
     parser = Parser("completion", __doc__, ["completion bash > ~/.run_and_time_completion"])
     parser.add_argument("shell", choices=("bash", "zsh"), help="shell that reads the script")
     return parser
@@ -99,9 +100,9 @@ def _set_values(action: argparse.Action) -> None:
     elif action.choices:
         action.choices = [str(choice) for choice in action.choices]
     elif words := getattr(action, "words", None):
-        _complete_with(action, _of_words(words))
+        _complete_with(action, _word_completion(words))
     elif action.type is Path or action.metavar in ("FILE", "DIR"):
-        _complete_with(action, _of_files())
+        _complete_with(action, _file_completion())
 
 
 def _replace(parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser]) -> None:
@@ -114,16 +115,18 @@ def _replace(parser: argparse.ArgumentParser, parsers: dict[str, argparse.Argume
 
 
 def _complete_with(action: argparse.Action, complete: Any) -> None:
+    """Set how shtab completes the value of `action`. shtab reads this attribute."""
     action.complete = complete  # type: ignore[attr-defined]
 
 
-def _of_files() -> Any:
+def _file_completion() -> Any:
+    """Return what tells shtab to complete names of files."""
     import shtab
 
     return shtab.FILE
 
 
-def _of_words(words: Sequence[str]) -> dict[str, Any]:
+def _word_completion(words: Sequence[str]) -> dict[str, Any]:
     """Return functions of bash and zsh that complete `words`, for shtab."""
     name = f"{FUNCTION}_{zlib.crc32(' '.join(words).encode()):08x}"
     listed = shlex.join(words)

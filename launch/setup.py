@@ -19,7 +19,7 @@ from launch.processes.supervise import raise_at_signals
 from launch.torch_build import BUILDS, missing_compiler, suitable_builds
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
     """Return the argument parser of `setup`."""
     parser = Parser("setup", __doc__, ["setup", "setup --for cuda"])
     text = (

@@ -46,7 +46,7 @@ NOT_CLEAN = "NOT CLEAN"
 MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
     """Return the argument parser of `check`."""
     parser = Parser(
         "check",

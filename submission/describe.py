@@ -106,7 +106,8 @@ HINTS = {  # key -> what belongs there, for a warning
 }
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `describe`."""
     parser = Parser(
         "describe",
         "Write the MLPerf system description of this machine.",

@@ -57,7 +57,7 @@ class PackageParser(Parser):
         return options
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
     """Return the argument parser of `package`."""
     parser = PackageParser(
         "package",

@@ -42,7 +42,8 @@ WATCH_S = 10.0  # time between two writings of the page with --watch
 WAIT_S = 1.0  # between two looks for a directory that --watch waits for
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `report`."""
     parser = Parser(
         "report",
         "Write an HTML page about a run, a series or all runs, or a comparison of runs.",

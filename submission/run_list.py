@@ -167,7 +167,8 @@ def counts_of(rows: list[RunRow]) -> dict[str, int]:
     return {words(state): counts[state] for state in order}
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `runs`."""
     parser = Parser(
         "runs",
         "List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.",

@@ -79,7 +79,8 @@ class ScoreParser(Parser):
         return options
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `score`."""
     parser = ScoreParser(
         "score",
         "Score a series of runs and test it against the reference convergence points.",

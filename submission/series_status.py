@@ -63,7 +63,8 @@ class Status:
     seconds_left: float | None
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
+    """Return the argument parser of `series`."""
     parser = Parser(
         "series",
         "Print the state of a series of runs, during or after it.",

@@ -1,11 +1,11 @@
-"""Measure the speed of this machine: `python3 -m throughput <what> [options]`.
+"""Measure the speed of this machine: `python3 -m throughput <measurement> [options]`.
 
-    {whats}
+    {subcommands}
 
-`<what> --help` lists the options of a measurement. Each measurement writes result.json, table.md
+`<measurement> --help` lists its options. Each measurement writes result.json, table.md
 and page.html into a directory (--out; default: a new one in LOGDIR/throughput). result.json is
 saved after every row. If a row fails, for example out of memory, the row records the error and the
-measurement continues. ./run_and_time.sh throughput <what> [options] runs the same command.
+measurement continues. ./run_and_time.sh throughput <measurement> [options] runs the same command.
 
 The measurements need torch, and Triton on a GPU. They need no data, weights or network.
 docs/throughput.md explains each number.
@@ -25,7 +25,7 @@ from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
 from throughput import options
 
-# Measurement -> one line of help. Its module throughput/<what>.py defines add_arguments(parser),
+# Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),
 # measure(options, result), which adds rows to the Result, and TABLES, which describe the rows
 # (throughput/tables.py). The modules of WITHOUT_RESULT define add_arguments and main(options).
 MEASUREMENTS = {
@@ -41,26 +41,26 @@ WITHOUT_RESULT = {
     "compare": "results of the same measurement, or two profiles, side by side",
     "settings": "alternative launch settings of each Triton kernel, for kernel authors",
 }
-WHATS = MEASUREMENTS | WITHOUT_RESULT
+SUBCOMMANDS = MEASUREMENTS | WITHOUT_RESULT
 
 
-def parser(benchmark: str = "") -> Parser:
+def parser() -> Parser:
     """Return the parser of the first argument.
 
     `parser_of` has the options of a measurement, whose module may need torch.
     """
     about = (__doc__ or "").format(
-        whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())
+        subcommands="\n    ".join(f"{name:10}{text}" for name, text in SUBCOMMANDS.items())
     )
     parser = Parser(
         "throughput",
         about,
         ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"],
     )
-    what = parser.add_argument(
-        "what", metavar="measurement", choices=tuple(WHATS), help="see above"
+    measurement = parser.add_argument(
+        "name", metavar="measurement", choices=tuple(SUBCOMMANDS), help="see above"
     )
-    complete_below(what, lambda: {name: parser_of(name) for name in WHATS})
+    complete_below(measurement, lambda: {name: parser_of(name) for name in SUBCOMMANDS})
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
 
@@ -69,10 +69,10 @@ def main(arguments: list[str]) -> int:
     return exit_code_of(lambda: start(**vars(parser().parse_args(arguments))))
 
 
-def parser_of(what: str) -> Parser:
+def parser_of(name: str) -> Parser:
     """Return the parser of a measurement's options. Its module may need torch."""
-    module = importlib.import_module(f"throughput.{what}")
-    parser = Parser(f"throughput {what}", module.__doc__)
+    module = importlib.import_module(f"throughput.{name}")
+    parser = Parser(f"throughput {name}", module.__doc__)
     module.add_arguments(parser)
     parser.add_argument(
         "--out",
@@ -80,7 +80,7 @@ def parser_of(what: str) -> Parser:
         metavar="DIR",
         help="new directory for the result (default: one in LOGDIR/throughput)",
     )
-    if what not in WITHOUT_RESULT:
+    if name not in WITHOUT_RESULT:
         parser.add_argument(
             "--device",
             choices=("cpu", "cuda"),
@@ -89,14 +89,14 @@ def parser_of(what: str) -> Parser:
     return parser
 
 
-def start(what: str, rest: list[str]) -> int:
-    """Run measurement or command `what` with the options `rest` and return the exit code.
+def start(name: str, rest: list[str]) -> int:
+    """Run the measurement or command `name` with the options `rest`, and return the exit code.
 
     Raises RunError, which includes ConfigError.
     """
-    module = importlib.import_module(f"throughput.{what}")
-    chosen = parser_of(what).parse_args(rest)
-    if what in WITHOUT_RESULT:
+    module = importlib.import_module(f"throughput.{name}")
+    chosen = parser_of(name).parse_args(rest)  # the options
+    if name in WITHOUT_RESULT:
         return module.main(chosen)
     detected = probe(os.environ)
     chosen.device = options.device_of(chosen.device, detected)
@@ -108,8 +108,8 @@ def start(what: str, rest: list[str]) -> int:
 
     facts = machine.facts(detected, chosen.device)
     versions = machine.versions(detected)
-    folder = chosen.out or result.default_directory(what)
-    recorded = result.Result(what, module.TABLES, folder, chosen.device, facts, versions)
+    folder = chosen.out or result.default_directory(name)
+    recorded = result.Result(name, module.TABLES, folder, chosen.device, facts, versions)
     try:
         module.measure(chosen, recorded)
         recorded.finish()
@@ -120,6 +120,7 @@ def start(what: str, rest: list[str]) -> int:
 
 
 def internal_error(error: Exception) -> RunError:
+    """Return an error for an exception that no code expects."""
     return RunError(f"{type(error).__name__}: {error}", "this is an internal error")
 
 

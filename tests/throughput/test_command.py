@@ -14,7 +14,7 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.cli import read
 from throughput import options, published
-from throughput.__main__ import MEASUREMENTS, WHATS, main
+from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +52,7 @@ def test_without_words_it_lists_the_measurements(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(name in out for name in WHATS)
+    assert all(name in out for name in SUBCOMMANDS)
 
 
 def test_the_launcher_passes_it_on_without_a_benchmark():
