@@ -19,21 +19,22 @@ import json
 import re
 from pathlib import Path
 
-# Fields that are equal on all ranks, since every shard in this package has the same size.
-SAME = (
+# Fields that describe the call of a collective. They are equal on all ranks, since every shard in
+# this package has the same size.
+CALL_FIELDS = (
     "profiling_name",
     "input_sizes",
     "output_sizes",
     "input_dtypes",
 )
 # Fields that an entry must have. An entry of another torch that lacks one of them is skipped.
-READ = {
+REQUIRED_FIELDS = {
     "process_group",
     "collective_seq_id",
     "state",
     "retired",
     "is_p2p",
-    *SAME,
+    *CALL_FIELDS,
 }
 # Sequence number -> entry. A coalesced group of collectives is represented by its last one.
 Entries = dict[int, dict]
@@ -42,13 +43,14 @@ Entries = dict[int, dict]
 def stuck(run_dir: Path) -> list[dict]:
     """Return, for each process group, the first collective that some rank waits in.
 
-    Collectives with a missing rank or with different calls come first.
+    Each is a dict as in `_first_open`. Collectives with a missing rank or with different calls come
+    first.
     """
     dumps = _dumps(run_dir)
     groups: dict[tuple[str, str], dict[int, Entries]] = {}
     for rank, dump in sorted(dumps.items()):
         for entry in dump.get("entries", []):
-            if entry.keys() >= READ and not entry["is_p2p"]:
+            if entry.keys() >= REQUIRED_FIELDS and not entry["is_p2p"]:
                 entries_by_rank = groups.setdefault(tuple(entry["process_group"]), {})
                 entries = entries_by_rank.setdefault(rank, {})
                 entries[entry["collective_seq_id"]] = entry
@@ -59,7 +61,11 @@ def stuck(run_dir: Path) -> list[dict]:
         collective = _first_open(name, entries_by_rank, members, heard)
         if collective:
             waiting.append(collective)
-    return sorted(waiting, key=lambda one: not (one["missing"] or one["different"]))
+
+    def is_same_on_all_ranks(collective: dict) -> bool:
+        return not collective["missing"] and not collective["different"]
+
+    return sorted(waiting, key=is_same_on_all_ranks)  # False comes before True
 
 
 def _dumps(run_dir: Path) -> dict[int, dict]:
@@ -76,18 +82,20 @@ def _dumps(run_dir: Path) -> dict[int, dict]:
     return dumps
 
 
-def sentence(one: dict) -> str:
+def sentence(collective: dict) -> str:
     """Describe an item of `stuck` in one sentence, for failure.json and the terminal."""
-    what = f"collective {one['sequence']} of group {one['group']}, {_call(one)}"
-    entered = _named(one["entered"])
-    if one["missing"]:
-        return f"{entered} entered {what}, {_named(one['missing'])} did not"
-    if one["different"]:
-        calls = [f"rank {rank}: {_call(call)}" for rank, call in one["different"].items()]
+    what = (
+        f"collective {collective['sequence']} of group {collective['group']}, {_call(collective)}"
+    )
+    entered = _named(collective["entered"])
+    if collective["missing"]:
+        return f"{entered} entered {what}, {_named(collective['missing'])} did not"
+    if collective["different"]:
+        calls = [f"rank {rank}: {_call(call)}" for rank, call in collective["different"].items()]
         return f"{what} is a different call on {', '.join(calls)}"
     hint = "check the GPUs and the links between them"
-    if one["unknown"]:
-        hint = f"{_named(one['unknown'])} left no record"
+    if collective["unknown"]:
+        hint = f"{_named(collective['unknown'])} left no record"
     return f"{entered} entered {what}, which does not end; {hint}"
 
 
@@ -119,6 +127,10 @@ def _first_open(
     """Return the first collective of a group that some rank waits in, None if there is none.
 
     `ranks`: rank -> its entries. `members`: ranks of the group. `heard`: ranks with a dump.
+
+    The dict has the group, the sequence number, CALL_FIELDS, and these ranks: those that entered
+    the collective, that are missing, that made a different call, that wait, and whose state is
+    unknown because they have no dump.
     """
     # The recorder keeps only recent collectives, so start where every rank has entries.
     oldest = max(min(entries) for entries in ranks.values())
@@ -134,7 +146,7 @@ def _first_open(
         ]
         if not waiting:
             continue
-        calls = {rank: {key: entry[key] for key in SAME} for rank, entry in entered.items()}
+        calls = {rank: {key: entry[key] for key in CALL_FIELDS} for rank, entry in entered.items()}
         usual = calls[min(entered)]
         return {
             "group": " ".join(name),

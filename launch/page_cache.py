@@ -56,11 +56,14 @@ def _resident(descriptor: int, start: int, length: int) -> int:
     Raise OSError if mincore fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    answer = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+    pages = -(-length // mmap.PAGESIZE)
+    answer = ctypes.create_string_buffer(pages)  # one byte for each page
     with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as area:
         first = ctypes.c_char.from_buffer(area)
         failed = libc.mincore(ctypes.byref(first), ctypes.c_size_t(length), answer)
         del first  # a mapping cannot be closed while a pointer into it exists
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
-    return sum(byte & 1 for byte in answer.raw) if any(answer.raw) else 0
+    if not any(answer.raw):  # the usual case, which this test makes fast
+        return 0
+    return sum(byte & 1 for byte in answer.raw)  # the other bits are undefined

@@ -92,7 +92,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise StorageError(what, "nothing was started, since results must be kept", do) from None
 
 
-def versions(root: Path, found: Probe) -> dict:
+def versions(root: Path, gpus: Probe) -> dict:
     """Return what is needed to reproduce the software: Python, packages, commit, GPUs and driver.
 
     Environment variables are left out, since they may hold secrets.
@@ -106,8 +106,8 @@ def versions(root: Path, found: Probe) -> dict:
         "packages": {name: version for name, version in installed.items() if version},
         "commit": git(root, "rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
-        "gpus": [str(device) for device in found.devices],
-        "driver": found.driver or None,
+        "gpus": [str(device) for device in gpus.devices],
+        "driver": gpus.driver or None,
         "system_tuning": tuning.state(),
     }
 

@@ -132,19 +132,19 @@ def installed_build() -> str:
 
 
 def require_fitting_torch(
-    found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
+    gpus: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> None:
-    """Raise PreflightError if the installed torch cannot use the GPUs that were found.
+    """Raise PreflightError if the installed torch cannot use `gpus`, those of this machine.
 
-    `found`: the GPUs. `versions`: of torch and its libraries (common.known_issues.installed).
+    `versions`: of torch and its libraries (common.known_issues.installed).
     """
     torch = f"torch {versions.get('torch', '')}"
-    vendor = {"amd": "AMD", "nvidia": "NVIDIA"}.get(found.vendor)
+    vendor = {"amd": "AMD", "nvidia": "NVIDIA"}.get(gpus.vendor)
     if vendor is None:
         return
-    library, name = ("rocm", "ROCm") if found.vendor == "amd" else ("cuda", "CUDA")
+    library, name = ("rocm", "ROCm") if gpus.vendor == "amd" else ("cuda", "CUDA")
     do = "use a container with ROCm and torch (see Dockerfile)"
-    if found.vendor == "nvidia":
+    if gpus.vendor == "nvidia":
         do = (
             "deactivate other Python environments, then run ./run_and_time.sh setup --for cuda, "
             "which creates .venv with torch for CUDA"
@@ -158,12 +158,13 @@ def require_fitting_torch(
             why,
             do,
         )
-    if found.vendor == "amd":
+    if gpus.vendor == "amd":
         return
-    driver = _effective_driver(found.driver, environment)
-    if release(versions["cuda"]) >= (13,) and () < driver < CUDA13_DRIVER:
+    driver = _effective_driver(gpus.driver, environment)
+    is_known = driver != ()
+    if release(versions["cuda"]) >= (13,) and is_known and driver < CUDA13_DRIVER:
         why = f"{torch} is built for CUDA {versions['cuda']}, whose first driver is 580"
-        raise PreflightError(f"NVIDIA driver {found.driver} is too old for this torch", why, UPDATE)
+        raise PreflightError(f"NVIDIA driver {gpus.driver} is too old for this torch", why, UPDATE)
 
 
 def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:

@@ -30,9 +30,10 @@ NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
 # 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
 SAVING_LAYERS = ("recompute_layers", "offload_layers")  # keys whose value is a number of layers
-# Most tokens of a micro-batch of a fitted config, on a GPU and on a CPU. More make no step faster:
-# matrix products are large enough.
-MICRO_BATCH_TOKENS = (32_768, 4_096)
+# Most tokens of a micro-batch of a fitted config. More make no step faster: matrix products are
+# large enough.
+MICRO_BATCH_TOKENS = 32_768
+CPU_MICRO_BATCH_TOKENS = 4_096
 # Environment of a fitted config, as in configs/: the reasons are in the comments there.
 CPU_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -101,39 +102,72 @@ def fit_to_machine(
     ranks = config.nodes * (gpus if kind else config.gpus_per_node)
     if config.global_batch_size % ranks:
         raise _cannot_be_shared(benchmark, config, config.global_batch_size, ranks)
-    work = workload(benchmark, config)
-    work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
-    most = max(1, MICRO_BATCH_TOKENS[kind is None] // work.sequence_length)
+    work = _workload(benchmark, config, layers)
+    most_tokens = CPU_MICRO_BATCH_TOKENS if kind is None else MICRO_BATCH_TOKENS
+    most = max(1, most_tokens // work.sequence_length)
     share = config.global_batch_size // ranks
     divisors = (size for size in range(min(most, share), 0, -1) if share % size == 0)
-    sizes: dict[str, Any] = {"micro_batch_size": next(divisors)}
     evaluated = -(-work.eval_samples // ranks)
-    sizes["eval_micro_batch_size"] = min(most, evaluated)
-    sizes = {key: size for key, size in sizes.items() if key not in overrides}
+    largest = {"micro_batch_size": next(divisors), "eval_micro_batch_size": min(most, evaluated)}
+    changes: dict[str, Any] = {key: size for key, size in largest.items() if key not in overrides}
     if kind is None:
-        sizes["env"] = CPU_ENV | config.env
+        changes["env"] = CPU_ENV | config.env
         # The format "bf16" means fp32 on a CPU (RunConfig.precision).
-        fitted = replace(config, gpu="CPU", linear="bf16", **sizes)
+        fitted = replace(config, gpu="CPU", linear="bf16", **changes)
         return fitted, f"fitted to a CPU: {_changes(config, fitted, overrides)}"
-    linear = config.linear if kind.arch.startswith(WITH_FP8) else "bf16"
+    if not kind.arch.startswith(WITH_FP8):
+        changes["linear"] = "bf16"
     if kind.vendor == "nvidia":
-        sizes["env"] = NVIDIA_ENV | config.env
-    limit = replace(config, gpu=kind.name, gpus_per_node=gpus, linear=linear, **sizes)
+        changes["env"] = NVIDIA_ENV | config.env
+    limit = replace(config, gpu=kind.name, gpus_per_node=gpus, **changes)
+    fitted = _fit_to_gpus(benchmark, limit, work, kind, overrides)
+    return fitted, f"fitted to {gpus} x {kind.name}: {_changes(config, fitted, overrides)}"
+
+
+def _fit_to_gpus(
+    benchmark: str, limit: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
+) -> RunConfig:
+    """Return the config `limit` with the largest micro-batch, and the options, with which it fits.
+
+    `limit`: config whose micro-batch is the upper limit. Raise OutOfMemory if no option fits.
+    """
     kept = dict(overrides)
     if work.lora_rank:
         kept["recompute_layers"] = "0"
         limit = replace(limit, frozen_base="replicated")  # type: ignore[call-arg]
     else:
         kept |= {"offload_layers": "0", "frozen_base": ""}
-    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
     start = limit if "micro_batch_size" in overrides else replace(limit, micro_batch_size=1)
-    fitted_to_gpu = fitting(start, limit, work, roomy, kept)
-    if fitted_to_gpu is None:
-        fitted_to_gpu = fitting(start, limit, work, kind, kept)
-    if fitted_to_gpu is None:
+    return _fitting_with_headroom(benchmark, start, limit, work, kind, kept)
+
+
+def _fitting_with_headroom(
+    benchmark: str,
+    start: RunConfig,
+    limit: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    overrides: dict[str, str],
+) -> RunConfig:
+    """Return the config of `fitting`, with HEADROOM if any option allows that.
+
+    Raise OutOfMemory if no option fits.
+    """
+    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
+    config = fitting(start, limit, work, roomy, overrides)
+    if config is None:
+        config = fitting(start, limit, work, kind, overrides)
+    if config is None:
         raise _does_not_fit(benchmark, start, work, kind)
-    changes = _changes(config, fitted_to_gpu, overrides)
-    return fitted_to_gpu, f"fitted to {gpus} x {kind.name}: {changes}"
+    return config
+
+
+def _workload(benchmark: str, config: RunConfig, layers: int) -> Workload:
+    """Return the workload of the benchmark, with a model of `layers` layers, or of all for 0."""
+    work = workload(benchmark, config)
+    if not layers:
+        return work
+    return replace(work, shape=replace(work.shape, num_layers=layers))
 
 
 def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
@@ -164,24 +198,14 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
 def _derive(
     benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int
 ) -> RunConfig:
-    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory.
-
-    A share of the memory is kept free (HEADROOM) if any option allows that.
-    """
+    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory."""
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
     if batch.isdigit() and int(batch) % gpus:
         raise _cannot_be_shared(benchmark, file, int(batch), gpus)
     start = _start(benchmark, path, file, kind, gpus, overrides)
-    work = workload(benchmark, start)
-    work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
-    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
-    config = fitting(start, file, work, roomy, overrides)
-    if config is None:
-        config = fitting(start, file, work, kind, overrides)
-    if config is None:
-        raise _does_not_fit(benchmark, start, work, kind)
-    return config
+    work = _workload(benchmark, start, layers)
+    return _fitting_with_headroom(benchmark, start, file, work, kind, overrides)
 
 
 def _start(
@@ -223,14 +247,14 @@ def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict
 
 
 def _candidates(
-    start: RunConfig, file: RunConfig, overrides: dict[str, str]
+    start: RunConfig, limit: RunConfig, overrides: dict[str, str]
 ) -> Iterator[list[RunConfig]]:
     """Yield the configs of each storage of a frozen base, the fastest storage first.
 
     The configs of a storage differ in their micro-batch, the largest first.
     """
     share = start.global_batch_size // start.world_size
-    sizes: Sequence[int] = range(file.micro_batch_size, 0, -1)
+    sizes: Sequence[int] = range(limit.micro_batch_size, 0, -1)
     if "micro_batch_size" in overrides:
         sizes = [start.micro_batch_size]
     storages: list[dict] = [{}]
@@ -244,15 +268,15 @@ def _candidates(
 
 
 def fitting(
-    start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
+    start: RunConfig, limit: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
 ) -> RunConfig | None:
     """Return the first of `_candidates` that fits, None if nothing does.
 
     If none of a storage's candidates fits, its smallest is tried with as few layers offloaded or
-    recomputed as possible. `start`: config without such layers. `file`: its micro-batch is the
-    upper limit. `overrides`: keys that must not change.
+    recomputed as possible. `start`: config without such layers. `limit`: config whose micro-batch
+    is the upper limit. `overrides`: keys that must not change.
     """
-    for configs_of_storage in _candidates(start, file, overrides):
+    for configs_of_storage in _candidates(start, limit, overrides):
         for config in configs_of_storage:
             if plan.fits(plan.memory_peak(config, work), kind):
                 return config
