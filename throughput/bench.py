@@ -56,7 +56,7 @@ from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
 
 LEARNING_RATE = 1e-6
-OF_HELP = (
+PROFILE_HELP = (
     "what to profile: time (by torch's profiler), memory (torch's history of allocations), or "
     "outside (only mark the steps, for a profiler that runs this process) (default: time)"
 )
@@ -83,7 +83,7 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        if processes.device.type == "cuda":  # as in a run, reject engines that compute wrongly
+        if processes.device.type == "cuda":  # reject engines that compute wrongly, as a run does
             sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
             require_sound(check_engines(sizes, processes.device), processes.device)
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
@@ -164,10 +164,11 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
         model(*batch.unbind(1))  # so that gathered and cast weights are already in memory
     before = torch.cuda.memory_allocated()
     losses = model(*batch.unbind(1))
-    logits = batch.shape[0] * batch.shape[2] * model.shape.vocab_size * 2
+    tokens = batch.shape[0] * batch.shape[2]
+    logits = 2 * tokens * model.shape.vocab_size  # bytes, in bf16
     saved = torch.cuda.memory_allocated() - before - logits
     del losses
-    per_token = saved / (batch.shape[0] * batch.shape[2] * model.shape.num_layers)
+    per_token = saved / (tokens * model.shape.num_layers)
     if processes.rank == 0:
         print(
             f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, "
@@ -219,53 +220,67 @@ def profiled(
     """
     model = assembly.model
     if args.of == "outside":
-        mark(step, args.steps, processes)
+        run_marked_steps(step, args.steps, processes)
         return None
     facts = facts_of(config, args, model, processes, meter)
     if args.of == "memory":
-        recorded = memory_profile.record(step, args.steps, args.profile, assembly, processes)
-        if recorded is None:  # not rank 0
-            return None
-        history, counted = recorded
-        work = replace(
-            workload(args.benchmark, config),
-            shape=model.shape,
-            sequence_length=model.max_sequence_length,
-        )
-        # The profiled steps include no evaluation.
-        planned = memory_peak(replace(config, eval_micro_batch_size=1), work)
-        facts |= {"plan": planned.allocated, "moment": planned.moment}
-        return lambda: memory_profile.write(
-            args.profile, history, memory_profile.document(history, counted, facts)
-        )
+        return memory_profiled(config, args, assembly, processes, facts, step)
     clock_ms = profiling.record(step, args.steps, args.profile, processes)
     bench_ms = statistics.mean(meter.step_times_ms)
-    return lambda: profiling.summarize(
-        args.profile,
-        model,
-        config.micro_batch_size * model.max_sequence_length,
-        facts,
-        clock_ms,
-        bench_ms,
+    tokens = config.micro_batch_size * model.max_sequence_length
+    return partial(profiling.summarize, args.profile, model, tokens, facts, clock_ms, bench_ms)
+
+
+def memory_profiled(
+    config: RunConfig,
+    args: argparse.Namespace,
+    assembly: Assembly,
+    processes: Processes,
+    facts: dict,
+    step: Callable[[], object],
+) -> Callable[[], str] | None:
+    """Record the allocations of `args.steps` steps, and compare their peak with `plan`.
+
+    `facts`: those of `facts_of`. On rank 0, return the function that `profiled` describes. On other
+    ranks, return None.
+    """
+    recorded = memory_profile.record(step, args.steps, args.profile, assembly, processes)
+    if recorded is None:  # not rank 0
+        return None
+    history, counted = recorded
+    model = assembly.model
+    work = replace(
+        workload(args.benchmark, config),
+        shape=model.shape,
+        sequence_length=model.max_sequence_length,
     )
+    # The profiled steps include no evaluation.
+    planned = memory_peak(replace(config, eval_micro_batch_size=1), work)
+    facts = facts | {"plan": planned.allocated, "moment": planned.moment}
+
+    def write() -> str:
+        document = memory_profile.document(history, counted, facts)
+        return memory_profile.write(args.profile, history, document)
+
+    return write
 
 
-def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
+def run_marked_steps(step: Callable[[], object], steps: int, processes: Processes) -> None:
     """Run `steps` steps for a profiler that runs this process.
 
     nsys and ncu wait for cudaProfilerStart. Each step is an NVTX range, on ROCm a ROCTx range.
     """
-    gpu = processes.device.type == "cuda"
+    on_gpu = processes.device.type == "cuda"
     # HIP does not support hipProfilerStart; rocprofv3 records from the beginning.
-    has_start = gpu and not torch.version.hip
+    starts_profiler = on_gpu and not torch.version.hip
     processes.barrier()
-    if has_start:
+    if starts_profiler:
         torch.cuda.profiler.start()
     for number in range(steps):
-        with torch.cuda.nvtx.range(f"step {number}") if gpu else nullcontext():
+        with torch.cuda.nvtx.range(f"step {number}") if on_gpu else nullcontext():
             step()
     processes.barrier()
-    if has_start:
+    if starts_profiler:
         torch.cuda.profiler.stop()
 
 
@@ -349,6 +364,7 @@ def precision_of(config: RunConfig) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line that the launcher, `tune` or `throughput llama` wrote."""
     parser = argparse.ArgumentParser(
         prog="python -m throughput.bench",
         description="Measure the throughput of a training step on synthetic tokens.",
@@ -390,7 +406,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--command", default="-", metavar="TEXT", help="the user's command, for the profile's page"
     )
-    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=OF_HELP)
+    parser.add_argument(
+        "--of", choices=("time", "memory", "outside"), default="time", help=PROFILE_HELP
+    )
     return parser.parse_args(argv)
 
 

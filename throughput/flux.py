@@ -16,7 +16,7 @@ import torch
 
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
-from throughput import options as common
+from throughput import options as shared_options
 from throughput import ranks
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
@@ -104,7 +104,7 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add(
+    shared_options.add(
         parser,
         "gpus",
         batch={
@@ -116,13 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resolution",
-        type=common.whole,
+        type=shared_options.whole,
         metavar="N",
         help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
     )
     parser.add_argument(
         "--layers",
-        type=common.counts,
+        type=shared_options.counts,
         metavar="D,S",
         help="number of double and single blocks (default: 19,38, or 12,24 if these do not fit)",
     )
@@ -204,7 +204,7 @@ def add_batches(
 def request_from(options: argparse.Namespace) -> FluxRequest:
     """Return the request that the ranks read. Raises ConfigError for wrong options."""
     device = options.device
-    if device == "cpu" and options.batch == common.MAX:
+    if device == "cpu" and options.batch == shared_options.MAX:
         why = "trying batches could fill the memory of the whole host"
         raise ConfigError("--batch max needs a GPU", why, "give a number, such as --batch 2")
     resolution = options.resolution or RESOLUTION[device]
@@ -233,7 +233,7 @@ def request_from(options: argparse.Namespace) -> FluxRequest:
         )
     side = resolution // PIXELS_PER_TOKEN
     text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
-    batch = 0 if options.batch == common.MAX else options.batch or BATCH[device]
+    batch = 0 if options.batch == shared_options.MAX else options.batch or BATCH[device]
     return FluxRequest(
         device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps
     )

@@ -16,7 +16,7 @@ from common.command_line import complete
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from launch.plan.estimate import largest
-from throughput import options as common
+from throughput import options as shared_options
 from throughput.gpt_model import (
     SIZES,
     STAND_INS,
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure batches 1, 2, 4, ... up to the largest that fits",
     )
-    common.add(
+    shared_options.add(
         parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP}
     )
 
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             "a sweep chooses the batches",
             "leave out one of them",
         )
-    if options.device == "cpu" and options.batch == common.MAX:
+    if options.device == "cpu" and options.batch == shared_options.MAX:
         raise ConfigError(
             "--batch max needs a GPU",
             "trying batches could fill the memory of the whole host",
@@ -133,14 +133,14 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     known = SIZES | STAND_INS
     names = list(STAND_INS if options.device == "cpu" else SIZES)
     if options.model:
-        names = [common.choose("--model", options.model, known)]
+        names = [shared_options.choose("--model", options.model, known)]
     for name in names:
         size = replace(known[name], sequence_length=options.seq or known[name].sequence_length)
         if options.sweep:
             sweep(name, size, options, result)
         else:
             batch = options.batch or size.batch
-            if batch == common.MAX:
+            if batch == shared_options.MAX:
                 batch = max(1, largest(partial(fits, size, options.device)))
             add_row("gpt", name, replace(size, batch=batch), options, result)
 

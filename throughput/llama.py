@@ -23,6 +23,7 @@ from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 from launch.job import Job, Node, directories
 from launch.plan import estimate as plan
+from launch.plan.arrangements import workload_of
 from launch.plan.derive_config import fitting, moved, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
 from launch.processes.ranks import cpus_of_ranks
@@ -31,7 +32,7 @@ from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
 from throughput import machine
-from throughput import options as common
+from throughput import options as shared_options
 from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
@@ -116,9 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
     )
     parser.add_argument(
-        "--layers", type=common.whole, metavar="N", help="use only the first N layers"
+        "--layers", type=shared_options.whole, metavar="N", help="use only the first N layers"
     )
-    common.add(
+    shared_options.add(
         parser,
         "precision",
         seq={"help": "tokens per sequence (default: 8192, on a CPU 128)"},
@@ -127,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "(default: that of the benchmark, or max)"
         },
     )
-    common.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
+    shared_options.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
     parser.add_argument(
         "--tune",
         type=minutes,
@@ -209,13 +210,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         raise ConfigError(
             "--resume without --tune", "only a search can be resumed", "add --tune MINUTES"
         )
-    chosen = case_to_tune if options.tune else case_of
-    for case in [chosen(options, kind, gpus) for gpus in options.gpus]:
+    starting_case = case_to_tune if options.tune else case_of
+    for case in [starting_case(options, kind, gpus) for gpus in options.gpus]:
         if options.tune:
             case = tuned(case, options, result)
         while not attempt(case, options, result):
             smaller = case.config.micro_batch_size - 1
-            if options.batch != common.MAX or not smaller:
+            if options.batch != shared_options.MAX or not smaller:
                 break
             case = replace(case, config=plan.with_micro_batch(case.config, smaller))
 
@@ -225,7 +226,7 @@ def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -
 
     The value of --batch need not fit as one micro-batch, because the search may divide it.
     """
-    if options.batch in (None, common.MAX):
+    if options.batch in (None, shared_options.MAX):
         return case_of(options, kind, gpus)
     smallest = argparse.Namespace(**vars(options) | {"batch": 1})
     case = case_of(smallest, kind, gpus)
@@ -308,38 +309,41 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     mode = "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
-    work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
+    work = workload_of(family.shape, length, rules.lora_rank)
+    config, source = config_of(measured_in(mode), kind, gpus, options.precision)
+    case = Case(family, mode, config, work, kind, source)
+    if kind is None:
+        return _case_on_cpu(case, options.batch or 1)
     # The benchmark's model with fewer layers counts as well, as for `bench --layers`.
     as_benchmark = (
         replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
         and length == rules.sequence_length
     )
-    config, source = config_of(measured_in(mode), kind, gpus, options.precision)
-    case = Case(family, mode, config, work, kind, source)
-    if (
-        as_benchmark
-        and kind
-        and not options.batch
-        and plan.fits(plan.memory_peak(config, work), kind)
-    ):
+    if as_benchmark and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
-    wanted = options.batch or (common.MAX if kind else 1)
-    batch = 1 if wanted == common.MAX else int(wanted)
-    config = plan.with_micro_batch(config, batch)
-    if kind is None:
-        if wanted == common.MAX:
-            raise ConfigError(
-                "--batch max needs a GPU",
-                "the largest batch is calculated from the memory of a GPU",
-                "give a number, such as --batch 1",
-            )
-        require_host_memory(case_name(replace(case, config=config)), host_bytes(config, work))
-        return replace(case, config=config)
+    largest = options.batch in (None, shared_options.MAX)
+    config = plan.with_micro_batch(config, 1 if largest else options.batch)
     config = replace(config, eval_micro_batch_size=1)
     config = settings_that_fit(replace(case, config=config), as_benchmark)
-    if wanted == common.MAX:
+    if largest:
         config = plan.with_micro_batch(config, plan.largest_micro_batch(config, work, kind))
     return replace(case, config=config)
+
+
+def _case_on_cpu(case: Case, batch: int | str) -> Case:
+    """Return the case with this batch.
+
+    Raises ConfigError for "max", and OutOfMemory if the host has too little memory.
+    """
+    if batch == shared_options.MAX:
+        raise ConfigError(
+            "--batch max needs a GPU",
+            "the largest batch is calculated from the memory of a GPU",
+            "give a number, such as --batch 1",
+        )
+    case = replace(case, config=plan.with_micro_batch(case.config, int(batch)))
+    require_host_memory(case_name(case), host_bytes(case.config, case.work))
+    return case
 
 
 def config_of(
@@ -350,11 +354,9 @@ def config_of(
     The origin is "" if configs/ has a file for them, otherwise text that names the nearest file.
     """
     name = kind.name if kind else "CPU"
-    path = (
-        nearest_file(ROOT, benchmark, kind, gpus)
-        if kind
-        else config_path(ROOT, benchmark, "CPU_1x1")
-    )
+    path = config_path(ROOT, benchmark, "CPU_1x1")
+    if kind:
+        path = nearest_file(ROOT, benchmark, kind, gpus)
     file = configs.load(path, config_class(benchmark))
     changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
     if file.gpus_per_node != gpus:
@@ -380,19 +382,23 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     if as_benchmark and plan.fits(plan.memory_peak(config, work), kind):
         return config
     starts = [changed(config, key, 0)]
-    starts += [changed(starts[0], "moment_precision", "bf16")] if case.mode == "full" else []
+    if case.mode == "full":
+        starts.append(changed(starts[0], "moment_precision", "bf16"))
+    kept = {"micro_batch_size": str(config.micro_batch_size)}
     for start in starts:
-        if fitted := fitting(
-            start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}
-        ):
+        if fitted := fitting(start, start, work, kind, kept):
             return fitted
-    smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
-    # LoRA in bf16 offloads no layers.
-    most = work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0
-    raise does_not_fit(replace(case, config=changed(smallest, key, most)))
+    smallest = starts[-1]
+    most_layers = work.shape.num_layers
+    if case.mode == "lora":
+        smallest = changed(smallest, "frozen_base", "sharded")
+        if not config.linear_format.in_fp8:
+            most_layers = 0  # LoRA in bf16 offloads no layers
+    raise does_not_fit(replace(case, config=changed(smallest, key, most_layers)))
 
 
 def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    """Return `config` with another value of `key`, which only some benchmarks' configs have."""
     return replace(config, **{key: value})
 
 

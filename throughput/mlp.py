@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from throughput import options as common
+from throughput import options as shared_options
 from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
@@ -57,8 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default": None,
         "help": f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})",
     }
-    common.add(
-        parser, "warmup", batch={"type": common.whole, "default": 256, "metavar": "N"}, steps=steps
+    shared_options.add(
+        parser,
+        "warmup",
+        batch={"type": shared_options.whole, "default": 256, "metavar": "N"},
+        steps=steps,
     )
 
 

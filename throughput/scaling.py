@@ -24,7 +24,7 @@ from common.errors import Interrupted, OutOfMemory, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks
-from throughput import options as common
+from throughput import options as shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
@@ -41,6 +41,8 @@ COLLECTIVE_BYTES = {
     "cpu": (2**16, 2**18, 2**20),
 }
 REPEATS = {"cuda": 20, "cpu": 5}
+# Strategy -> key of its part in the measurements of throughput/scaling_rank.py.
+PART_OF_STRATEGY = {"DDP": "plain", "ZeRO-2": "sharded"}
 MIB = 2**20
 
 SCALING = Table(
@@ -144,14 +146,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default": None,
         "help": "numbers of GPUs to measure (default: 1, 2, 4 and 8, as far as there are GPUs)",
     }
-    common.add(
+    shared_options.add(
         parser,
         "precision",
         "seq",
         gpus=numbers,
-        batch={"type": common.whole, "metavar": "N", "help": "batch of the GPT per GPU"},
+        batch={"type": shared_options.whole, "metavar": "N", "help": "batch of the GPT per GPU"},
     )
-    common.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
+    shared_options.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
@@ -170,7 +172,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         processes = "process" if count == 1 else "processes"
         print(f"starting {count} {processes} ...", file=sys.stderr, flush=True)
         measured, error = run_ranks(request, count)
-        for strategy in ("DDP", "ZeRO-2"):
+        for strategy in PART_OF_STRATEGY:
             add_steps(strategy, model, request, count, measured, error, result)
         add_collectives(count, measured.get("collectives", []), result)
     if options.device == "cuda" and available > 1:
@@ -182,7 +184,7 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Scali
     device = options.device
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     known = SIZES | STAND_INS
-    model = common.choose("--model", options.model or default_gpt(memory), known)
+    model = shared_options.choose("--model", options.model or default_gpt(memory), known)
     gpt = replace(
         known[model],
         batch=options.batch or known[model].batch,
@@ -234,7 +236,7 @@ def add_steps(
     """
     described, flops = describe_steps(strategy, model, request)
     row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus, **described}
-    part = measured.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
+    part = measured.get(PART_OF_STRATEGY[strategy])
     if part is None:
         result.add(row | {"error": reason(error)})
         return

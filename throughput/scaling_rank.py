@@ -103,11 +103,11 @@ def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     step = train_step(wrapped, request.gpt)
 
-    def alone() -> None:
+    def without_reduction() -> None:
         with wrapped.no_sync():
             step()
 
-    return measure_steps(request, processes, step, alone)
+    return measure_steps(request, processes, step, without_reduction)
 
 
 def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
@@ -141,23 +141,24 @@ def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
         accumulate.IMPLEMENTATIONS[config.kernels],
     )
 
-    def alone() -> None:
+    def without_reduction() -> None:
         optimizer.reduce_scatter = unsent
         step()
 
-    return measure_steps(request, processes, step, alone if ranks > 1 else None)
+    return measure_steps(request, processes, step, without_reduction if ranks > 1 else None)
 
 
 def measure_steps(
     request: ScalingRequest,
     processes: Processes,
     step: Callable[[], object],
-    alone: Callable[[], object] | None,
+    without_reduction: Callable[[], object] | None,
 ) -> dict:
-    """Time `step` and, if given, `alone`, the same step without the reduction of gradients.
+    """Time `step` and, if given, the same step without the reduction of gradients.
 
-    `times_ms`, `alone_ms`: milliseconds of each step on the slowest rank; `alone_ms` is empty
-    without `alone`. `memory_bytes`: peak memory of `step` on the fullest rank, 0 on a CPU.
+    `times_ms`: milliseconds of each step on the slowest rank. `alone_ms`: the same without the
+    reduction, empty if `without_reduction` is None. `memory_bytes`: peak memory of `step` on the
+    fullest rank, 0 on a CPU.
     """
     device = processes.device
     processes.barrier()
@@ -165,8 +166,8 @@ def measure_steps(
     memory = peak_bytes(device)
     processes.barrier()
     alone_ms: list[float] = []
-    if alone:
-        own_ms = step_ms(alone, device.type, request.warmup, request.steps)
+    if without_reduction:
+        own_ms = step_ms(without_reduction, device.type, request.warmup, request.steps)
         alone_ms = max_over_ranks(own_ms, processes)
     return {
         "times_ms": times,

@@ -38,7 +38,7 @@ from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
-from throughput import options as common
+from throughput import options as shared_options
 
 SECONDS = 0.02  # time to measure for each candidate
 # Op of common/training/kernel_cases.py -> the function that returns its launch settings.
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--micro-batch",
-        type=common.whole,
+        type=shared_options.whole,
         metavar="N",
         help="sequences per micro-batch (default: 2, or 1 for LoRA)",
     )

@@ -23,7 +23,7 @@ from common.hardware import probe
 from common.terminal import Progress, print_stderr
 from launch.processes.supervise import Ending, supervise
 from throughput import baseline, report, result
-from throughput import options as common
+from throughput import options as shared_options
 from throughput.tables import Section, Table
 
 NAME = "suite.json"
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
     )
-    common.add(
+    shared_options.add(
         parser,
         gpus={
             "default": None,
@@ -108,10 +108,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the suite and return the exit code (see the top of this file). Raises RunError."""
     detected = probe(os.environ)
-    device = common.device_of(options.device, detected)
-    common.check_torch(device, detected)
+    device = shared_options.device_of(options.device, detected)
+    shared_options.check_torch(device, detected)
     gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
-    common.check_gpus(gpus, device, detected)
+    shared_options.check_gpus(gpus, device, detected)
     reference = baseline.find(options.against, declared_tables()) if options.against else None
     if options.save_baseline:
         require_new(options.save_baseline)

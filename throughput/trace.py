@@ -233,15 +233,13 @@ class Roles:
 
         If a product has several kernels, its FLOPs are returned for the first one only.
         """
+        in_backward = any(call.name.startswith("autograd::engine") for call in calls)
         for call in reversed(calls):
             if call.product is not None:
-                break
-        else:
-            return "", 0
-        flops = 0 if call.counted else 2 * math.prod(call.product)
-        call.counted = True
-        in_backward = any(outer.name.startswith("autograd::engine") for outer in calls)
-        return self.name(call.product, in_backward, call.epilogue), flops
+                flops = 0 if call.counted else 2 * math.prod(call.product)
+                call.counted = True
+                return self.name(call.product, in_backward, call.epilogue), flops
+        return "", 0
 
 
 def _ns(microseconds: float) -> int:
