@@ -144,6 +144,7 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
 
 
 def _as_error(record: dict) -> RunError:
+    """Return the error that a rank recorded, with the rank in front."""
     # A missed target concerns all ranks at once.
     who = "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "
     error = RunError(who + record["what"], record.get("why", ""), record.get("do", ""))

@@ -50,17 +50,16 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
 
     Raise ConfigError if they do not fit `count` nodes.
     """
-    rank = (
-        environment.get("NODE_RANK")
-        or environment.get("SLURM_NODEID")
-        or ("0" if count == 1 else "")
-    )
+    rank = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ""
+    if not rank and count == 1:
+        rank = "0"
     address = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
-        what = f"the config is for {count} nodes, but NODE_RANK is not set"
+        nodes = "1 node" if count == 1 else f"{count} nodes"
+        what = f"the config is for {nodes}, but NODE_RANK is not set"
         if rank:
-            what = f"NODE_RANK={rank}, but the config is for {count} node{'s' if count > 1 else ''}"
+            what = f"NODE_RANK={rank}, but the config is for {nodes}"
         do = "unset NODE_RANK, or use a config with more nodes"
         if count > 1:
             do = f"set it to a different number on each node, from 0 to {count - 1}, or use run.sub"
@@ -164,7 +163,7 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
         when_from(checkpoint)
     data_dir, log_dir = directories(benchmark, selection.config, environment)
     if continues == AUTO:
-        _require_checkpoints(checkpoint)
+        _require_checkpoint_option(checkpoint)
         continues = last_unfinished(log_dir / benchmark, benchmark, selection.config)
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
@@ -189,7 +188,7 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     )
 
 
-def _require_checkpoints(checkpoint: str) -> None:
+def _require_checkpoint_option(checkpoint: str) -> None:
     """Raise ConfigError if `checkpoint`, the value of --checkpoint, is empty."""
     if not checkpoint:
         raise ConfigError(

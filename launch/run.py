@@ -167,13 +167,19 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command = trainer_command(job, run_dir, seed)
     environment = trainer_environment(job, cleared)
-    about = (job.benchmark, job.selection.log_name, config, job.rules)
-    on_gpus = job.selection.device == "cuda"
     with (
         sampler.sampling(run_dir, job.run_gpus),
         # Rank 0 writes the events.
         tracked(run_dir, job.trackers if node.rank == 0 else ()),
-        Screen(run_dir, *about, on_gpus=on_gpus, leads=node.rank == 0) as screen,
+        Screen(
+            run_dir,
+            job.benchmark,
+            job.selection.log_name,
+            config,
+            job.rules,
+            on_gpus=job.selection.device == "cuda",
+            leads=node.rank == 0,
+        ) as screen,
     ):
 
         def stop() -> bool:
@@ -193,7 +199,7 @@ def judge(
     The first one is None if the run reached the target and passed the checks. It is also written to
     failure.json.
     """
-    facts: dict = {}
+    facts: dict = {}  # of the rank that failed: rank, step and time, if known
     error: RunError | None = None
     after: RunError | None = None
     if ending.signal_number:

@@ -178,16 +178,16 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
         raise PreflightError("--device cuda, but no GPU is visible", why, do)
     system = environment.get("DGXSYSTEM", "")
     explicit = options.device == "cpu" or options.config is not None or system.startswith("CPU_")
-    variables = variables_of_real_run(environment)
-    if variables and not explicit and not wants_miniature(options):
-        raise PreflightError(f"no GPU is visible, but {' and '.join(variables)} set", why, do)
+    names = variables_of_real_run(environment)
+    if names and not explicit and not wants_miniature(options):
+        are = "is" if len(names) == 1 else "are"
+        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", why, do)
 
 
 def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that only a run of the full benchmark needs.
+    """Return the names of variables that only a run of the full benchmark needs, NEXP with value.
 
-    The list is meant to be joined to the subject of a sentence: "is" or "are" follows the last
-    name.
+    They are REAL_RUN_VARIABLES, MLPERF_SUBMISSION_*, and NEXP if it is above 1.
     """
     names = [name for name in REAL_RUN_VARIABLES if environment.get(name)]
     for name in sorted(environment):
@@ -195,8 +195,6 @@ def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
             names.append(name)
     if environment.get("NEXP", "1") not in ("", "0", "1"):
         names.append(f"NEXP={environment['NEXP']}")
-    if names:
-        names[-1] += " is" if len(names) == 1 else " are"
     return names
 
 

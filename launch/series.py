@@ -262,9 +262,9 @@ def make_attempts(
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
-        for end in (outcome.error, outcome.after):
-            if isinstance(end, Interrupted):
-                return end.exit_code
+        for failure in (outcome.error, outcome.after):
+            if isinstance(failure, Interrupted):
+                return failure.exit_code
         if outcome.error and record.goal >= SUBMISSION_RUNS:
             prospects = outlook(record.outcomes)
             if prospects:

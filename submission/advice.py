@@ -46,7 +46,8 @@ def advice(run: Run) -> list[Advice]:
     hints = []
     for name, facts in symptoms:
         texts = TABLE[name]
-        hints.append(Advice(*(texts[field].format(run=run, **facts) for field in Advice._fields)))
+        filled_in = {field: texts[field].format(run=run, **facts) for field in Advice._fields}
+        hints.append(Advice(**filled_in))
     return hints
 
 

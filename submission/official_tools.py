@@ -90,11 +90,6 @@ def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None
         return _verdict(path, rules.division, str(file), log)
 
 
-def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> LogVerdict:
-    """Return `own_verdict` with the rules of the benchmark's miniature."""
-    return own_verdict(path, benchmark, benchmarks.divisions(benchmark)["miniature"], log)
-
-
 def rule_template(benchmark: str, division: str) -> string.Template:
     """Return the template of a rule file: the common part, then that of `benchmark`."""
     common = Path(__file__).with_name("miniature_common.yaml")
@@ -108,11 +103,6 @@ def rule_file(benchmark: str, rules: Rules) -> str:
     return rule_template(benchmark, rules.division).substitute(
         fields, benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
     )
-
-
-def miniature_rules(benchmark: str) -> str:
-    """Return the text of the rule file of the benchmark's miniature."""
-    return rule_file(benchmark, benchmarks.divisions(benchmark)["miniature"])
 
 
 def checker_version() -> str:
@@ -151,7 +141,9 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict
     finally:
         # After a crash, rule files are left in this list and would apply to the next log.
         mlp_compliance.enqueued_configs.clear()
-    texts: list[tuple[str | None, str, str]] = []  # key, text, severity
+    # Key, text and severity of each complaint. The checker keeps one text for a key, and the texts
+    # without a key in a list.
+    texts: list[tuple[str | None, str, str]] = []
     texts += [(key, text, ERROR) for key, text in checker.overwritable.items()]
     texts += [(None, text, ERROR) for text in checker.not_overwritable]
     texts += [(key, text, WARNING) for key, text in checker.warnings.items()]

@@ -105,13 +105,15 @@ class Run:
             return benchmarks.rules_of_log(str(self.benchmark), OPEN, self.folder)
         if self.benchmark not in benchmarks.names():
             return None
-        return benchmarks.divisions(self.benchmark).get(
-            "miniature" if self.is_miniature else "closed"
-        )
+        division = "miniature" if self.is_miniature else "closed"
+        return benchmarks.divisions(self.benchmark).get(division)
 
     @property
     def target(self) -> float | None:
-        return (self.rules.target_loss or None) if self.rules else None
+        """The loss that an evaluation must reach, or None if there is none or it is unknown."""
+        if self.rules is None or not self.rules.target_loss:
+            return None
+        return self.rules.target_loss
 
     @property
     def point(self) -> rcp.ReferencePoint | None:
@@ -344,7 +346,9 @@ def _read_result(run: Run) -> None:
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
     if run.rules is not None:
         target = run.target or math.inf
-        run.reached = any(is_number(e.value) and 0 < e.value <= target for e in evaluated)
+        for event in evaluated:
+            if is_number(event.value) and 0 < event.value <= target:
+                run.reached = True
     stops = run.log.all("run_stop")
     if not stops:
         if evaluated:

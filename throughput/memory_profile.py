@@ -271,14 +271,10 @@ def write(folder: Path, history: History, profile: dict) -> str:
     kinds = _kinds(profile)
     largest = _largest(profile)
     curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
-    lines = [
-        page.Curve(
-            name,
-            [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)],
-            color,
-        )
-        for color, (name, values) in enumerate(curves.items())
-    ]
+    lines = []
+    for color, (name, values) in enumerate(curves.items()):
+        points = [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)]
+        lines.append(page.Curve(name, points, color))
     chart = page.chart("GiB", "ms", lines, reduce=max)
     sections = [
         ("Headline", [{"tiles": _tiles(profile)}]),
@@ -354,12 +350,11 @@ def _kinds(profile: dict) -> list[tuple[str, str, str]]:
 
 
 def _largest(profile: dict) -> list[tuple[str, str, str, str]]:
-    places = [
-        row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps")
-        for row in profile["largest"]
-    ]
-    rows = zip(places, profile["largest"], strict=True)
-    return [
-        (place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}")
-        for place, row in rows
-    ]
+    """Return the table's row for each of the places with the most memory at the peak."""
+    rows = []
+    for row in profile["largest"]:
+        place = row["place"]
+        if not place:
+            place = "no frame of ours" if row["kind"] == UNNAMED else "before these steps"
+        rows.append((place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}"))
+    return rows

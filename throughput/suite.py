@@ -332,7 +332,9 @@ def headline(
     tiles = [("Parts that succeeded", f"{succeeded} of {len(ended)}")]
     if verdicts:
         tiles.append(("Against the baseline", baseline.summary(verdicts)))
-    rows = [row for data in results.values() for row in data["rows"] if "error" not in row]
+    rows: list[dict[str, Any]] = []
+    for data in results.values():
+        rows += [row for row in data["rows"] if "error" not in row]
     for precision in ("bf16", "fp8"):
         products = [row for row in rows if row["table"] == "gemm" and row["precision"] == precision]
         best = max((row["tflops"] for row in products), default=None)

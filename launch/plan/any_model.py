@@ -173,6 +173,7 @@ def amount(text: str) -> float:
 
 
 def _request(options: argparse.Namespace) -> ModelRequest:
+    """Return the request of the options. Raises ConfigError if they do not describe one."""
     if not options.model:
         raise ConfigError(
             "--model is required",
@@ -209,6 +210,7 @@ def _request(options: argparse.Namespace) -> ModelRequest:
 
 
 def _kind(name: str) -> GpuKind:
+    """Return the kind that --gpu names. Raises ConfigError for an unknown one."""
     if name not in KINDS:
         raise ConfigError(
             f"unknown GPU kind {name!r}",
@@ -313,8 +315,8 @@ def title(request: ModelRequest) -> str:
         "bf16"
     )
     memory = (
-        f"{gpus} x {kind.name} of {kind.memory_bytes / plan.GIB:.0f} GiB, "
-        f"{gpus * kind.memory_bytes / plan.GIB:,.0f} GiB in all"
+        f"{gpus} x {kind.name} of {gib(kind.memory_bytes):.0f} GiB, "
+        f"{gib(gpus * kind.memory_bytes):,.0f} GiB in all"
     )
     return (
         f"{request.name}: {weights}; {what}, {request.precision}, batch {request.batch} x "
@@ -432,6 +434,7 @@ def _longest(request: ModelRequest) -> int:
 
 
 def _mfu(options: argparse.Namespace) -> list[str]:
+    """Return the lines of `plan --mfu`. Raises ConfigError for options that are missing."""
     gpus = options.gpus or 1
     shape = shape_of(options.model) if options.model else None
     if bool(shape) == bool(options.params):
@@ -450,7 +453,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     if not peak:
         kind = _kind(options.gpu)
         fp8 = options.precision == "fp8"
-        peak = (kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops) * 1e12
+        peak_tflops = kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops
+        peak = peak_tflops * 1e12
     tokens = options.tokens or gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
     more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}

@@ -34,7 +34,7 @@ from common.records import published, rcp
 from launch.plan import any_model, scaling
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import load_or_derive
+from launch.plan.derive_config import load_or_derive, overrides_of
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
 from launch.select_config import requested_gpus, require_config
@@ -53,7 +53,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     if options.scaling is not None:
         return scaling.main(root, benchmark, options)
     require_config(root, benchmark, options)
-    overrides = dict(text.partition("=")[::2] for text in options.set)
+    overrides = overrides_of(options.set)
     path = None
     machine = None
     if not options.all:
@@ -70,9 +70,10 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
             root, benchmark, path, machine, overrides=overrides, gpus=gpus
         )
         loaded = {path.stem: config}
-        lines = describe(benchmark, derived or str(path), config, _kind(config, machine))
-        if is_fitted:
-            lines[1:1] = ["", *_fitted_note(machine, gpus)]
+        source = derived or str(path)
+        title, *details = describe(benchmark, source, config, _kind(config, machine))
+        note = ["", *_fitted_note(machine, gpus)] if is_fitted else []
+        lines = [title, *note, *details]
     if options.json:
         plans = {
             name: as_dict(benchmark, config, _kind(config, machine))
@@ -120,9 +121,9 @@ def parser(benchmark: str = "") -> Parser:
 
 def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     """Return the config, its memory in bytes and the estimate, or only the config for a CPU."""
-    found = {"benchmark": benchmark, "config": asdict(config)}
+    report = {"benchmark": benchmark, "config": asdict(config)}
     if kind is None:
-        return found
+        return report
     memory = plan.memory_peak(config, workload(benchmark, config))
     sizes = {
         "allocated": memory.allocated,
@@ -131,7 +132,7 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
         "fits": plan.fits(memory, kind),
     }
     speed = asdict(estimate(benchmark, config, kind)) if kind.efficiency else None
-    return found | {"memory": sizes, "estimate": speed}
+    return report | {"memory": sizes, "estimate": speed}
 
 
 def _chosen(
@@ -308,12 +309,13 @@ def target_line(benchmark: str, config: RunConfig) -> str:
 SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
 
 
-def _speed(found: Estimate) -> list[str]:
-    minutes = "-" if found.minutes is None else f"{found.minutes:,.1f}"
+def _speed(planned: Estimate) -> list[str]:
+    """Return the cells of the columns SPEED."""
+    minutes = "-" if planned.minutes is None else f"{planned.minutes:,.1f}"
     return [
-        f"{found.tokens_per_s_per_gpu:,.0f}",
-        f"{found.step_s * 1e3:,.0f}",
-        f"{found.eval_s:.1f}",
+        f"{planned.tokens_per_s_per_gpu:,.0f}",
+        f"{planned.step_s * 1e3:,.0f}",
+        f"{planned.eval_s:.1f}",
         minutes,
     ]
 
@@ -360,6 +362,7 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 
 
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
+    """Return the row of a config in `all_table`."""
     work = workload(benchmark, config)
     kind = _kind(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}

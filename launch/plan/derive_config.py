@@ -85,6 +85,15 @@ def load_or_derive(
     return config, f"derived for {gpus} x {kind.name} from {file.name}: {changed}"
 
 
+def overrides_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of texts KEY=VALUE. A text without = has an empty value."""
+    overrides = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        overrides[key] = value
+    return overrides
+
+
 def fit_to_machine(
     benchmark: str,
     config: RunConfig,

@@ -34,7 +34,7 @@ from common.html.page import Curve
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import load_or_derive
+from launch.plan.derive_config import load_or_derive, overrides_of
 from launch.plan.estimate import BYTES, Workload
 from launch.plan.tables import table
 
@@ -324,7 +324,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
         )
     else:
         path = Path(options.config)
-        overrides = dict(text.partition("=")[::2] for text in options.set)
+        overrides = overrides_of(options.set)
         best = points_of_file(root, benchmark, path, kind, overrides, options.network)
         name = f"{benchmark}, {path.name},"
     last = last_paying(best)

@@ -44,6 +44,7 @@ from common.gpu_stats import (
 )
 from common.hardware import Probe, identify, probe
 from common.known_issues import installed
+from common.paths import ROOT
 from launch.job import directories
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
@@ -52,7 +53,7 @@ from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import Measured, read_ranks
 from launch.preflight.nodes.examine import examine as examine_nodes
-from launch.processes.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
+from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 from launch.select_config import (
     config_file,

@@ -121,6 +121,7 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
 
 
 def _resumed(parent: Path, stem: str, facts: dict) -> tuple[Path, Journal]:
+    """Return the newest search in `parent` with equal facts. Raises ConfigError without one."""
     for folder in sorted(parent.glob(f"{stem}_[0-9]*"), reverse=True):
         journal = Journal(folder)
         if identity(journal.facts) == identity(facts):

@@ -31,6 +31,7 @@ def line(measurement: Measurement, number: int) -> str:
 
 
 def outcome_text(measurement: Measurement) -> str:
+    """Return why a measurement has no step time, in words."""
     if measurement.outcome == OutOfMemory.kind:
         return "out of memory"
     if measurement.outcome == "stopped":
@@ -235,10 +236,10 @@ class SearchResult:
             "best": [each for each in done if each.changes == self.best],
             "base config": [each for each in done if each.changes == {}],
         }
-        curves = [
-            Curve(name, [(each.step_ms, gib(each)) for each in of_kind], color, scatter=True)
-            for color, (name, of_kind) in enumerate(spots.items())
-        ]
+        curves = []
+        for color, (name, measurements) in enumerate(spots.items()):
+            points = [(each.step_ms, gib(each)) for each in measurements]
+            curves.append(Curve(name, points, color, scatter=True))
         label = "peak memory, GiB" if is_measured else "planned memory, GiB"
         return [html.chart(label, "ms per step", curves)]
 

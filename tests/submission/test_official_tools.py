@@ -20,6 +20,7 @@ from synthetic_run import (
     write_records,
 )
 
+from common import benchmarks
 from common.errors import PreflightError
 from llama31_8b import rules
 from submission import official_tools
@@ -30,6 +31,16 @@ pytestmark = pytest.mark.quick
 
 pytest.importorskip("mlperf_logging")
 yaml = pytest.importorskip("yaml")
+
+
+def miniature_rules(benchmark):
+    """Return the text of the rule file of the benchmark's miniature."""
+    return official_tools.rule_file(benchmark.rules.BENCHMARK, benchmark.rules.MINIATURE)
+
+
+def miniature_verdict(path, name):
+    """Return the verdict on a log by the rules of the miniature of the benchmark `name`."""
+    return official_tools.own_verdict(path, name, benchmarks.divisions(name)["miniature"])
 
 
 @pytest.mark.parametrize("ruleset", official_tools.CLOSED_RULESETS)
@@ -50,7 +61,7 @@ EACH = pytest.mark.parametrize(
 @EACH
 def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path, benchmark):
     path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
-    assert official_tools.miniature_verdict(path, benchmark.rules.BENCHMARK).passed
+    assert miniature_verdict(path, benchmark.rules.BENCHMARK).passed
     verdict = official_tools.closed_verdict(path, "6.1.0")
     assert not verdict.passed and [complaint.rule for complaint in verdict.complaints] == [
         "broke_off"
@@ -60,7 +71,7 @@ def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path, benchmark
 @pytest.mark.parametrize(("benchmark", "own"), [(PRETRAINING, ["max_steps"]), (LORA, [])])
 def test_a_closed_log_is_no_miniature(tmp_path, benchmark, own):
     path = write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)
-    messages = " ".join(official_tools.miniature_verdict(path, benchmark.rules.BENCHMARK).messages)
+    messages = " ".join(miniature_verdict(path, benchmark.rules.BENCHMARK).messages)
     for key in ("submission_division", "max_sequence_length", "eval_samples", *own):
         assert f"{key} is" in messages
 
@@ -68,7 +79,7 @@ def test_a_closed_log_is_no_miniature(tmp_path, benchmark, own):
 def test_the_miniature_of_one_benchmark_is_not_that_of_the_other(tmp_path):
     path = write_good(tmp_path / "result.txt", LORA.rules.MINIATURE)
     assert "submission_benchmark is" in " ".join(
-        official_tools.miniature_verdict(path, PRETRAINING.rules.BENCHMARK).messages
+        miniature_verdict(path, PRETRAINING.rules.BENCHMARK).messages
     )
 
 
@@ -88,7 +99,7 @@ def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(
         record["key"]
         for record in records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))
     }
-    entries = yaml.safe_load(official_tools.miniature_rules(benchmark.rules.BENCHMARK))
+    entries = yaml.safe_load(miniature_rules(benchmark))
     demanded = [entry["KEY"]["NAME"] for entry in entries if "KEY" in entry]
     assert set(demanded) == logged - {
         "seed",
@@ -106,10 +117,7 @@ def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
     )
     own = {"max_steps"} if benchmark is PRETRAINING else {"lora_rank", "lora_alpha", "lora_dropout"}
     assert {"sequence_length", "eval_samples", "target_loss", "init_limit_ms", *own} <= names
-    assert (
-        f"v['value'] <= {benchmark.rules.MINIATURE.target_loss}"
-        in official_tools.miniature_rules(benchmark.rules.BENCHMARK)
-    )
+    assert f"v['value'] <= {benchmark.rules.MINIATURE.target_loss}" in miniature_rules(benchmark)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
 def test_the_miniature_rules_refuse_a_wrong_value(tmp_path, benchmark, key, occurrence, value):
     log = records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))
     log[find(log, key, occurrence)]["value"] = value
-    assert not official_tools.miniature_verdict(
+    assert not miniature_verdict(
         write_records(tmp_path / "changed.txt", log), benchmark.rules.BENCHMARK
     ).passed
 
