@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from common.command_line import exit_code_of
 from common.paths import ROOT
@@ -22,15 +23,14 @@ def main(arguments: list[str]) -> None:
     raise_at_signals()
     install = arguments[:1] == ["--install"]
     # Read the arguments first: a typo or --help needs no installation.
-    needs, words = cli.read(arguments[install:])
-    python = sys.executable
-    if install and needs:
+    requirements, command = cli.read(arguments[1:] if install else arguments)
+    python = Path(sys.executable)
+    if install and requirements:
         folder = ROOT / ".venv"
-        found = environment.python_for(ROOT / needs, folder)
-        if needs == environment.ALL:
-            environment.add_hopper_packages(found, ROOT, folder)
-        python = str(found)
-    os.execve(python, [python, *words], os.environ | module_search_path(os.environ))
+        python = environment.python_for(ROOT / requirements, folder)
+        if requirements == environment.ALL:
+            environment.add_hopper_packages(python, ROOT, folder)
+    os.execve(python, [str(python), *command], os.environ | module_search_path(os.environ))
 
 
 if __name__ == "__main__":

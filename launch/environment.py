@@ -162,6 +162,7 @@ def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
 
 
 def _stamp(folder: Path, path: Path) -> Path:
+    """Return the path of the stamp of the requirements file `path` in the environment `folder`."""
     return folder / f"{path.name}.sha256"
 
 
@@ -197,7 +198,7 @@ def _digest(path: Path, build: str) -> str:
     PreflightError if the lock lacks a required version.
     """
     required, lock = required_packages(path, build)
-    entries = "".join(locked_entries(required, lock, False).values())
+    entries = "".join(locked_entries(required, lock).values())
     return hashlib.sha256(entries.encode()).hexdigest()
 
 
@@ -210,7 +211,9 @@ def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Pa
     return required, path.with_name(CUDA12_LOCK)
 
 
-def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
+def locked_entries(
+    required: list[tuple[str, str]], lock: Path, own_torch: bool = False
+) -> dict[str, str]:
     """Return name -> entries of the required packages and their dependencies.
 
     A package has one entry for each range of Python versions. With `own_torch`, packages that the
@@ -241,10 +244,10 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
         for name, text in entries.items()
     }
     candidates = needed_by.keys() - installed
-    more = needed
-    while more:
-        more = {name for name in candidates - needed if needed_by[name] & needed}
-        needed |= more
+    added = needed
+    while added:  # until no package is needed by one that was added
+        added = {name for name in candidates - needed if needed_by[name] & needed}
+        needed |= added
     return {name: entries[name] for name in sorted(needed)}
 
 
@@ -297,7 +300,7 @@ def _install_rich(folder: Path, path: Path, log_path: Path) -> None:
     Then rich can show a progress bar while the other packages are installed, which takes minutes.
     """
     required, lock = required_packages(path.with_name(CLI), NO_TORCH)
-    entries = locked_entries(required, lock, False)
+    entries = locked_entries(required, lock)
     cli_lock = folder / f"{CLI}.lock"
     cli_lock.write_text("".join(entries.values()))
     if not _run_pip(folder, cli_lock, log_path, []):
@@ -468,6 +471,7 @@ def _add_pip(folder: Path, lock: Path) -> None:
 
 
 def main(name: str) -> None:
+    """Print the path of a Python with the packages of the requirements file `name`."""
     raise_at_signals()
     print(python_for(ROOT / name, ROOT / ".venv"))
 

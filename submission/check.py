@@ -75,6 +75,10 @@ def parser() -> Parser:
 
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
+    """Check the logs at `paths`, print their verdicts, and return the exit code of the command.
+
+    Raises ConfigError if a folder has no logs, PreflightError without the official checker.
+    """
     logs: list[Path] = []
     for path in paths:
         logs += _logs(path)

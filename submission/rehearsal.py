@@ -76,6 +76,7 @@ def attempts_like(series: Series | None) -> list[RehearsedRun]:
 
 
 def _attempt_like(run: Run) -> RehearsedRun:
+    """Return an attempt with state, seed and minutes of `run`, which are invented if unknown."""
     seed = run.start.get("seed", run.log.value("seed"))
     if type(seed) is not int:
         seed = secrets.randbits(32)
@@ -263,6 +264,7 @@ class InventedLog:
         yield from self._training(evaluations)
 
     def _training(self, evaluations: int) -> Iterator[dict]:
+        """Yield the records after run_start. Those of a lost run end in its last evaluation."""
         batch = self.config.global_batch_size
         first = self.rules.first_evaluation(batch)
         interval = self.rules.eval_interval(batch)

@@ -147,6 +147,7 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _list_published(options: argparse.Namespace) -> int:
+    """Print the published results of --list; return 0."""
     if options.json:
         print(json.dumps([asdict(row) for row in listed(options.list)], indent=1))
     else:
@@ -155,6 +156,7 @@ def _list_published(options: argparse.Namespace) -> int:
 
 
 def _compare_published(options: argparse.Namespace) -> int:
+    """Print the comparison of a published result with that of --against; return 0."""
     mine = find(options.logs[0])
     other = find(options.against, options.ruleset, mine)
     if options.json:
@@ -165,6 +167,7 @@ def _compare_published(options: argparse.Namespace) -> int:
 
 
 def _score_series(options: argparse.Namespace) -> int:
+    """Print the score of the series at the given paths, and a comparison; return the exit code."""
     series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
         run.gpu = options.gpu or run.gpu
@@ -257,6 +260,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
 
 
 def _notes(run: Run) -> list[str]:
+    """Return what is unusual about `run`, and why it is not good or not counted."""
     if run.state == NOT_STARTED:
         reason = run.reason or "its log ends before run_start"
         return [f"not counted, because its clock never started: {reason}"]
@@ -266,6 +270,7 @@ def _notes(run: Run) -> list[str]:
 
 
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
+    """Return the head and one row per run of the table of runs."""
     rows: list[Sequence[str]] = [
         ("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")
     ]
@@ -306,6 +311,7 @@ def score_lines(ten: TenRuns) -> list[str]:
 
 
 def _mean_lines(ten: TenRuns) -> list[str]:
+    """Return the line with the mean of the minutes."""
     runs = len(ten.counted)
     minutes = number(ten.minutes, ".4f")
     if not runs:
@@ -321,6 +327,7 @@ def _mean_lines(ten: TenRuns) -> list[str]:
 
 
 def _verdict_lines(ten: TenRuns) -> list[str]:
+    """Return the line of the RCP test, if it was made, and the line with the score."""
     lines = []
     if ten.verdict:
         verdict = "passed" if ten.verdict.passed else "FAILED"
@@ -341,6 +348,7 @@ def _verdict_lines(ten: TenRuns) -> list[str]:
 
 
 def _sample_lines(ten: TenRuns) -> list[str]:
+    """Return the lines that compare the samples to the target with the reference."""
     first = ten.runs[0]
     if first.is_miniature:
         return []

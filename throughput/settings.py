@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from unittest import mock
@@ -58,6 +57,25 @@ SETTINGS = {
     "adapter up backward": "lora.up_backward_settings",
     "cross entropy": "cross_entropy.cross_entropy_forward_settings",
 }
+FLASH = SDPBackend.FLASH_ATTENTION
+# Ways to compute attention: backend of SDPA, library of the flash backend on ROCm ("": not chosen),
+# and engine.
+ATTENTION_ON_ROCM = (
+    (FLASH, "aotriton", SDPA),
+    (FLASH, "aotriton", REPEATED_HEADS),
+    (FLASH, "ck", SDPA),
+    (SDPBackend.EFFICIENT_ATTENTION, "", SDPA),
+    (FLASH, "", "aiter"),
+    (FLASH, "", "transformer_engine"),
+)
+ATTENTION_ON_CUDA = (
+    (FLASH, "", SDPA),
+    (SDPBackend.EFFICIENT_ATTENTION, "", SDPA),
+    (SDPBackend.CUDNN_ATTENTION, "", SDPA),
+    (FLASH, "", "flash_attention_4"),
+    (FLASH, "", REPEATED_HEADS),
+    (FLASH, "", "transformer_engine"),
+)
 # Ops whose tile has a fixed width: a whole row, or half of a head.
 WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")
 LOOPS = ("RMS norm backward", "adapter")  # ops whose kernel has a loop, and therefore stages
@@ -83,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    """Print the lines of attention and of each op. Return 0. Raises ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "no GPU found",
@@ -93,10 +112,10 @@ def main(options: argparse.Namespace) -> int:
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
     sizes = sizes_of(options)
-    for line in itertools.chain(
-        attention_lines(sizes, device) if options.only in "attention" else (),
-        lines(sizes, device, options.only),
-    ):
+    if options.only in "attention":
+        for line in attention_lines(sizes, device):
+            print(line, flush=True)
+    for line in lines(sizes, device, options.only):
         print(line, flush=True)
     return 0
 
@@ -108,24 +127,8 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
     """
     heads = f"{sizes.shape.num_heads}/{sizes.shape.num_kv_heads}"
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}]"
-    flash = SDPBackend.FLASH_ATTENTION
-    efficient = SDPBackend.EFFICIENT_ATTENTION
-    cudnn = SDPBackend.CUDNN_ATTENTION
-    rocm = [
-        (flash, "aotriton", SDPA),
-        (flash, "aotriton", REPEATED_HEADS),
-        (flash, "ck", SDPA),
-        (efficient, "", SDPA),
-    ]
-    rocm += [(flash, "", "aiter"), (flash, "", "transformer_engine")]
-    cuda = [
-        (flash, "", SDPA),
-        (efficient, "", SDPA),
-        (cudnn, "", SDPA),
-        (flash, "", "flash_attention_4"),
-    ]
-    cuda += [(flash, "", REPEATED_HEADS), (flash, "", "transformer_engine")]
-    for backend, library, engine in rocm if torch.version.hip else cuda:
+    variants = ATTENTION_ON_ROCM if torch.version.hip else ATTENTION_ON_CUDA
+    for backend, library, engine in variants:
         try:
             if library:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
@@ -167,16 +170,17 @@ def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> flo
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Return the sizes of the benchmark in FP8, at the micro-batch of the options."""
     rules = benchmarks.divisions(options.benchmark)["closed"]
-    rank = rules.lora_rank
+    default_micro_batch = 1 if rules.lora_rank else 2
     return Sizes(
-        rules.shape,
-        rules.sequence_length,
-        options.micro_batch or (1 if rank else 2),
-        True,
-        rank,
-        "triton",
-        torch.bfloat16,
+        shape=rules.shape,
+        sequence_length=rules.sequence_length,
+        micro_batch_size=options.micro_batch or default_micro_batch,
+        fp8=True,
+        lora_rank=rules.lora_rank,
+        kernels="triton",
+        dtype=torch.bfloat16,
     )
 
 
@@ -191,19 +195,18 @@ def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
         kernels = importlib.import_module(f"common.kernels.{module}")
         settings = getattr(kernels, name)
         for change in changes(arch, op):
-            made: list[Tile] = []
+            tiles: list[Tile] = []  # those that the kernel was launched with
 
-            def changed(*given: object, settings=settings, change=change, made=made) -> Tile:
-                made.append(changed_tile(settings(*given), change))
-                return made[-1]
+            # Defaults bind the variables of the loops at their present values.
+            def changed(*given: object, settings=settings, change=change, tiles=tiles) -> Tile:
+                tiles.append(changed_tile(settings(*given), change))
+                return tiles[-1]
 
             with mock.patch.object(kernels, name, changed):
                 outcome = timed(case, sizes, device)
-            tile = (
-                ", ".join(f"{key} {value}" for key, value in made[-1]._asdict().items())
-                if made
-                else str(change)
-            )
+            tile = str(change)
+            if tiles:
+                tile = ", ".join(f"{key} {value}" for key, value in tiles[-1]._asdict().items())
             shipped = "" if change else "  shipped"
             yield f"  {outcome}  {tile}{shipped}"
 

@@ -51,13 +51,15 @@ class Listener:
 
 
 def _accept(listening: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # until it is closed
+    """Serve each connection to `listening` in a thread of its own, until the socket is closed."""
+    with contextlib.suppress(OSError):  # raised by accept after the socket was closed
         while True:
             connection, _ = listening.accept()
             threading.Thread(target=_serve, args=(connection,), daemon=True).start()
 
 
 def _serve(connection: socket.socket) -> None:
+    """Do what the first byte of `connection` asks for, until the other side closes it."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,6 +105,7 @@ def _reach(host: str, port: int) -> str:
 
 
 def _connect(host: str, port: int, kind: bytes) -> socket.socket:
+    """Return a connection to a listener, which then does `kind`: PING or SINK."""
     connection = socket.create_connection((host, port), CONNECT_S)
     connection.settimeout(ANSWER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,9 +116,8 @@ def _connect(host: str, port: int, kind: bytes) -> socket.socket:
 def ping(host: str, port: int) -> dict:
     """Return median round trip, clock difference and its uncertainty in s, and local address.
 
-    The clock difference is estimated as in NTP (RFC 5905), from the
-    fastest round trip: the other clock's time minus the middle of the round trip. The error is at
-    most half of the round trip.
+    The clock difference is estimated as in NTP (RFC 5905), from the fastest round trip: the other
+    clock's time minus the middle of the round trip. The error is at most half of the round trip.
     """
     trips = []
     with _connect(host, port, PING) as connection:
