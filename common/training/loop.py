@@ -168,10 +168,10 @@ def train(
     log = reports.log
     meter = reports.meter
     assert meter is not None
-    seconds = {"train": 0.0, "eval": 0.0}
+    phase_seconds = {"train": 0.0, "eval": 0.0}
 
     def on_phase(phase: str) -> None:
-        reports.heartbeat.write(step, phase)  # reads `step` at each call
+        reports.heartbeat.write(step, phase)  # `step` as of the call, not of the definition
 
     _collect_garbage_only_at_evaluations()
     meter.start()
@@ -199,10 +199,10 @@ def train(
         loss, eval_s = _evaluate_and_log(
             assembly, eval_batches, processes, reports, meter, step, samples
         )
-        seconds["train"] += block_s
-        seconds["eval"] += eval_s
+        phase_seconds["train"] += block_s
+        phase_seconds["eval"] += eval_s
         if goal.reached(samples, loss):
-            for name, total in seconds.items():
+            for name, total in phase_seconds.items():
                 meter.events.write("phase", name=name, seconds=total, time_s=meter.seconds())
             return TrainingOutcome(samples, loss)
         if checkpoints:
