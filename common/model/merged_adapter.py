@@ -244,8 +244,10 @@ def _check_shapes(
         b = adapter.tensors[f"{module}.lora_B"].shape
         a = adapter.tensors[f"{module}.lora_A"].shape
         sizes.append((*b, *a))
-        rows += b[0] if b else 0
-        fits &= (*b[1:], *a) == (rank, rank, *stored.shape[1:])
+        if len(b) != 2 or b[1] != rank or a != (rank, *stored.shape[1:]):
+            fits = False
+        else:
+            rows += b[0]
     if not fits or rows != stored.shape[0]:
         refuse(
             f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
