@@ -74,8 +74,13 @@ AMD_LIMITS = (
 )
 # Reasons for throttling that a healthy card does not have. The power cap is not one of them.
 FAULTS = (
-    *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
-    *("thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)"),
+    "hardware slowdown",
+    "thermal (driver)",
+    "thermal (hardware)",
+    "power brake",
+    "thermal (socket)",
+    "thermal (voltage regulator)",
+    "thermal (HBM)",
 )
 
 
