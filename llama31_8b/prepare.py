@@ -156,6 +156,13 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         lambda args: miniature(args.data_dir),
         data,
     )
+    _add_convert(commands)
+    _add_verify(commands, data)
+    _add_fetch(commands, data)
+    return parser
+
+
+def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = add_command(commands, "convert", "convert text to .bin and .idx files", convert)
     texts.add_argument(
         "--input",
@@ -175,6 +182,9 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         "--output-prefix", type=Path, required=True, help="path of the output without .bin or .idx"
     )
     texts.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
+
+
+def _add_verify(commands: argparse._SubParsersAction[Parser], data: Parser) -> None:
     files = add_command(
         commands, "verify", "compare downloaded files with a manifest", verify, data
     )
@@ -191,6 +201,9 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         metavar="FILE",
         help="write sizes, SHA-256 and counts to FILE (reads every byte)",
     )
+
+
+def _add_fetch(commands: argparse._SubParsersAction[Parser], data: Parser) -> None:
     how = add_command(
         commands,
         "fetch",
@@ -203,7 +216,6 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         action="store_true",
         help=f"download {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, for convert",
     )
-    return parser
 
 
 main = program(parser, lambda args: args.work(args))

@@ -96,8 +96,8 @@ def open_data(
     """
     vocab_size = rules.shape.vocab_size
     length = rules.sequence_length
-    # Rounded up to whole steps.
-    samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size
+    steps = -(-config.max_samples // config.global_batch_size)  # rounded up
+    samples = steps * config.global_batch_size
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(
         data,

@@ -27,10 +27,10 @@ from common.model.checkpoint_names import INDEX, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     DTYPES,
     StoredTensor,
+    listed,
     read_json,
     read_tensors,
     refuse,
-    some,
 )
 from common.model.checkpoint_writer import llama_config, write_file, write_json
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
@@ -191,7 +191,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             unsupported.append(f"{key} {value}")
     if unsupported:
         refuse(
-            f"{folder / CONFIG}: cannot merge {some(unsupported)}",
+            f"{folder / CONFIG}: cannot merge {listed(unsupported)}",
             "this package saves no such adapters",
             "merge it with peft",
         )
@@ -223,7 +223,7 @@ def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Update
     if expected != adapter.tensors.keys():
         unmatched = sorted(expected ^ adapter.tensors.keys())
         refuse(
-            f"adapter and base do not fit: only one of them has {some(unmatched)}",
+            f"adapter and base do not fit: only one of them has {listed(unmatched)}",
             "each projection needs its A and B",
             ANOTHER_BASE,
         )

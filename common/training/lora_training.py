@@ -59,19 +59,14 @@ def assemble_lora(
     offloader, offloaded = _offloader(config, rules, processes.device)
 
     def make_layers() -> tuple[list[FusedLoraBlock], Head]:
-        blocks = [
-            FusedLoraBlock(
-                shape,
-                layer,
-                frozen_weights,
-                kernels,
-                adapters,
-                linear,
-                offloader,
-                offloads=layer in offloaded,
+        blocks = []
+        for layer in range(shape.num_layers):
+            offloads = layer in offloaded
+            blocks.append(
+                FusedLoraBlock(
+                    shape, layer, frozen_weights, kernels, adapters, linear, offloader, offloads
+                )
             )
-            for layer in range(shape.num_layers)
-        ]
         return blocks, Head(shape, kernels)
 
     def make_optimizer(model: Llama) -> ReplicatedOptimizer:
