@@ -213,15 +213,15 @@ class RunConfig:
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
 
 
-C = TypeVar("C", bound=RunConfig)
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def load(
     path: Path,
-    kind: type[C],
+    kind: type[AnyConfig],
     overrides: Mapping[str, str] | None = None,
     derived: Mapping[str, str | int] | None = None,
-) -> C:
+) -> AnyConfig:
     """Read and check the TOML at `path`.
 
     `kind`: the `rules.Config` of the benchmark.
@@ -263,7 +263,7 @@ def load(
     return from_table(table, kind, f"{given} (of {path.name})")
 
 
-def from_table(table: dict, kind: type[C], source: str) -> C:
+def from_table(table: dict, kind: type[AnyConfig], source: str) -> AnyConfig:
     """Return the config of a parsed TOML. `source`: its name, for errors. Raises ConfigError."""
     known = {f.name: f for f in fields(kind)}
     for key in table:

@@ -68,17 +68,23 @@ def build(data_dir: Path) -> None:
     library = f"of the standard library of Python {platform.python_version()}"
     size = MINIATURE.shape.vocab_size
     source = f"documentation {library}, recipe {RECIPE}"
-    build_once(
-        base,
-        Recipe("miniature base", source, size, (TOKENIZER, SINGLE), BASE_MANIFEST),
-        _build_base,
+    base_recipe = Recipe(
+        title="miniature base",
+        source=source,
+        vocab_size=size,
+        files=(TOKENIZER, SINGLE),
+        manifest=BASE_MANIFEST,
     )
+    build_once(base, base_recipe, _build_base)
     source = f"documented code {library}, recipe {RECIPE}, tokenizer {sha256_of(base / TOKENIZER)}"
-    build_once(
-        data_dir,
-        Recipe("miniature data", source, size, tuple(DATA_FILES.values()), DATA_MANIFEST),
-        _build_data,
+    data_recipe = Recipe(
+        title="miniature data",
+        source=source,
+        vocab_size=size,
+        files=tuple(DATA_FILES.values()),
+        manifest=DATA_MANIFEST,
     )
+    build_once(data_dir, data_recipe, _build_data)
 
 
 def _build_base(folder: Path) -> dict[str, PairFacts]:

@@ -64,7 +64,7 @@ def adapter_settings(rules: Rules) -> AdapterSettings:
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
     """Return (folder of the base weights, manifest with their SHA-256).
 
-    The manifest is None if `prepare write-manifest` was not used.
+    The manifest is None if the folder has no manifest.json (see `prepare write-manifest`).
     """
     folder = rules_of(config).weights_folder(config, data_dir, os.environ)
     manifest = folder / "manifest.json"
@@ -91,7 +91,7 @@ def run_rank(run: Run, reports: Reports) -> None:
     torch.manual_seed(seed + processes.rank)  # for the dropout, which must differ between the ranks
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         run_self_test(config, rules, processes, reports)
-        loads: list[LoadReport] = []
+        loads: list[LoadReport] = []  # one entry, which `load` adds
         folder, manifest = base_folder(config, data_dir)
 
         def load(model: Llama, base: FrozenBase) -> None:

@@ -173,7 +173,7 @@ def main(
     def work() -> None:
         nonlocal reports
         config = configs.load(args.run_dir / "config.toml", kind)
-        reports = Reports.to(args.run_dir, rank)
+        reports = Reports.open(args.run_dir, rank)
         run_rank(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
 
     def abort() -> None:

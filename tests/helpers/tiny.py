@@ -180,7 +180,7 @@ def run_here(trainer: ModuleType, rules: Rules | lora_rules.Rules, asked: Run) -
     """Call `run_rank` of a benchmark's trainer with `rules`, and return the error that ended it."""
     error = None
     with mock.patch.object(trainer, "rules_of", lambda config: rules):
-        reports = Reports.to(asked.run_dir, asked.rank)
+        reports = Reports.open(asked.run_dir, asked.rank)
         try:
             trainer.run_rank(asked, reports)
         except RunError as failure:
