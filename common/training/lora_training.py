@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -46,14 +47,7 @@ def assemble_lora(
     """
     shape = rules.shape
     kernels = config.kernels
-    base = FrozenBase(
-        shape,
-        processes,
-        kernels=kernels,
-        storage=config.frozen_base,
-        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
-        timeout_s=config.hang_timeout_s,
-    )
+    base = _frozen_base(config, rules, processes)
     linear = linear_layers(config.linear_format)
     frozen_weights = linear.frozen_base(base)
     offloader, offloaded = _offloader(config, rules, processes.device)
@@ -68,13 +62,6 @@ def assemble_lora(
                 )
             )
         return blocks, Head(shape, kernels)
-
-    def make_optimizer(model: Llama) -> ReplicatedOptimizer:
-        trained = adapter_parameters(model)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
-        update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
-        return ReplicatedOptimizer(trained.values(), processes, update)
 
     def fill_weights(model: Llama, optimizer: object) -> None:
         load_frozen(model, base)
@@ -92,11 +79,34 @@ def assemble_lora(
         processes.device,
         linear=linear,
         make_layers=make_layers,
-        make_optimizer=make_optimizer,
+        make_optimizer=partial(_adapter_optimizer, config, rules, processes),
         fill_weights=fill_weights,
         before_each_pass=[start_pass],
     )
     return assembly, base
+
+
+def _frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> FrozenBase:
+    """Allocate the frozen base of this config."""
+    return FrozenBase(
+        rules.shape,
+        processes,
+        kernels=config.kernels,
+        storage=config.frozen_base,
+        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
+        timeout_s=config.hang_timeout_s,
+    )
+
+
+def _adapter_optimizer(
+    config: RunConfig, rules: Rules, processes: Processes, model: Llama
+) -> ReplicatedOptimizer:
+    """Freeze all parameters but the adapters, and create the optimizer of the adapters."""
+    trained = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    update = UPDATES[rules.opt_name](rules, config.kernels, torch.float32)
+    return ReplicatedOptimizer(trained.values(), processes, update)
 
 
 def _offloader(
