@@ -181,8 +181,7 @@ class RunConfig:
 
     @property
     def precision(self) -> str:
-        """Precision of activations, matrix products outside FP8, gathered weights and reduced
-        gradients.
+        """Precision of activations, products outside FP8, gathered weights and reduced gradients.
 
         Master weights are always fp32.
         """

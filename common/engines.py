@@ -164,7 +164,7 @@ class Choice:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """For each faster engine, why it is not used, and a remedy."""
+        """Text for each faster engine: why it is not used, and the command that helps."""
         return tuple(map(str, self.faster))
 
 
@@ -305,7 +305,7 @@ class Described:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """For each faster engine, why it is not used, and a remedy."""
+        """Text for each faster engine: why it is not used, and the command that helps."""
         return tuple(map(str, self.faster))
 
     def lines(self) -> list[str]:

@@ -1,5 +1,6 @@
-"""Values that the closed division fixes for `llama2_70b_lora`. The loop, the log and the log check
-read them from here.
+"""Config keys of `llama2_70b_lora`, and the values that its closed division fixes.
+
+The loop, the log and the log check read them from here.
 
 Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
 reference (mlcommons/training, llama2_70b_lora) and the compliance checker's

@@ -1,5 +1,6 @@
-"""Config keys of `llama31_8b` and the values that its closed division fixes. The loop, the log and
-the log check read them from here.
+"""Config keys of `llama31_8b`, and the values that its closed division fixes.
+
+The loop, the log and the log check read them from here.
 
 Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
 reference (mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's

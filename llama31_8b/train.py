@@ -1,5 +1,6 @@
-"""Timed run of `llama31_8b`: build the objects and pass them to the loop. One process per GPU,
-started by torchrun.
+"""Timed run of `llama31_8b`: build the objects and pass them to the loop.
+
+torchrun starts one process per GPU:
 
     python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu [--checkpoint WHEN] [--continue RUN] [--save]
@@ -89,9 +90,9 @@ def run_rank(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Return this rank's training micro-batches from `step` on, read ahead, and its share of the
-    evaluation set, on the device.
+    """Open the token files and return (training, evaluation) micro-batches of this rank.
 
+    The training micro-batches begin at `step` and are read ahead. Both kinds are on the device.
     Call it after the clock has started.
     """
     vocab_size = rules.shape.vocab_size

@@ -1,5 +1,6 @@
-"""Run of `open_llama`: build the objects and pass them to the loop. One process per GPU, started by
-torchrun.
+"""Run of `open_llama`: build the objects and pass them to the loop.
+
+torchrun starts one process per GPU:
 
     python -m open_llama.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu
@@ -146,9 +147,9 @@ def run_rank(run: Run, reports: Reports) -> None:
 def open_data(
     run: Run, rules: Rules, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[Tensor]]:
-    """Return this rank's training micro-batches from `step` on, read ahead, and its share of the
-    evaluation set, on the device.
+    """Open the token files and return (training, evaluation) micro-batches of this rank.
 
+    The training micro-batches begin at `step` and are read ahead. Both kinds are on the device.
     Call it after the clock has started.
     """
     config = run.config

@@ -1,9 +1,9 @@
-"""Save and load the training state by torch.distributed.checkpoint (DCP): `--checkpoint` and
-`--continue`.
+"""Save and load the training state, for `--checkpoint` and `--continue`.
 
-A checkpoint contains the fp32 masters, the optimizer's state under the names of its update rule,
-the FP8 scales and histories, and the random generators. The data need only the number of steps,
-because their order is a function of the seed. A frozen base is not saved but loaded again.
+torch.distributed.checkpoint (DCP) writes and reads the files. A checkpoint contains the fp32
+masters, the optimizer's state under the names of its update rule, the FP8 scales and histories, and
+the random generators. The data need only the number of steps, because their order is a function of
+the seed. A frozen base is not saved but loaded again.
 
 Each rank writes its own tensors in DCP's safetensors layout
 (torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which can

@@ -1,5 +1,6 @@
-"""Guard a rank's main function: turn signals into exceptions, record every failure, and always
-terminate the process.
+"""Guard a rank's main function.
+
+Signals become exceptions, every failure is recorded, and the process always terminates.
 
 torchrun ends with exit code 1 after any failure, and it often names a rank that failed only because
 another one had. So each rank writes its own record. The record of a rank that only lost a peer is
