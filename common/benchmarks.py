@@ -139,8 +139,8 @@ class Rules:
 @cache
 def names() -> tuple[str, ...]:
     """Return the names of all benchmarks, sorted."""
-    found = (path.parent for path in ROOT.glob("*/rules.py"))
-    return tuple(sorted(folder.name for folder in found if (folder / "train.py").is_file()))
+    folders = [path.parent for path in ROOT.glob("*/rules.py")]
+    return tuple(sorted(folder.name for folder in folders if (folder / "train.py").is_file()))
 
 
 def config_class(name: str) -> type[RunConfig]:
@@ -180,12 +180,12 @@ def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
     """
     if division != OPEN:
         return divisions(name).get(division) if name in names() else None
-    own = open_benchmark()
+    benchmark = open_benchmark()
     path = folder / "config.toml" if folder else None
-    if not own or not path or not path.is_file():
+    if not benchmark or not path or not path.is_file():
         return None
     try:
-        return rules_of(own, configs.load(path, config_class(own)))
+        return rules_of(benchmark, configs.load(path, config_class(benchmark)))
     except ConfigError:  # the config of another benchmark
         return None
 

@@ -18,10 +18,7 @@ from typing import TypeVar
 from common.errors import ConfigError
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 
-FORMER_KEYS = {  # removed key -> why
-    key: 'it is now part of the key linear, e.g. linear = "fp8"'
-    for key in ("fp8", "block_format", "healing")
-}
+FORMER_KEYS = ("fp8", "block_format", "healing")  # removed keys, now parts of the key linear
 # Largest value of a key. The limit of all other keys is that of a C int, 2^31 - 1.
 LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
@@ -29,6 +26,14 @@ LARGEST = {
 }
 # Value of `gpu` in a config that is adapted to the machine (launch/plan/derive_config.py).
 ANY_GPU = "any"
+# Types of the keys, by the annotations of RunConfig's fields.
+KEY_TYPES = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "dict[str, str]": dict,
+}
 # Ways to store LoRA's frozen weights (common/sharding/frozen_base.py).
 FROZEN_BASE_STORAGE = (
     "sharded",
@@ -82,15 +87,14 @@ class RunConfig:
         )
 
     def _require_valid_numbers(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
+        for each in fields(self):
+            key = each.name
+            value = getattr(self, key)
             if isinstance(value, int | float):
-                limit = LARGEST.get(f.name, 2**31 - 1)
+                limit = LARGEST.get(key, 2**31 - 1)
                 # NaN fails this comparison too.
-                self.require(
-                    value >= 0, f.name, "it must be a number of at least 0", "give 0 or more"
-                )
-                self.require(value <= limit, f.name, "it is too large", f"give at most {limit:,}")
+                self.require(value >= 0, key, "it must be a number of at least 0", "give 0 or more")
+                self.require(value <= limit, key, "it is too large", f"give at most {limit:,}")
         for key in (
             "nodes",
             "gpus_per_node",
@@ -177,8 +181,7 @@ class RunConfig:
 
     @property
     def precision(self) -> str:
-        """Precision of activations, matrix products outside FP8, gathered weights and reduced
-        gradients.
+        """Precision of activations, products outside FP8, gathered weights and reduced gradients.
 
         Master weights are always fp32.
         """
@@ -209,15 +212,15 @@ class RunConfig:
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
 
 
-C = TypeVar("C", bound=RunConfig)
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def load(
     path: Path,
-    kind: type[C],
+    kind: type[AnyConfig],
     overrides: Mapping[str, str] | None = None,
     derived: Mapping[str, str | int] | None = None,
-) -> C:
+) -> AnyConfig:
     """Read and check the TOML at `path`.
 
     `kind`: the `rules.Config` of the benchmark.
@@ -231,14 +234,11 @@ def load(
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        near = difflib.get_close_matches(
-            path.name, [each.name for each in path.parent.glob("*.toml")], 1
-        )
-        do = (
-            f"did you mean {path.with_name(near[0])}?"
-            if near
-            else "name one of the files under configs/"
-        )
+        neighbors = [each.name for each in path.parent.glob("*.toml")]
+        near = difflib.get_close_matches(path.name, neighbors, 1)
+        do = "name one of the files under configs/"
+        if near:
+            do = f"did you mean {path.with_name(near[0])}?"
         raise ConfigError(f"{path}: no such config", "the file does not exist", do) from None
     except OSError as error:
         do = "name a file that this user may read, or one under configs/"
@@ -257,12 +257,12 @@ def load(
     if not overrides:
         return from_table(table, kind, str(path))
     for key, text in overrides.items():
-        table[key] = _parse_value(key, text)
+        table[key] = _parse_value(text)
     given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
     return from_table(table, kind, f"{given} (of {path.name})")
 
 
-def from_table(table: dict, kind: type[C], source: str) -> C:
+def from_table(table: dict, kind: type[AnyConfig], source: str) -> AnyConfig:
     """Return the config of a parsed TOML. `source`: its name, for errors. Raises ConfigError."""
     known = {f.name: f for f in fields(kind)}
     for key in table:
@@ -287,7 +287,9 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
 def _unknown_key(key: str, known: list[str], source: str) -> ConfigError:
     if key in FORMER_KEYS:
         return ConfigError(
-            f"{source}: the key {key} was removed", FORMER_KEYS[key], "write the key linear instead"
+            f"{source}: the key {key} was removed",
+            'it is now part of the key linear, e.g. linear = "fp8"',
+            "write the key linear instead",
         )
     near = difflib.get_close_matches(key, known, 1)
     return ConfigError(
@@ -298,15 +300,17 @@ def _unknown_key(key: str, known: list[str], source: str) -> ConfigError:
 
 
 def _checked(value, type_name: str, key: str, source: str):
-    """Return `value` if it has the type of the key, an int as a float. Raises ConfigError."""
+    """Return `value` if it has the type of the key. Raises ConfigError.
+
+    For a key of type float, an int becomes a float.
+    """
     # A larger integer may exceed every float.
     if type_name == "float" and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[
-        type_name
-    ]
-    texts = isinstance(value, dict) and all(type(v) is str for v in value.values())
-    if type(value) is not wanted or (wanted is dict and not texts):
+    fits = type(value) is KEY_TYPES[type_name]
+    if isinstance(value, dict):
+        fits = fits and all(type(item) is str for item in value.values())
+    if not fits:
         raise ConfigError(
             f"{source}: {key} = {value!r} has the wrong type",
             f"the type of {key} is {type_name}",
@@ -315,7 +319,8 @@ def _checked(value, type_name: str, key: str, source: str):
     return value
 
 
-def _parse_value(key: str, text: str):
+def _parse_value(text: str):
+    """Return the value of `--set KEY=text`, parsed as TOML."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):

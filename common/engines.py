@@ -56,7 +56,9 @@ class Engine:
     install: str = ""  # command that installs the package
 
     def __str__(self) -> str:
-        return f"{self.name} {version_of(self.package)}".rstrip() if self.package else self.name
+        """Return the name, with the version of the package if it is installed."""
+        version = version_of(self.package) if self.package else ""
+        return f"{self.name} {version}".rstrip()
 
 
 TRANSFORMER_ENGINE = Engine(
@@ -173,6 +175,7 @@ def operations(stores_fp8: bool) -> tuple[str, ...]:
 
 def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
     """Return the name of the pinned engine, or None if none is pinned."""
+    # Literal names instead of VARIABLES, so that tests/tools/settings_tables.py finds them.
     if operation == ATTENTION:
         return environment.get("ATTENTION_ENGINE")
     if operation == SWIGLU:
@@ -198,8 +201,9 @@ def choose(
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
     faster: list[Faster] = []
     for engine in ENGINES[operation]:
-        is_torch = not engine.module
-        if not is_torch and (gpu not in engine.chosen_on or dtype not in ("bf16", "fp8")):
+        is_built_in = not engine.module
+        is_automatic = gpu in engine.chosen_on and dtype in ("bf16", "fp8")
+        if not is_built_in and not is_automatic:
             continue
         obstacle = _obstacle(operation, engine)
         if not obstacle:
@@ -223,7 +227,8 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
         where = ", ".join(engine.gpus)
         why = f"it supports bf16 and FP8 on {where}; this is {dtype} on {gpu or 'no GPU'}"
         raise ConfigError(what, why, unset)
-    if obstacle := _obstacle(operation, engine):
+    obstacle = _obstacle(operation, engine)
+    if obstacle:
         raise ConfigError(what, str(obstacle), unset)
     return engine
 
@@ -258,6 +263,8 @@ def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
     """
     pin = pin_of(operation, os.environ)
     key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "")
+    # An engine that cannot be imported is rejected. `choose` then returns the next one, or raises
+    # ConfigError if the rejected one was pinned.
     while key not in _chosen:
         choice = choose(operation, gpu, dtype=dtype)
         try:
@@ -327,9 +334,12 @@ def described(
     gpu: str, environment: Mapping[str, str], dtype: str, operations: Iterable[str]
 ) -> Described:
     """Describe the choice of each of `operations`. Raises ConfigError as `choose` does."""
-    choices = {operation: choose(operation, gpu, environment, dtype) for operation in operations}
-    return Described(
-        {operation: choice.engine.name for operation, choice in choices.items()},
-        {operation: str(choice.engine) for operation, choice in choices.items()},
-        tuple(engine for choice in choices.values() for engine in choice.faster),
-    )
+    names: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    faster: list[Faster] = []
+    for operation in operations:
+        choice = choose(operation, gpu, environment, dtype)
+        names[operation] = choice.engine.name
+        versions[operation] = str(choice.engine)
+        faster += choice.faster
+    return Described(names, versions, tuple(faster))

@@ -22,15 +22,17 @@ LAUNCHED = "LAUNCH_RUN_DIR"
 # of that failure.
 RESERVE_FILE = ".reserve"
 TRIES = 20  # of a write, 0.1 s apart
-NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)
-DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
-_NO_MEMORY = (
+# Signs that the host has no more memory, processes or threads: errno, or words in a message.
+MEMORY_ERRNOS = (errno.ENOMEM, errno.EAGAIN)
+MEMORY_MESSAGES = (
     "can't start new thread",
     "can't allocate memory",
     "not enough memory",
     "Cannot allocate memory",
     "bad_alloc",
 )
+# Errnos of a disk that is full, read-only or failing.
+DISK_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 class RunError(Exception):
@@ -170,8 +172,8 @@ def failure_of(error: BaseException) -> RunError | None:
         )
     if (
         isinstance(error, MemoryError)
-        or number in NO_MEMORY
-        or any(words in text for words in _NO_MEMORY)
+        or number in MEMORY_ERRNOS
+        or any(words in text for words in MEMORY_MESSAGES)
     ):
         return OutOfMemory(
             "the host has no more memory, processes or threads",
@@ -179,7 +181,7 @@ def failure_of(error: BaseException) -> RunError | None:
             "end other programs; check ulimit -u and -v, "
             "and the container's limits of memory and processes",
         )
-    if isinstance(error, OSError) and number in DISK:
+    if isinstance(error, OSError) and number in DISK_ERRNOS:
         return StorageError(
             f"{error.filename or 'a file of the run'}: {error.strerror}",
             "the disk is full, read-only or failing",

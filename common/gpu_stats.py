@@ -14,30 +14,44 @@ import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-# Name of a value -> (field of nvidia-smi, its divisor, files of an AMD card, their divisor). The
-# first file that exists is read (kernel documentation, gpu/amdgpu).
-VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
-    "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
-    "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
-    "temperature_c": (
+
+class ValueSource(NamedTuple):
+    """Where the drivers report a value, and its divisors, which convert to the unit in its name."""
+
+    nvidia_field: str  # field of nvidia-smi
+    nvidia_divisor: float = 1
+    # Files of an AMD card. The first one that exists is read (kernel documentation, gpu/amdgpu).
+    amd_files: tuple[str, ...] = ()
+    amd_divisor: float = 1
+
+
+VALUES = {
+    "power_w": ValueSource(
+        "power.draw",
+        amd_files=("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"),
+        amd_divisor=1e6,
+    ),
+    "power_limit_w": ValueSource(
+        "enforced.power.limit", amd_files=("hwmon/hwmon*/power1_cap",), amd_divisor=1e6
+    ),
+    "temperature_c": ValueSource(
         "temperature.gpu",
-        1,
-        ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),  # junction, edge
-        1e3,
+        amd_files=("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),  # junction, edge
+        amd_divisor=1e3,
     ),
-    "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
-    "memory_clock_mhz": ("clocks.mem", 1, ("hwmon/hwmon*/freq2_input",), 1e6),
-    "memory_gib": ("memory.used", 2**10, ("mem_info_vram_used",), 2**30),
-    "utilization_percent": ("utilization.gpu", 1, ("gpu_busy_percent",), 1),
-    # Memory errors since the driver was loaded.
-    "uncorrected_errors": (
-        "ecc.errors.uncorrected.volatile.total",
-        1,
-        (),
-        1,
+    "clock_mhz": ValueSource("clocks.sm", amd_files=("hwmon/hwmon*/freq1_input",), amd_divisor=1e6),
+    "memory_clock_mhz": ValueSource(
+        "clocks.mem", amd_files=("hwmon/hwmon*/freq2_input",), amd_divisor=1e6
     ),
-    "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
+    "memory_gib": ValueSource(
+        "memory.used", 2**10, amd_files=("mem_info_vram_used",), amd_divisor=2**30
+    ),
+    "utilization_percent": ValueSource("utilization.gpu", amd_files=("gpu_busy_percent",)),
+    # Memory errors since the driver was loaded. AMD cards report them elsewhere (AMD_ERRORS).
+    "uncorrected_errors": ValueSource("ecc.errors.uncorrected.volatile.total"),
+    "corrected_errors": ValueSource("ecc.errors.corrected.volatile.total"),
 }
 # Keys in the error file of each block of an AMD GPU, with lines such as `ue: 0` and `ce: 0`.
 AMD_ERRORS = {
@@ -74,8 +88,13 @@ AMD_LIMITS = (
 )
 # Reasons for throttling that a healthy card does not have. The power cap is not one of them.
 FAULTS = (
-    *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
-    *("thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)"),
+    "hardware slowdown",
+    "thermal (driver)",
+    "thermal (hardware)",
+    "power brake",
+    "thermal (socket)",
+    "thermal (voltage regulator)",
+    "thermal (HBM)",
 )
 
 
@@ -98,13 +117,13 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     """
     if vendor == "amd":
         return [_read_amd_gpu(Path(card), names) for card in addresses]
-    fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
+    fields = ["uuid", "clocks_event_reasons.active"]
+    fields += [VALUES[name].nvidia_field for name in names]
     by_uuid: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
         values: dict = {}
         for name, text in zip(names, texts, strict=True):
-            _, divisor, _, _ = VALUES[name]
-            values[name] = _scaled(text, divisor)
+            values[name] = _scaled(text, VALUES[name].nvidia_divisor)
         values["throttle"] = None  # for [N/A]
         if reasons.startswith("0x"):  # such as 0x0000000000000004
             bits = int(reasons, 16)
@@ -251,12 +270,12 @@ def _amd_value(card: Path, name: str) -> float | None:
     """Return the value called `name` of an AMD card, or None if the driver does not report it."""
     if name in AMD_ERRORS:
         return _amd_errors(card, AMD_ERRORS[name])
-    _, _, patterns, divisor = VALUES[name]
-    for pattern in patterns:
+    source = VALUES[name]
+    for pattern in source.amd_files:
         for path in sorted(card.glob(pattern)):
             text = read_text(path)
             if text:
-                return _scaled(text, divisor)
+                return _scaled(text, source.amd_divisor)
     return None
 
 

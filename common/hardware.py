@@ -80,7 +80,7 @@ class Probe:
 # --- from a probe to a kind
 
 
-def identify(found: Probe, override: str = "") -> GpuKind | None:
+def identify(gpus: Probe, override: str = "") -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
     The kind of a GPU that is not in KINDS is derived: the driver reports memory, compute units and
@@ -91,17 +91,17 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
     Raises PreflightError if a GPU is partitioned, if the GPUs are of different kinds, or if
     `override` is not their kind.
     """
-    if not found.devices:
+    if not gpus.devices:
         return None
-    for device in found.devices:
+    for device in gpus.devices:
         if device.partition:
             raise _partitioned(f"partition mode {device.partition}")
-    if len(found.devices) > MAX_GPUS:
-        raise _partitioned(f"{len(found.devices)} devices in one node")
-    kinds = [_kind_of(device, found, override) for device in found.devices]
+    if len(gpus.devices) > MAX_GPUS:
+        raise _partitioned(f"{len(gpus.devices)} devices in one node")
+    kinds = [_kind_of(device, gpus, override) for device in gpus.devices]
     names = {kind.name for kind in kinds}
     if len(names) > 1:
-        variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        variable = "HIP_VISIBLE_DEVICES" if gpus.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
         raise PreflightError(
             f"different kinds of GPU in one run: {', '.join(sorted(names))}",
             "MLPerf requires GPUs of one kind, and all would wait for the slowest",
@@ -111,20 +111,20 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
-def _kind_of(device: Device, found: Probe, override: str) -> GpuKind:
+def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
     """Return a kind of KINDS, or a kind derived from what the driver reports of `device`."""
     kind = KINDS.get(override or _named_kind(device.name))
     if kind is not None and device.arch.startswith(kind.arch):
         _refuse_less_than_whole(device, kind)
         return kind
     if override:
-        raise _wrong_override(found, override)
+        raise _wrong_override(gpus, override)
     # Only characters that a config name may contain.
     driver_name = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
     known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     return GpuKind(
         known or driver_name,
-        found.vendor,
+        gpus.vendor,
         device.arch,
         device.compute_units,
         device.memory_bytes,
@@ -163,16 +163,16 @@ def _partitioned(sign: str) -> PreflightError:
     )
 
 
-def _wrong_override(found: Probe, override: str) -> PreflightError:
+def _wrong_override(gpus: Probe, override: str) -> PreflightError:
     return PreflightError(
-        f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}",
+        f"GPU_KIND={override} is not the kind of this GPU: {_listing(gpus)}",
         f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
         "correct or unset GPU_KIND; the kind of any other GPU is derived from its driver",
     )
 
 
-def _listing(found: Probe) -> str:
-    counts = Counter(map(str, found.devices))
+def _listing(gpus: Probe) -> str:
+    counts = Counter(map(str, gpus.devices))
     return "; ".join(f"{count} x ({text})" for text, count in counts.items())
 
 

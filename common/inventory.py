@@ -39,10 +39,10 @@ PACKAGES = {
 }
 
 
-def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
+def facts(root: Path, gpus: Probe, gpu_kind: str = "") -> dict[str, str]:
     """Return key of the system description -> text, for every value that this machine reports.
 
-    `found`: the GPUs (common.hardware.probe).
+    `gpus`: result of common.hardware.probe.
     `gpu_kind`: the environment variable GPU_KIND, for GPUs that do not report their kind.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")
@@ -52,8 +52,8 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
         **storage(root),
         **network(root),
         **product(root, cpuinfo),
-        **accelerators(found, gpu_kind),
-        **software(root, found),
+        **accelerators(gpus, gpu_kind),
+        **software(root, gpus),
         "number_of_nodes": "1",
         "host_networking_topology": "N/A (single node)",
         "system_type": "datacenter",
@@ -151,22 +151,22 @@ def network(root: Path) -> dict[str, str]:
     }
 
 
-def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
+def accelerators(gpus: Probe, gpu_kind: str = "") -> dict[str, str]:
     """Return count and names of the GPUs from the driver.
 
     If their kind is known, the other values come from common/gpu_kinds.py.
     """
-    count = len(found.devices)
+    count = len(gpus.devices)
     if not count:
         return {}
     kind = None
     with contextlib.suppress(PreflightError):
-        kind = identify(found, gpu_kind)
+        kind = identify(gpus, gpu_kind)
     if kind is None or kind.name not in KINDS:
-        names = sorted({device.name for device in found.devices if device.name})
+        names = sorted({device.name for device in gpus.devices if device.name})
         values = {
             "model_name": ", ".join(names),
-            "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB",
+            "memory_capacity": f"{gpus.devices[0].memory_bytes / GIB:.0f} GB",
         }
     else:
         values = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True))
@@ -179,7 +179,7 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
     return {"accelerators_per_node": str(count), **description}
 
 
-def software(root: Path, found: Probe) -> dict[str, str]:
+def software(root: Path, gpus: Probe) -> dict[str, str]:
     """Return the operating system, the version of torch, and the rest of the software stack."""
     system = _key_values(read_text(root / "etc/os-release"), "=")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
@@ -187,9 +187,9 @@ def software(root: Path, found: Probe) -> dict[str, str]:
     torch = version_of("torch")
     rocm = read_text(root / "opt/rocm/.info/version")
     stack = []
-    if found.driver:
-        driver = "amdgpu" if found.vendor == "amd" else "NVIDIA"
-        stack.append(f"{driver} driver {found.driver}")
+    if gpus.driver:
+        driver = "amdgpu" if gpus.vendor == "amd" else "NVIDIA"
+        stack.append(f"{driver} driver {gpus.driver}")
     if rocm:
         stack.append(f"ROCm {rocm}")
     cuda = re.search(r"\+cu(\d+)(\d)$", torch)  # torch's wheel includes its own CUDA
@@ -223,8 +223,13 @@ def product(root: Path, cpuinfo: str) -> dict[str, str]:
 
 
 def _key_values(text: str, separator: str = ":") -> dict[str, str]:
-    pairs = (line.partition(separator) for line in text.splitlines())
-    return {key.strip(): value.strip() for key, found, value in pairs if found}
+    """Return the pairs of lines such as `key: value`. Other lines are skipped."""
+    pairs = {}
+    for line in text.splitlines():
+        if separator in line:
+            key, _, value = line.partition(separator)
+            pairs[key.strip()] = value.strip()
+    return pairs
 
 
 def _counted(things: Counter[str]) -> str:

@@ -15,7 +15,10 @@ def align(rows: Rows, alignment: str) -> list[list[str]]:
     formats = []
     for side, column in zip(alignment, zip(*rows, strict=True), strict=True):
         formats.append(f"{side}{max(map(len, column))}")
-    return [[format(cell, form) for cell, form in zip(row, formats, strict=True)] for row in rows]
+    aligned = []
+    for row in rows:
+        aligned.append([format(cell, form) for cell, form in zip(row, formats, strict=True)])
+    return aligned
 
 
 def markdown(heads: Sequence[str], rows: Rows, alignment: str = "") -> str:

@@ -1,5 +1,6 @@
-"""Read MLCommons' parquet files as micro-batches: packed sequences of GovReport, in random order,
-each once per epoch.
+"""Read MLCommons' parquet files of GovReport as micro-batches.
+
+A row is a packed sequence. Rows are read in random order, each once per epoch.
 
     train-00000-of-00001.parquet         columns `input_ids` and `labels`: lists of integers, a row
                                          per sequence
@@ -10,19 +11,19 @@ count. Hugging Face's model shifts inside its loss: logits at position i are com
 + 1]. The loss here compares position i with position i, so the shift happens here, once. The model
 receives (ids, labels moved left by one, -100 at the end). Neither uses the label at position 0.
 
-Off by one: AMD's and NVIDIA's submissions turned labels into a mask (label != -100) and apply
-mask[i] to the loss at *input* position i, whose target is token i + 1. The first token of each
-answer is then not counted, and the one after its end is. This project follows the reference,
-Hugging Face's rule: a mask belongs to the predicted token.
+AMD's and NVIDIA's submissions differ by one position. They turned labels into a mask
+(label != -100) and apply mask[i] to the loss at *input* position i, whose target is token i + 1.
+The first token of each answer is then not counted, and the one after its end is. This project
+follows the reference, which has Hugging Face's rule: a mask belongs to the predicted token.
 
 Order: epoch e is the e-th permutation of the rows drawn from one `numpy.random.RandomState(seed)`,
 a legacy generator whose stream is frozen. Epochs follow each other without a gap, so a batch may
 hold the end of one and the beginning of the next. A random order is necessary, not only allowed: in
 file order the loss stays above the target (0.937 against 0.922 shuffled, as measured by AMD).
 
-Rules: tokens may not be read before the clock starts. The rules fix the counts, so a run opens no
-file earlier. It then reads each file whole: 256 MB as int32 on each rank, and 0.7 GB during the
-read. No torch here.
+The rules do not allow a run to read tokens before the clock starts. They fix the number of rows, so
+a run opens no file earlier. It then reads each file whole: 256 MB as int32 on each rank, and 0.7 GB
+during the read. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ OWN_FILES = "use MLCommons' own files: see prepare fetch"
 
 
 def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
-    """Return the rows of "train" or "validation" in file order: int32 [rows, 2, sequence], ids and
-    unshifted labels.
+    """Return the rows of a split in file order, int32 [rows, 2, sequence]: ids, unshifted labels.
+
+    `split`: "train" or "validation".
 
     In a timed run, call it only after run_start. Raises DataError if the rows do not satisfy the
     rules and `check_rows`.
     """
-    import pyarrow  # imported here, so that commands without data do not need it
+    # Imported here, so that commands that read no data do not need the package.
+    import pyarrow
     from pyarrow import compute, parquet, types
 
     path = Path(folder) / DATA_FILES[split]
@@ -78,12 +81,7 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
             rows[:, number] = (
                 values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
             )
-    except (
-        pyarrow.ArrowException,
-        KeyError,
-        OSError,
-        # damage inside a file can raise any of them
-    ) as error:
+    except (pyarrow.ArrowException, KeyError, OSError) as error:  # all occur with damaged files
         first_line, _, _ = str(error).partition("\n")
         raise DataError(
             f"{path}: cannot be read as GovReport: {first_line}",
@@ -135,8 +133,9 @@ def _require(values: np.ndarray, valid: np.ndarray, expected: str, source: str) 
 
 
 def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
-    """Write int32 [rows, 2, sequence] as MLCommons' file of this split. The file has a temporary
-    name until it is complete.
+    """Write int32 [rows, 2, sequence] as MLCommons' file of this split.
+
+    The file has a temporary name until it is complete.
     """
     import pyarrow
     from pyarrow import parquet
@@ -150,8 +149,9 @@ def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
 
 
 def next_token_labels(rows: np.ndarray) -> np.ndarray:
-    """Convert ids and Hugging Face labels, int32 [..., 2, sequence], to ids and the label that each
-    position must predict (see the module's docstring).
+    """Move the labels in int32 [..., 2, sequence] (ids, labels) one position to the left.
+
+    Each position then has the label that it must predict (see the module's docstring).
     """
     shifted = np.full_like(rows, IGNORE_INDEX)
     shifted[..., 0, :] = rows[..., 0, :]
@@ -175,18 +175,19 @@ def train_batches(
     world_size: int,
     step: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Yield this rank's micro-batches from `step` on, without end, int32 [micro_batch_size, 2,
-    sequence].
+    """Yield this rank's micro-batches from `step` on, without end.
 
     `rows`: the result of `read_rows`.
 
-    A step has `global/(micro*world)` micro-batches. Step s holds the samples s*GBS .. + GBS - 1 of
-    the order, for any number of processes. Each rank takes a contiguous share of them and cuts it
-    into micro-batches.
+    Each is int32 [micro_batch_size, 2, sequence]. A step has global_batch_size /
+    (micro_batch_size * world_size) of them on each rank. Step s trains on the global_batch_size
+    rows from s * global_batch_size on, for any number of ranks. Each rank takes a contiguous share
+    of them and cuts it into micro-batches.
     """
-    share = global_batch_size // world_size
+    share = global_batch_size // world_size  # rows per rank and step
     order = itertools.islice(row_order(len(rows), seed), step * global_batch_size, None)
     while True:
-        mine = list(itertools.islice(order, global_batch_size))[rank * share : (rank + 1) * share]
+        rows_of_step = list(itertools.islice(order, global_batch_size))
+        own = rows_of_step[rank * share : (rank + 1) * share]
         for start in range(0, share, micro_batch_size):
-            yield next_token_labels(rows[mine[start : start + micro_batch_size]])
+            yield next_token_labels(rows[own[start : start + micro_batch_size]])

@@ -15,15 +15,20 @@ from llama2_70b_lora.rules import DIVISIONS
 
 
 def parser(benchmark: str = "llama2_70b_lora") -> Parser:
+    """Return the parser of `merge`."""
     return merge_parser(benchmark, __doc__ or "")
 
 
 def work(options: argparse.Namespace) -> None:
+    """Merge the adapters that `options` name."""
     from common.model.merged_adapter import merge  # needs torch, which --help must not
 
-    models = {rules.shape: rules.sequence_length for rules in DIVISIONS}
-    manifests = [Path(name).name for rules in DIVISIONS for name in rules.base_files]
-    merge(options.base, options.adapter, options.out, models, manifests)
+    models = {}
+    manifests = []
+    for rules in DIVISIONS:
+        models[rules.shape] = rules.sequence_length
+        manifests += [Path(name).name for name in rules.base_files]
+    merge(options.base, options.adapter, options.out, models, left_out=manifests)
 
 
 main = program(parser, work)

@@ -61,28 +61,36 @@ VOCABULARY_SOURCES = 1500
 def build(data_dir: Path) -> None:
     """Build the base in `data_dir`/base and the data in `data_dir`, unless they are complete.
 
-    Two steps, so that an interruption of the second, or damage to its files, does not train the
-    base again.
+    There are two recipes, so that the base is not trained again if the build of the data is
+    interrupted, or if the data are damaged.
     """
     base = data_dir / "base"
     library = f"of the standard library of Python {platform.python_version()}"
     size = MINIATURE.shape.vocab_size
     source = f"documentation {library}, recipe {RECIPE}"
-    build_once(
-        base,
-        Recipe("miniature base", source, size, (TOKENIZER, SINGLE), BASE_MANIFEST),
-        _build_base,
+    base_recipe = Recipe(
+        title="miniature base",
+        source=source,
+        vocab_size=size,
+        files=(TOKENIZER, SINGLE),
+        manifest=BASE_MANIFEST,
     )
+    build_once(base, base_recipe, _build_base)
     source = f"documented code {library}, recipe {RECIPE}, tokenizer {sha256_of(base / TOKENIZER)}"
-    build_once(
-        data_dir,
-        Recipe("miniature data", source, size, tuple(DATA_FILES.values()), DATA_MANIFEST),
-        _build_data,
+    data_recipe = Recipe(
+        title="miniature data",
+        source=source,
+        vocab_size=size,
+        files=tuple(DATA_FILES.values()),
+        manifest=DATA_MANIFEST,
     )
+    build_once(data_dir, data_recipe, _build_data)
 
 
 def _build_base(folder: Path) -> dict[str, PairFacts]:
-    if others := [path for path in folder.glob("*.safetensors") if path.name != SINGLE]:
+    """Train the tokenizer and the base. Raises StorageError if `folder` has other weights."""
+    others = [path for path in folder.glob("*.safetensors") if path.name != SINGLE]
+    if others:
         raise StorageError(
             f"{folder}: contains other weights: {others[0].name}",
             "this command did not write them, or an earlier version did",
@@ -98,7 +106,8 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
     # In bf16 and with fused projections, as in MLCommons' checkpoint.
     for name, parts in parts_of(model.shape, FUSED).items():
         rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
-        tensors |= {part.name: values for part, values in zip(parts, rows, strict=True)}
+        for part, values in zip(parts, rows, strict=True):
+            tensors[part.name] = values
     write_file(folder / SINGLE, tensors)
     return {}
 
@@ -110,9 +119,8 @@ def _build_data(data_dir: Path) -> dict[str, PairFacts]:
         ("train", texts.train, MINIATURE.train_samples),
         ("validation", texts.validation, MINIATURE.eval_samples),
     ):
-        rows = pack(
-            pairs, tokenizer, MINIATURE.sequence_length, mask_prompts=split == "validation"
-        )[:count]
+        mask_prompts = split == "validation"
+        rows = pack(pairs, tokenizer, MINIATURE.sequence_length, mask_prompts)[:count]
         check_rows(rows, split, MINIATURE, f"the {split} rows made of this Python's library")
         write_rows(data_dir, split, rows)
     return {}
@@ -154,9 +162,10 @@ def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
     """
     bos = tokenizer.bos_id()
     eos = tokenizer.eos_id()
-    stream = np.fromiter(
-        (id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32
-    )
+    ids: list[int] = []
+    for ids_of_text in tokenizer.encode(texts):
+        ids += [bos, *ids_of_text, eos]
+    stream = np.array(ids, np.int32)
     windows = np.lib.stride_tricks.sliding_window_view(stream, BASE_SEQUENCE + 1)[::BASE_SEQUENCE]
     random = np.random.RandomState(BASE_SEED)
     while True:

@@ -1,5 +1,4 @@
-"""Task of the miniature: a small version of GovReport, made of the code and docstrings in Python's
-standard library.
+"""Task of the miniature: a small version of GovReport, made from Python's standard library.
 
 The source of a function or class without its docstring is the report. The first paragraph of the
 docstring is the summary. The base has read such sentences, but neither code before them nor the
@@ -43,17 +42,19 @@ class LibraryTexts:
 
 @cache  # takes 7 s, and both steps of `prepare miniature` use it
 def library_texts() -> LibraryTexts:
+    """Return the texts of the running Python. Raises DataError if it has too few."""
     documents = corpus.documents()
     documentation, _ = corpus.split(documents)
-    return LibraryTexts(documentation, *documented_code(corpus.held_out_sources(documents)))
+    train, validation = documented_code(corpus.held_out_sources(documents))
+    return LibraryTexts(documentation, train, validation)
 
 
 def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
-    """Return the (source, answer) pairs for training and for validation, each once, ordered by
-    their SHA-256.
+    """Return the (source, answer) pairs for training and for validation.
 
-    A source is a function or class of the standard library as `ast.unparse` writes it, without its
-    docstring and without comments.
+    Each source occurs once. The pairs are ordered by the SHA-256 of their sources. A source is a
+    function or class of the standard library as `ast.unparse` writes it, without its docstring and
+    without comments.
     """
     answers: dict[str, tuple[str, bool]] = {}
     for module, _, tree in corpus.modules():
@@ -76,12 +77,16 @@ def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
 
 
 def _lines(node: ast.stmt) -> int:
+    """Return the number of lines of a statement, minus one."""
     return (node.end_lineno or node.lineno) - node.lineno
 
 
 def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: bool) -> np.ndarray:
-    """Pack the pairs into sequences: int32 [rows, 2, sequence], ids and unshifted labels in Hugging
-    Face's convention.
+    """Pack the pairs into sequences, int32 [rows, 2, sequence]: ids and unshifted labels.
+
+    The labels follow Hugging Face's convention (data.py).
+
+    `mask_prompts`: the loss does not count prompts and the last token of a document.
     """
     bos = [tokenizer.bos_id()]
     eos = [tokenizer.eos_id()]
@@ -90,11 +95,16 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     ids: list[int] = []
     labels: list[int] = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        if len(bos + prompt + answer + eos) > sequence_length:
+        document = bos + prompt + answer + eos
+        if len(document) > sequence_length:
             continue
-        ids += bos + prompt + answer + eos
-        masked = [IGNORE_INDEX] * len(bos + prompt) + answer + [IGNORE_INDEX]
-        labels += masked if mask_prompts else bos + prompt + answer + eos
+        ids += document
+        if mask_prompts:
+            labels += [IGNORE_INDEX] * len(bos + prompt)
+            labels += answer
+            labels += [IGNORE_INDEX]
+        else:
+            labels += document
     rows = len(ids) // sequence_length
     packed = np.array([ids[: rows * sequence_length], labels[: rows * sequence_length]], np.int32)
     packed = packed.reshape(2, rows, sequence_length).transpose(1, 0, 2)

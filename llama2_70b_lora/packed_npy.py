@@ -1,7 +1,6 @@
-"""Read AMD's and NVIDIA's packed GovReport, a `.npy` file that is a pickle, without executing
-anything in it.
+"""Read AMD's and NVIDIA's packed GovReport, whose `.npy` files are pickles, without executing them.
 
-The file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1),
+A file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1),
 seq_start_id. numpy stores object arrays as a pickle, and a pickle can call any function by name
 (CVE-2019-6446). This reader accepts only the four names that numpy's arrays need. It replaces each
 with `Stored`, which keeps arguments and state as plain data. Numbers come from `numpy.frombuffer`
@@ -25,22 +24,22 @@ from common.errors import DataError, StorageError
 from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
-NUMBERS = {
-    order + code
-    for order in "<>|"
-    for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+# Types of numbers: byte order, then kind and size.
+CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+NUMBERS = {order + code for order in "<>|" for code in CODES}
+# (module, name) that a pickle may contain.
+ALLOWED = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy.core.multiarray", "_reconstruct"),  # numpy 1
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "_reconstruct"),  # numpy 2
+    ("numpy._core.multiarray", "scalar"),
 }
-ALLOWED = {("numpy", "dtype"), ("numpy", "ndarray")}
-# numpy 1 and 2
-ALLOWED |= {
-    (f"numpy.{core}.multiarray", name)
-    for core in ("core", "_core")
-    for name in ("_reconstruct", "scalar")
-}
-
-
 ROW_LIMIT = 1_000_000  # limit of values in one row; three lists of 8,192 numbers need fewer
-LOAD_S = 60.0  # seconds; the time for nested pairs doubles with each level
+# A file is refused if loading it takes longer than LOAD_S plus its size / LOAD_BYTES_PER_S. The
+# time for nested pairs doubles with each level.
+LOAD_S = 60.0
 LOAD_BYTES_PER_S = 10e6
 
 
@@ -70,8 +69,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _numbers(dtype: Any, data: Any) -> np.ndarray:
-    """Return a flat array of `data`. `dtype`: a Stored numpy.dtype, whose state holds the byte
-    order.
+    """Return a flat array of `data`.
+
+    `dtype`: a Stored numpy.dtype, whose state holds the byte order.
+
+    Raises Refused unless `data` is bytes and the type is in NUMBERS.
     """
     code = (dtype.state[1] if dtype.state else "|") + dtype.arguments[0]
     if code not in NUMBERS or not isinstance(data, bytes):
@@ -79,32 +81,35 @@ def _numbers(dtype: Any, data: Any) -> np.ndarray:
     return np.frombuffer(data, code)
 
 
-def plain(value: Any, left: list[int] | None = None) -> Any:
-    """Return `value` with pickled arrays in it as lists and flat numpy arrays.
+class RowConverter:
+    """Converts one row of the pickle to numbers, lists, dicts and numpy arrays."""
 
-    `left`: number of values that are still allowed.
+    def __init__(self) -> None:
+        self.count = 0  # values converted so far
 
-    Raises Refused for anything but numbers, lists and dicts. Also raises Refused for more than
-    ROW_LIMIT values, because a few lists that share each other can expand to any number.
-    """
-    left = [ROW_LIMIT] if left is None else left
-    left[0] -= 1
-    if left[0] < 0:
-        raise Refused(f"more than {ROW_LIMIT:,} values in a row")
-    if isinstance(value, dict):
-        return {key: plain(item, left) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item, left) for item in value]
-    if isinstance(value, tuple):
-        raise Refused("a tuple")
-    if not isinstance(value, Stored):
-        return value
-    if value.state is None:  # numpy's `scalar`: a dtype and the bytes of one number
-        return _numbers(*value.arguments)[0].item()
-    _, shape, dtype, fortran, data = value.state
-    if dtype.arguments[0] == "O8" and isinstance(data, list) and shape == (len(data),):
-        return plain(data, left)
-    return _numbers(dtype, data).reshape(shape, order="F" if fortran else "C")
+    def convert(self, value: Any) -> Any:
+        """Return `value` with pickled arrays in it as lists and flat numpy arrays.
+
+        Raises Refused for anything but numbers, lists and dicts. Also raises Refused for more than
+        ROW_LIMIT values, because a few lists that share each other can expand to any number.
+        """
+        self.count += 1
+        if self.count > ROW_LIMIT:
+            raise Refused(f"more than {ROW_LIMIT:,} values in a row")
+        if isinstance(value, dict):
+            return {key: self.convert(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.convert(item) for item in value]
+        if isinstance(value, tuple):
+            raise Refused("a tuple")
+        if not isinstance(value, Stored):
+            return value
+        if value.state is None:  # numpy's `scalar`: a dtype and the bytes of one number
+            return _numbers(*value.arguments)[0].item()
+        _, shape, dtype, fortran, data = value.state
+        if dtype.arguments[0] == "O8" and isinstance(data, list) and shape == (len(data),):
+            return self.convert(data)
+        return _numbers(dtype, data).reshape(shape, order="F" if fortran else "C")
 
 
 def read_packed(path: Path) -> Iterator[dict[str, Any]]:
@@ -123,9 +128,13 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             dtype = _dtype_of(file)
             content = _Unpickler(file).load() if dtype == np.dtype("O") else None
-        rows = content.state[4] if isinstance(content, Stored) and content.state else content
-        for row in rows if isinstance(rows, list) else [None]:
-            converted = plain(row)
+        rows = content
+        if isinstance(content, Stored) and content.state:
+            rows = content.state[4]  # the values of the array
+        if not isinstance(rows, list):
+            rows = [None]  # refused below
+        for row in rows:
+            converted = RowConverter().convert(row)
             if not isinstance(converted, dict):
                 raise DataError(
                     f"{path}: expected an array of dicts, got an array of {dtype}",
@@ -185,6 +194,9 @@ def _try_to_load(path: Path) -> None:
 
 def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarray:
     """Convert one dict to int32 [2, sequence]: ids, and labels with -100 where loss_mask is 0.
+
+    `where`: file and row, for errors.
+
     Raises DataError.
     """
     parts = []

@@ -1,5 +1,6 @@
-"""Prepare data and base weights of `llama2_70b_lora`: print how to get them, verify them, convert
-AMD's files, build the miniature's.
+"""Prepare data and base weights of `llama2_70b_lora`.
+
+The commands print how to get them, verify them, convert AMD's files, and build the miniature's.
 
     ./run_and_time.sh llama2_70b_lora prepare miniature --data-dir D
     ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D
@@ -36,10 +37,8 @@ WEIGHTS_BYTES = 138_000_000_000  # 68,976,648,192 parameters in bf16
 
 
 def miniature(data_dir: Path) -> None:
-    """Build the miniature's base in `data_dir`/base and its data in `data_dir`, unless they are
-    complete.
-    """
-    # Must precede the import of torch: idle OpenMP threads then sleep instead of spinning. The base
+    """Build the miniature's data in `data_dir` and its base in `data_dir`/base, unless complete."""
+    # Must precede the import of torch. Idle OpenMP threads then sleep instead of spinning. The base
     # trains in 75 s instead of 300 s while another process is busy, and in 52 s instead of 40 s on
     # two idle cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -49,8 +48,9 @@ def miniature(data_dir: Path) -> None:
 
 
 def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
-    """Print how to get MLCommons' data and base weights. With `download_data`, download the data
-    first.
+    """Print how to get MLCommons' data and base weights.
+
+    `download_data`: download the data first.
 
     The instructions are printed before an error is raised. Raises the errors of `download`, or
     without a download PreflightError if the disk has too little space.
@@ -59,19 +59,22 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
         try:
             download(DATA_REPOSITORY, DATA_REVISION, [*DATA_FILES.values()], data_dir, "dataset")
         except RunError:
-            _say_how(data_dir, weights, "Nothing has")
+            _say_how(data_dir, weights, "Nothing has been downloaded")
             raise
-        _say_how(data_dir, weights, "The weights have not")
+        _say_how(data_dir, weights, "The weights have not been downloaded")
         return
-    missing = _say_how(data_dir, weights, "Nothing has")
+    missing = _say_how(data_dir, weights, "Nothing has been downloaded")
     if "data" in missing:
         require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
     if "weights" in missing:
         require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
 
 
-def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> list[str]:
-    """Print how to get what is missing, and return its names."""
+def _say_how(data_dir: Path, weights: Path, not_downloaded: str) -> list[str]:
+    """Print how to get the missing parts, and return them: "data", "weights".
+
+    `not_downloaded`: the beginning of the first sentence.
+    """
     present = {
         "data": all((data_dir / name).exists() for name in DATA_FILES.values()),
         "weights": any(weights.glob("*.safetensors")),
@@ -83,7 +86,7 @@ def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> list[str]:
         say(f"Data and weights are present. Check them:\n  {check}")
         return missing
     say(
-        f"""{nothing_has} been downloaded: Meta's weights have a license that you must accept.
+        f"""{not_downloaded}: Meta's weights have a license that you must accept.
 Missing: {" and ".join(missing)}.
 
 1. License. Llama 2 has the Llama 2 Community License (https://ai.meta.com/llama/license). A
@@ -117,20 +120,23 @@ convert-npy reads without executing them. Training reads token ids only, without
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:
-    # imports numpy, which parsing the command line does not need
+    """Run `prepare convert-npy`."""
+    # Imports numpy, which parsing the command line does not need. So do the imports below.
     from llama2_70b_lora.packed_npy import convert_npy
 
     convert_npy(args.npy_dir, args.data_dir, rules)
 
 
 def write(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import write_manifest  # imports numpy too
+    """Run `prepare write-manifest`."""
+    from llama2_70b_lora.verify import write_manifest
 
     write_manifest(args.weights, args.output, rules)
 
 
 def verify(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import verify_data, verify_weights  # imports numpy too
+    """Run `prepare verify`."""
+    from llama2_70b_lora.verify import verify_data, verify_weights
 
     verify_data(args.data_dir, rules)
     if args.weights is not None:
@@ -189,9 +195,13 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     return parser
 
 
-main = program(
-    parser, lambda args: args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED)
-)
+def work(args: argparse.Namespace) -> None:
+    """Execute a command with the rules of the closed division, or with --miniature, of the toy."""
+    is_miniature = getattr(args, "miniature", False)  # not every command has the option
+    args.work(args, MINIATURE if is_miniature else CLOSED)
+
+
+main = program(parser, work)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,6 @@
-"""Values that the closed division fixes for `llama2_70b_lora`. The loop, the log and the log check
-read them from here.
+"""Config keys of `llama2_70b_lora`, and the values that its closed division fixes.
+
+The loop, the log and the log check read them from here.
 
 Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
 reference (mlcommons/training, llama2_70b_lora) and the compliance checker's
@@ -18,8 +19,7 @@ from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
-# MLCommons' names
-DATA_FILES = {
+DATA_FILES = {  # split -> MLCommons' name of its file
     "train": "train-00000-of-00001.parquet",
     "validation": "validation-00000-of-00001.parquet",
 }
@@ -27,6 +27,8 @@ DATA_FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    """Config keys of this benchmark, in addition to those of RunConfig."""
+
     # optimizer steps of the half cosine from the base learning rate to 0
     opt_learning_rate_training_steps: int
     # Storage of the base: sharded over the node's GPUs, or whole on each GPU, as W or as W and W^T
@@ -43,27 +45,31 @@ class Config(RunConfig):
             "set the number of steps",
         )
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        why = "the transform acts on weight gradients, which a frozen base does not have"
-        self.require("hadamard" not in self.linear, "linear", why, "leave out the transform")
-        why = "only FP8 products need W and its transpose"
+        self.require(
+            "hadamard" not in self.linear,
+            "linear",
+            "the transform acts on weight gradients, which a frozen base does not have",
+            "leave out the transform",
+        )
         fp8 = self.linear_format.stores_fp8
         self.require(
             fp8 or self.frozen_base != "replicated_both",
             "frozen_base",
-            why,
+            "only FP8 products need W and its transpose",
             'set it to "replicated"',
         )
-        why = "only SwiGLU's input in 8 bits is offloaded"
         self.require(
             fp8 or not self.offload_layers,
             "offload_layers",
-            why,
+            "only SwiGLU's input in 8 bits is offloaded",
             'set linear = "fp8", or offload_layers = 0',
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(benchmarks.Rules):
+    """Rules of one division of this benchmark."""
+
     train_samples: int  # packed sequences in the training set; one pass is an epoch
     lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
     lora_dropout: float = 0.1  # applied to the adapter's input
@@ -86,16 +92,16 @@ class Rules(benchmarks.Rules):
         return Path(given or data_dir / "base")
 
     def skipped_evaluations(self, global_batch_size: int) -> int:
-        """Return S = floor(0.125*GBS + 2), the number of intervals at the start without an
-        evaluation.
+        """Return the number of intervals without an evaluation at the start of a run.
+
+        S = floor(0.125 * global batch size + 2).
         """
         return global_batch_size // 8 + 2
 
     def first_evaluation(self, global_batch_size: int) -> int:
-        """Return the first evaluation, after (S + 1) intervals, in training sequences."""
-        return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(
-            global_batch_size
-        )
+        """Return the training sequences before the first evaluation: S + 1 intervals."""
+        intervals = self.skipped_evaluations(global_batch_size) + 1
+        return intervals * self.eval_interval(global_batch_size)
 
     def fixed_log_values(self) -> dict[str, LogValue]:
         return super().fixed_log_values() | {
@@ -147,7 +153,15 @@ CLOSED = Rules(
 MINIATURE = replace(
     CLOSED,
     division="miniature",
-    shape=ModelShape(4, 128, 384, 4, 2, 2048, 10000.0),
+    shape=ModelShape(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=384,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=2048,
+        rope_base=10000.0,
+    ),
     sequence_length=256,
     train_samples=1024,
     eval_samples=48,
@@ -169,4 +183,5 @@ DIVISIONS = (CLOSED, MINIATURE)
 
 
 def rules_of(config: RunConfig) -> Rules:
+    """Return the rules of the division that a run with `config` belongs to."""
     return MINIATURE if config.miniature else CLOSED

@@ -1,5 +1,6 @@
-"""Timed run of `llama2_70b_lora`: build the objects and pass them to the loop. One process per GPU,
-started by torchrun.
+"""Timed run of `llama2_70b_lora`: build the objects and pass them to the loop.
+
+torchrun starts one process per GPU:
 
     python -m llama2_70b_lora.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu
@@ -39,6 +40,7 @@ from common.training.lora_training import (
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import cosine_to_zero
+from common.training.self_test import run_self_test
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, Config, Rules, rules_of
 from llama2_70b_lora.weights_help import weights_help
@@ -56,12 +58,14 @@ def assemble(
 
 
 def adapter_settings(rules: Rules) -> AdapterSettings:
+    """Return the settings of the adapters, which the rules fix."""
     return AdapterSettings(rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 
 
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
-    """Return the folder of the base weights, and the manifest with their SHA-256 if there is one
-    (`prepare write-manifest`).
+    """Return (folder of the base weights, manifest with their SHA-256).
+
+    The manifest is None if the folder has no manifest.json (see `prepare write-manifest`).
     """
     folder = rules_of(config).weights_folder(config, data_dir, os.environ)
     manifest = folder / "manifest.json"
@@ -69,13 +73,14 @@ def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
 
 
 def high_priority_compute(config: Config) -> bool:
-    """Return whether the compute stream gets a high priority: never, as only gathers of a sharded
-    base run concurrently.
+    """Return False: compute kernels never run on a high-priority stream (see `start_processes`).
+
+    The only kernels that run at the same time are the gathers of a sharded base.
     """
     return False
 
 
-def run(run: Run, reports: Reports) -> None:
+def run_rank(run: Run, reports: Reports) -> None:
     """Do a timed run on one rank, from the first line of the log to the last."""
     config = run.config
     data_dir = run.data_dir
@@ -85,12 +90,9 @@ def run(run: Run, reports: Reports) -> None:
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # for the dropout, which must differ between the ranks
-    # Imported here: a large module that is not needed after this call.
-    from common.training.self_test import before_a_run
-
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        before_a_run(config, rules, processes, reports)
-        loads: list[LoadReport] = []
+        run_self_test(config, rules, processes, reports)
+        loads: list[LoadReport] = []  # one entry, which `load` adds
         folder, manifest = base_folder(config, data_dir)
 
         def load(model: Llama, base: FrozenBase) -> None:
@@ -114,9 +116,9 @@ def run(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
-    device.
+    """Open the token files and return (training, evaluation) micro-batches of this rank.
 
+    The training micro-batches begin at `step` and are read ahead. Both kinds are on the device.
     Call it after the clock has started.
     """
     rows = read_rows(data_dir, "train", rules)
@@ -130,15 +132,15 @@ def open_data(
         step,
     )
     validation = next_token_labels(read_rows(data_dir, "validation", rules))
-    return Prefetcher(pairs, processes.device), pad_for_ranks(
-        validation, processes, config.eval_micro_batch_size
-    )
+    batches = Prefetcher(pairs, processes.device)
+    eval_batches = pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    return batches, eval_batches
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
-    """Assemble on a random base, for speed measurements."""
+    """Assemble adapters on a random base, for the speed measurements of `throughput`."""
     return assemble(config, rules, processes, seed, load_random)[0]
 
 
 if __name__ == "__main__":
-    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run_rank)

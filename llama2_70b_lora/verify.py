@@ -14,8 +14,9 @@ from llama2_70b_lora.weights_help import weights_help
 
 
 def verify_data(data_dir: Path, rules: Rules) -> None:
-    """Check counts, every id and label, and that no sequence is in both splits. Raises
-    DataError.
+    """Check counts, every id and label, and that no sequence is in both splits.
+
+    Raises DataError.
     """
     train = read_rows(data_dir, "train", rules)
     validation = read_rows(data_dir, "validation", rules)
@@ -36,11 +37,14 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
 
 @weights_help()
 def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules: Rules) -> None:
-    """Check names, shapes, dtypes and file sizes by the headers. Raises WeightsError.
+    """Check names, shapes, dtypes and file sizes by the headers.
 
-    With a manifest, check its sizes too, and with `full` also the SHA-256 of every file.
+    `manifest_path`: check the sizes in this manifest too.
+    `full`: also check the SHA-256 of every file, if there is a manifest.
+
+    Raises WeightsError.
     """
-    # imports torch, which checks of the data do not need
+    # Imported here, because checks of the data do not need torch.
     import torch
 
     from common.model.checkpoint_reader import check_hashes, check_sizes, open_checkpoint
@@ -62,10 +66,11 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 
 @weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
-    """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks. Use it on a
-    download that you trust.
+    """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks.
+
+    Use it on a download that you trust. Raises WeightsError.
     """
-    # imports torch, which checks of the data do not need
+    # Imported here, because checks of the data do not need torch.
     from common.model.checkpoint_reader import open_checkpoint
 
     checkpoint = open_checkpoint(weights, rules.shape)

@@ -1,5 +1,6 @@
-"""`prepare convert`: convert text to Megatron's .bin/.idx with a SentencePiece model or Llama 3.1's
-tokenizer.json.
+"""`prepare convert`: convert text to Megatron's token files.
+
+The tokenizer is a SentencePiece model or Llama 3.1's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     """
     encode, vocab_size = _load_tokenizer(tokenizer_path)
     for path in inputs:
-        _reader_of(path)
+        _reader_of(path)  # raises ConfigError for an unsupported format
         if not path.is_file():
             raise DataError(f"{path}: no such file", "it was given as --input", "check the name")
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -49,11 +50,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         EncoderProcess(encode, tokenizer_path) as encoder,
         locked(prefix.with_name(f".{prefix.name}.lock")),
     ):
-        if index_path(prefix).exists() or (
-            tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()
-        ):
-            do = "remove it, or choose another --output-prefix"
-            raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
+        _require_no_output(prefix)
         writer = IndexedDatasetWriter(prefix, vocab_size)
         read = 0
         documents = _documents(inputs, key)
@@ -68,6 +65,18 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")
     return index
+
+
+def _require_no_output(prefix: Path) -> None:
+    """Raise StorageError if `prefix` has token files, unless a killed conversion left them."""
+    # A conversion renames the .bin first, then the .idx.
+    was_killed = Path(f"{prefix}.idx.partial").exists()
+    if index_path(prefix).exists() or (tokens_path(prefix).exists() and not was_killed):
+        raise StorageError(
+            f"{prefix}.bin/.idx: exists already",
+            "nothing is overwritten",
+            "remove it, or choose another --output-prefix",
+        )
 
 
 def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:
@@ -102,12 +111,20 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
         )
     tokenizer.no_truncation()  # truncation and padding may be stored in the file
     tokenizer.no_padding()
-    return lambda texts: [
-        encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    ], size
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    return encode, size
 
 
 def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[str]]:
+    """Return the function that yields the documents of a file, by the file's name.
+
+    Its arguments are the open file, its path and the JSON key. Raises ConfigError for an
+    unsupported format.
+    """
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
         return json_documents
@@ -139,6 +156,7 @@ def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
 
 
 def _text_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+    """Yield the documents of a plain text file, which blank lines separate. `key` is not used."""
     block: list[str] = []
     # The added blank line ends the last document.
     for number, line in enumerate(chain(file, [b"\n"]), start=1):

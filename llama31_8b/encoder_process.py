@@ -13,8 +13,9 @@ from types import TracebackType
 from common.errors import DataError
 
 Encode = Callable[[list[str]], list[list[int]]]
-# One core encodes more than 500,000 characters a second; a regular expression that backtracks
-# takes a time that doubles with each character.
+# A batch fails after BATCH_FLOOR_S plus its characters / CHARACTERS_PER_S. One core encodes more
+# than 500,000 characters a second. A regular expression that backtracks takes a time that doubles
+# with each character.
 BATCH_FLOOR_S = 120.0
 CHARACTERS_PER_S = 10_000
 
@@ -28,12 +29,12 @@ class EncoderProcess:
     def __init__(self, encode: Encode, tokenizer_path: Path):
         self.tokenizer_path = tokenizer_path
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(encode, theirs, self._pipe), daemon=True
+            target=_serve, args=(encode, child_end, self._pipe), daemon=True
         )
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def __enter__(self) -> EncoderProcess:
         return self
@@ -82,9 +83,9 @@ class EncoderProcess:
         )
 
 
-def _serve(encode: Encode, pipe: Connection, other_end: Connection) -> None:
+def _serve(encode: Encode, pipe: Connection, parent_end: Connection) -> None:
     """Answer each batch with (ids, "") or ([], message) until the pipe closes."""
-    other_end.close()
+    parent_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic in Rust prints lines of its own

@@ -1,5 +1,7 @@
-"""Prepare the data of `llama31_8b`: build the miniature's, convert text, verify MLCommons' files,
-print how to fetch them.
+"""Prepare the data of `llama31_8b`.
+
+The commands build the miniature's data, convert text, verify MLCommons' files, and print how to
+fetch them.
 
     ./run_and_time.sh llama31_8b prepare miniature --data-dir D
     ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P
@@ -63,21 +65,21 @@ If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
 
 def miniature(data_dir: Path) -> None:
-    """Build the corpus, the vocabulary, both .bin/.idx pairs and at last the manifest in
-    `data_dir`, unless they are complete.
-    """
+    """Build the vocabulary, token files and manifest of the miniature, unless they are complete."""
     library = f"the standard library of Python {platform.python_version()}"
     source = f"documentation of {library}, recipe {MINIATURE_RECIPE}"
-    files = (TOKENIZER, *MINIATURE.data_files)
-    build_once(
-        data_dir,
-        Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, *MINIATURE.manifests),
-        _build_miniature,
+    recipe = Recipe(
+        title="miniature data",
+        source=source,
+        vocab_size=MINIATURE.shape.vocab_size,
+        files=(TOKENIZER, *MINIATURE.data_files),
+        manifest=MINIATURE.manifests[0],
     )
+    build_once(data_dir, recipe, _build_miniature)
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
-    # imports numpy, which parsing the command line does not need
+    # Imports numpy, which parsing the command line does not need. So do the imports below.
     from common.data.indexed_dataset_writer import IndexedDatasetWriter
 
     train, validation = corpus.split(corpus.documents())
@@ -98,7 +100,9 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 
 
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
-    """Print how to get MLCommons' files. With `download_tokenizer`, download the tokenizer first.
+    """Print how to get MLCommons' files.
+
+    `download_tokenizer`: download the tokenizer first.
 
     The instructions are printed before an error is raised. Raises the errors of `download`, or
     without a download PreflightError if the disk has too little space for the files.
@@ -115,6 +119,7 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
 
 
 def _say_how(data_dir: Path) -> None:
+    """Print how to get the missing files, or how to check them if all are there."""
     missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
     check = f"./run_and_time.sh llama31_8b prepare verify --data-dir {data_dir}"
     if not missing:
@@ -124,14 +129,15 @@ def _say_how(data_dir: Path) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    # imports numpy, which parsing the command line does not need
+    """Run `prepare convert`."""
     from llama31_8b.convert import convert
 
     convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
 
 
 def verify(args: argparse.Namespace) -> None:
-    from llama31_8b.verify import verify  # imports numpy too
+    """Run `prepare verify`."""
+    from llama31_8b.verify import verify
 
     verify(args.data_dir, args.manifest, args.full, args.write_manifest)
 
@@ -150,6 +156,13 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         lambda args: miniature(args.data_dir),
         data,
     )
+    _add_convert(commands)
+    _add_verify(commands, data)
+    _add_fetch(commands, data)
+    return parser
+
+
+def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = add_command(commands, "convert", "convert text to .bin and .idx files", convert)
     texts.add_argument(
         "--input",
@@ -169,6 +182,9 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         "--output-prefix", type=Path, required=True, help="path of the output without .bin or .idx"
     )
     texts.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
+
+
+def _add_verify(commands: argparse._SubParsersAction[Parser], data: Parser) -> None:
     files = add_command(
         commands, "verify", "compare downloaded files with a manifest", verify, data
     )
@@ -185,6 +201,9 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         metavar="FILE",
         help="write sizes, SHA-256 and counts to FILE (reads every byte)",
     )
+
+
+def _add_fetch(commands: argparse._SubParsersAction[Parser], data: Parser) -> None:
     how = add_command(
         commands,
         "fetch",
@@ -197,7 +216,6 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         action="store_true",
         help=f"download {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, for convert",
     )
-    return parser
 
 
 main = program(parser, lambda args: args.work(args))

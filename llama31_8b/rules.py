@@ -1,5 +1,6 @@
-"""Config keys of `llama31_8b` and the values that its closed division fixes. The loop, the log and
-the log check read them from here.
+"""Config keys of `llama31_8b`, and the values that its closed division fixes.
+
+The loop, the log and the log check read them from here.
 
 Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the
 reference (mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's
@@ -92,14 +93,13 @@ class Rules(benchmarks.Rules):
         require_validation(validation, stored, expected, unit, do)
 
     def eval_order_samples(self, global_batch_size: int) -> int:
-        """Return the number of samples that GPTDataset puts in order for the validation split,
-        as NeMo requests.
+        """Return the number of validation samples that NeMo asks GPTDataset to put in order.
 
         They suffice for the evaluations within max_steps, plus one.
         """
-        return (
-            self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1
-        ) * self.eval_samples
+        interval = self.eval_interval(global_batch_size)
+        evaluations = self.max_steps * global_batch_size // interval + 1
+        return evaluations * self.eval_samples
 
     def end_learning_rate(self, base_learning_rate: float) -> float:
         return base_learning_rate * self.end_learning_rate_ratio
@@ -164,7 +164,15 @@ CLOSED = Rules(
 MINIATURE = replace(
     CLOSED,
     division="miniature",
-    shape=ModelShape(4, 128, 384, 4, 2, 2048, 10000.0),
+    shape=ModelShape(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=384,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=2048,
+        rope_base=10000.0,
+    ),
     sequence_length=128,
     train_prefix="python-docs-train_text_document",
     validation_prefix="python-docs-validation_text_document",
@@ -181,4 +189,5 @@ DIVISIONS = (CLOSED, MINIATURE)
 
 
 def rules_of(config: RunConfig) -> Rules:
+    """Return the rules of the division that a run with `config` belongs to."""
     return MINIATURE if config.miniature else CLOSED

@@ -1,5 +1,6 @@
-"""Timed run of `llama31_8b`: build the objects and pass them to the loop. One process per GPU,
-started by torchrun.
+"""Timed run of `llama31_8b`: build the objects and pass them to the loop.
+
+torchrun starts one process per GPU:
 
     python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu [--checkpoint WHEN] [--continue RUN] [--save]
@@ -32,23 +33,24 @@ from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
+from common.training.self_test import run_self_test
 from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     """Assemble model and optimizer. Every weight trains, from the random values of `seed`."""
 
-    def fill(model: Llama, optimizer: ZeroOptimizer) -> None:
+    def fill_masters(model: Llama, optimizer: ZeroOptimizer) -> None:
         init_weights(model, rules.shape.num_layers, seed, rules.init_std, optimizer.set_weight)
 
-    return assemble_full(config, rules, processes, fill)
+    return assemble_full(config, rules, processes, fill_masters)
 
 
-# Used by `throughput`. Pre-training starts from random weights anyway.
+# `throughput` calls this name. Pre-training always starts from random weights.
 assemble_random = assemble
 
 
-def run(run: Run, reports: Reports) -> None:
+def run_rank(run: Run, reports: Reports) -> None:
     """Do a timed run on one rank, from the first line of the log to the last."""
     config = run.config
     data_dir = run.data_dir
@@ -60,8 +62,8 @@ def run(run: Run, reports: Reports) -> None:
 
         saved_model.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
-    # Document lengths are metadata. The .idx may be read before the clock starts, the tokens may
-    # not.
+    # Reads document lengths from the .idx, which the rules allow before the clock starts. They do
+    # not allow it for the tokens.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     timed_run.log_submission(run, reports.log, rules, train_samples)
     # For stochastic rounding in emulated formats: its errors cancel between ranks only if the
@@ -72,10 +74,7 @@ def run(run: Run, reports: Reports) -> None:
         base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps
     )
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        # Imported here, because nothing after this call needs it.
-        from common.training.self_test import before_a_run
-
-        before_a_run(config, rules, processes, reports)
+        run_self_test(config, rules, processes, reports)
         assembly = assemble(config, rules, processes, seed)
         reports.phase_done("init")
 
@@ -91,15 +90,15 @@ def run(run: Run, reports: Reports) -> None:
 def open_data(
     config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Return this rank's training micro-batches from `step` on, read ahead, and its share of the
-    evaluation set, on the device.
+    """Open the token files and return (training, evaluation) micro-batches of this rank.
 
+    The training micro-batches begin at `step` and are read ahead. Both kinds are on the device.
     Call it after the clock has started.
     """
     vocab_size = rules.shape.vocab_size
     length = rules.sequence_length
-    # Rounded up to whole steps.
-    samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size
+    steps = -(-config.max_samples // config.global_batch_size)  # rounded up
+    samples = steps * config.global_batch_size
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(
         data,
@@ -125,10 +124,11 @@ def open_data(
             data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size
         )
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
-    return batches, pad_for_ranks(
+    eval_batches = pad_for_ranks(
         next_token_pairs(validation), processes, config.eval_micro_batch_size
     )
+    return batches, eval_batches
 
 
 if __name__ == "__main__":
-    timed_run.main(sys.argv[1:], BENCHMARK, Config, run, saves=True)
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run_rank, saves=True)

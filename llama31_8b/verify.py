@@ -16,13 +16,16 @@ CHUNK = 1 << 22  # tokens
 
 
 def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path | None) -> None:
-    """Compare `data_dir` with a manifest, and print what could not be checked. Raises DataError if
-    anything differs.
+    """Compare `data_dir` with a manifest, and print what could not be checked.
 
     Names, known sizes, the structure of each .idx, .bin sizes, dtype and known counts are always
-    checked. `full` also checks every id and the SHA-256 of every file. `write_manifest` implies
-    `full` and records the results for later checks: use it after a download that you have reason to
-    trust.
+    checked.
+
+    `full`: also check every id and the SHA-256 of every file.
+    `write_manifest`: implies `full`. Write the results to this file for later checks. Use it after
+        a download that you have reason to trust.
+
+    Raises DataError if anything differs.
     """
     manifest = Manifest.read(manifest_path)
     full = full or write_manifest is not None
@@ -68,6 +71,7 @@ def _compare(
     bad: list[str],
     unknown: list[str],
 ) -> None:
+    """Add a line to `bad` for each difference, and to `unknown` for each fact that is not known."""
     for fact, value in asdict(expected).items():
         got = getattr(actual, fact)
         if value is None:
@@ -77,8 +81,11 @@ def _compare(
 
 
 def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
-    """Return the properties of a .bin/.idx pair, with `full` after a check of every id. Raises
-    DataError.
+    """Return the properties of a .bin/.idx pair.
+
+    `full`: first check every id.
+
+    Raises DataError.
     """
     index = Index.read(prefix)
     index.check_token_file_size()

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.data.gpt_dataset import TrainData, check_ids, train_batches, validation_tokens
 from common.data.indexed_dataset import Index, Tokens
-from common.data.indexed_dataset_header import index_path
+from common.data.indexed_dataset_header import index_path, whole_sequences
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.training.loop import next_token_pairs
@@ -25,10 +25,10 @@ from open_llama.rules import Config, Rules
 def training_batches(
     config: Config, rules: Rules, data_dir: Path, seed: int, rank: int, step: int
 ) -> Iterator[np.ndarray]:
-    """Return this rank's micro-batches from `step` on, int32 [micro_batch_size, 2,
-    sequence_length].
+    """Return this rank's micro-batches from `step` on.
 
-    Call it after run_start. Raises DataError if the files are damaged or too short.
+    Each is int32 [micro_batch_size, 2, sequence_length]: tokens and labels. Call this function
+    after run_start. Raises DataError if the files are damaged or too short.
     """
     prefix = data_dir / rules.train_data
     vocab_size = rules.shape.vocab_size
@@ -50,11 +50,10 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
     rules.require_data(config, data_dir)
     prefix = data_dir / rules.validation_data
     if not config.one_document_per_sequence:
-        return next_token_pairs(
-            validation_tokens(
-                prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
-            )
+        windows = validation_tokens(
+            prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
         )
+        return next_token_pairs(windows)
     documents = Documents(prefix, rules)
     return np.stack([documents[number] for number in range(rules.eval_samples)])
 
@@ -80,6 +79,7 @@ class Documents:
         return len(self.numbers)
 
     def __getitem__(self, number: int) -> np.ndarray:
+        """Return a document. Raises DataError if an id is outside the vocabulary."""
         document = int(self.numbers[number])
         length = min(int(self.lengths[document]), self.rules.sequence_length + 1)
         ids = self.tokens.read_sequence(document, 0, length).astype(np.int32)
@@ -96,15 +96,17 @@ def document_batches(
 ) -> Iterator[np.ndarray]:
     """Yield this rank's micro-batches without end, from `step` on.
 
-    A step holds the same documents for any number of processes.
+    Each is int32 [micro_batch_size, 2, sequence_length]. A step holds the same documents for any
+    number of processes.
     """
     batch = config.global_batch_size
     share = batch // config.world_size
     order = itertools.islice(document_order(len(documents), seed), step * batch, None)
     while True:
-        mine = list(itertools.islice(order, batch))[rank * share : (rank + 1) * share]
+        numbers_of_step = list(itertools.islice(order, batch))
+        own = numbers_of_step[rank * share : (rank + 1) * share]
         for start in range(0, share, config.micro_batch_size):
-            chosen = mine[start : start + config.micro_batch_size]
+            chosen = own[start : start + config.micro_batch_size]
             yield np.stack([documents[number] for number in chosen])
 
 
@@ -116,10 +118,11 @@ def document_order(count: int, seed: int) -> Iterator[int]:
 
 
 def sequences_in(config: Config, rules: Rules, data_dir: Path) -> int:
-    """Return the training sequences of one epoch. Reads only the `.idx`, so it may run before
-    run_start.
+    """Return the training sequences of one epoch.
+
+    Reads only the `.idx`, so it may be called before run_start.
     """
     index = Index.read(data_dir / rules.train_data)
     if config.one_document_per_sequence:
         return int((index.sequence_lengths >= 2).sum())
-    return max(index.num_tokens - 1, 0) // rules.sequence_length
+    return whole_sequences(index.num_tokens, rules.sequence_length)

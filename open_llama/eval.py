@@ -13,6 +13,7 @@ from common.command_line import Parser, count, imported, program
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
+    """Return the parser of `eval`."""
     example = "open_llama eval RUN/model --data data/docs/validation --sequence-length 256"
     parser = Parser(f"{benchmark} eval", __doc__, [example])
     parser.add_argument(

@@ -13,6 +13,7 @@ from common.command_line import Parser, imported, program
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
+    """Return the parser of `export`."""
     parser = Parser(f"{benchmark} export", __doc__, ["open_llama export results/open_llama/RUN"])
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
     parser.add_argument(

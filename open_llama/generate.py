@@ -53,6 +53,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
+    """Return `model` with the adapter in `folder`. Raises ConfigError if peft is not installed."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -61,6 +62,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
+    """Return the parser of `generate`."""
     example = 'open_llama generate RUN/model --prompt "def read(" --tokens 100'
     parser = Parser(f"{benchmark} generate", __doc__, [example])
     parser.add_argument(

@@ -13,10 +13,12 @@ from common.model.merge_command import merge_parser
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
+    """Return the parser of `merge`."""
     return merge_parser(benchmark, __doc__ or "")
 
 
 def work(options: argparse.Namespace) -> None:
+    """Merge the adapters that `options` name."""
     from common.model.merged_adapter import merge  # needs torch, which --help must not
 
     merge(options.base, options.adapter, options.out)

@@ -1,5 +1,6 @@
-"""Prepare text for `open_llama`: convert JSON lines, Parquet, plain text or a Hugging Face data set
-on disk to Megatron's token files, split into training and validation.
+"""Prepare text for `open_llama`: convert it to Megatron's token files for training and validation.
+
+The inputs are JSON lines, Parquet, plain text, or a Hugging Face data set on disk.
 
     ./run_and_time.sh open_llama prepare text --input FILES_OR_FOLDERS... --data-dir D
         (--tokenizer FILE | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
@@ -20,6 +21,7 @@ from common.command_line import Parser, count, program
 
 
 def fraction(text: str) -> float:
+    """Parse an argument that is a number between 0 and 1, both excluded."""
     number = float(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
@@ -27,7 +29,8 @@ def fraction(text: str) -> float:
 
 
 def text(args: argparse.Namespace) -> None:
-    # imports numpy, which parsing the command line does not need
+    """Run `prepare text`."""
+    # Imports numpy, which parsing the command line does not need.
     from open_llama.text import Settings, prepare_text
 
     tokenizer = str(args.tokenizer.absolute()) if args.tokenizer else ""

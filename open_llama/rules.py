@@ -29,6 +29,8 @@ SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    """Config keys of this benchmark, in addition to those of RunConfig."""
+
     # The machine. With gpu = "any" these keys are fitted to it, except `nodes` and, on a CPU,
     # `gpus_per_node`.
     gpu: str = ANY_GPU
@@ -94,13 +96,19 @@ class Config(RunConfig):
             "adapters on random weights learn nothing useful",
             "set weights to the folder of the base",
         )
-        why = "layers of a frozen base are never recomputed"
         self.require(
-            not (self.lora_rank and self.recompute_layers), "recompute_layers", why, "set it to 0"
+            not (self.lora_rank and self.recompute_layers),
+            "recompute_layers",
+            "layers of a frozen base are never recomputed",
+            "set it to 0",
         )
-        why = "only LoRA on an FP8 base offloads layers"
-        offloads = bool(self.lora_rank) and self.linear_format.stores_fp8
-        self.require(offloads or not self.offload_layers, "offload_layers", why, "set it to 0")
+        may_offload = bool(self.lora_rank) and self.linear_format.stores_fp8
+        self.require(
+            may_offload or not self.offload_layers,
+            "offload_layers",
+            "only LoRA on an FP8 base offloads layers",
+            "set it to 0",
+        )
 
     @property
     def steps(self) -> int:
@@ -110,6 +118,8 @@ class Config(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(benchmarks.Rules):
+    """Rules of one run, which its config sets."""
+
     train_data: str
     validation_data: str
 
@@ -203,8 +213,9 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def require_schedule(config: Config) -> None:
-    """Raise ConfigError unless the warm-up is shorter than the run, and a run without a target ends
-    with an evaluation.
+    """Raise ConfigError unless the config's schedule fits its batch.
+
+    The warm-up must be shorter than the run. A run without a target must end with an evaluation.
     """
     config.require(
         config.opt_learning_rate_warmup_steps < config.steps,

@@ -1,4 +1,4 @@
-"""`prepare text`: convert text to Megatron's token files, in parallel. It can be interrupted.
+"""`prepare text`: convert text to Megatron's token files, in parallel.
 
 The inputs are cut into parts of PART_BYTES. Worker processes tokenize parts and write each as a
 file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -93,14 +93,14 @@ def prepare_text(
     data_dir.mkdir(parents=True, exist_ok=True)
     with locked(data_dir / f".{RECORD}.lock"):
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
-        settings = Settings(**asdict(settings) | {"tokenizer": str(tokenizer)})
+        settings = replace(settings, tokenizer=str(tokenizer))
         record = identity(files, settings)
         if (data_dir / RECORD).is_file():
             _require_equal(data_dir, record)
             say(f"{data_dir}: complete")
             return
         parts = parts_folder(data_dir, record)
-        tokenize(cut(files), parts, settings, processes)
+        tokenize(divide(files), parts, settings, processes)
         indices = join(parts, data_dir, load_tokenizer(tokenizer, settings.eos).vocab_size)
         write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
         shutil.rmtree(parts)
@@ -147,14 +147,15 @@ def kind_of(path: Path) -> str:
     return "text" if suffix in TEXT_SUFFIXES else ""
 
 
-def cut(files: list[Path]) -> list[list[Source]]:
-    """Divide the files into parts of about PART_BYTES: pieces of large files, groups of small
-    ones.
+def divide(files: list[Path]) -> list[list[Source]]:
+    """Divide the files into parts of about PART_BYTES.
+
+    A part is a piece of a large file, or a group of small ones.
     """
     parts: list[list[Source]] = [[]]
     size = 0
     for path in files:
-        for source in _pieces(path):
+        for source in _sources_of(path):
             length = _bytes_of(source)
             if parts[-1] and size + length > PART_BYTES:
                 parts.append([])
@@ -164,7 +165,8 @@ def cut(files: list[Path]) -> list[list[Source]]:
     return parts
 
 
-def _pieces(path: Path) -> Iterator[Source]:
+def _sources_of(path: Path) -> Iterator[Source]:
+    """Yield a file as sources of about PART_BYTES, if its format allows to divide it."""
     size = path.stat().st_size
     if path.suffix == ".parquet":
         yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
@@ -176,6 +178,7 @@ def _pieces(path: Path) -> Iterator[Source]:
 
 
 def _bytes_of(source: Source) -> int:
+    """Return the stored bytes of a source, for Parquet its file's mean bytes per row group."""
     path = Path(source.path)
     if path.suffix == ".parquet":
         return path.stat().st_size // max(1, _row_groups(path))
@@ -210,6 +213,11 @@ def documents(source: Source, key: str) -> Iterator[str]:
         raise _unreadable(path, error) from error
 
 
+def _documents_of_part(part: list[Source], key: str) -> Iterator[str]:
+    for source in part:
+        yield from documents(source, key)
+
+
 def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
     """Yield the lines that begin within the source's bytes."""
     if source.begin:
@@ -223,6 +231,7 @@ def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
 
 
 def _text_documents(content: bytes, path: Path) -> Iterator[str]:
+    """Yield a plain text file as one document, or as several if it exceeds LONGEST_TEXT."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -230,15 +239,17 @@ def _text_documents(content: bytes, path: Path) -> Iterator[str]:
             f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"
         ) from error
     while len(text) > LONGEST_TEXT:
-        end = text.rfind("\n", 0, LONGEST_TEXT) + 1 or LONGEST_TEXT
+        last_line_end = text.rfind("\n", 0, LONGEST_TEXT)
+        end = LONGEST_TEXT if last_line_end < 0 else last_line_end + 1
         yield text[:end]
         text = text[end:]
     yield text
 
 
 def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
-    """Yield the column `key` of a Parquet row group, or of a whole Arrow file, as Hugging Face's
-    data sets write them.
+    """Yield the column `key` of a Parquet row group, or of a whole Arrow file.
+
+    These are the formats of Hugging Face's data sets.
     """
     import pyarrow
     from pyarrow import parquet
@@ -246,19 +257,18 @@ def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
     try:
         if path.suffix == ".parquet":
             with parquet.ParquetFile(path) as file:
-                tables = [file.read_row_group(source.begin)]
+                table = file.read_row_group(source.begin)
         else:
-            tables = [_arrow_table(path)]
-        for table in tables:
-            column = table.column(key)
-            for chunk in column.chunks:
-                for value in chunk.to_pylist():
-                    if not isinstance(value, str):
-                        what = f"{path}: {key} is {type(value).__name__}, not text"
-                        raise DataError(
-                            what, "a document is a string", "name a column of text with --key"
-                        )
-                    yield value
+            table = _arrow_table(path)
+        for chunk in table.column(key).chunks:
+            for value in chunk.to_pylist():
+                if not isinstance(value, str):
+                    raise DataError(
+                        f"{path}: {key} is {type(value).__name__}, not text",
+                        "a document is a string",
+                        "name a column of text with --key",
+                    )
+                yield value
     except KeyError:
         raise DataError(
             f"{path}: no column {key}",
@@ -270,6 +280,7 @@ def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
 
 
 def _arrow_table(path: Path) -> Any:
+    """Read an Arrow file of either format, stream or file."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file:
@@ -317,12 +328,12 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
 def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) -> None:
     """Train a SentencePiece tokenizer on documents spread over the inputs."""
     say(f"training a tokenizer of {vocab_size:,} pieces")
-    parts = cut(files)
+    parts = divide(files)
     share = max(1, VOCABULARY_CHARACTERS // len(parts))
     texts: list[str] = []
     for part in parts:
         taken = 0
-        for text in (text for source in part for text in documents(source, key)):
+        for text in _documents_of_part(part, key):
             texts.append(text)
             taken += len(text)
             if taken >= share:
@@ -342,13 +353,16 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
 
 def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
     """Return what identifies a preparation: its options, and its inputs' names, sizes and times."""
-    states = [(str(path), path.stat()) for path in files]
-    inputs = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+    inputs = []
+    for path in files:
+        state = path.stat()
+        inputs.append([str(path), state.st_size, state.st_mtime_ns])
     tokenizer = sha256_of(Path(settings.tokenizer))
-    return {"inputs": inputs} | asdict(settings) | {"tokenizer": tokenizer}
+    return {"inputs": inputs, **asdict(settings), "tokenizer": tokenizer}
 
 
 def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
+    """Raise StorageError unless the files in `data_dir` are those of the preparation `record`."""
     if json.loads((data_dir / RECORD).read_text()) != record:
         what = f"{data_dir} holds token files of other inputs or options"
         raise StorageError(what, "nothing is overwritten", "name another --data-dir")
@@ -390,7 +404,8 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
                 for number in missing
             }
             for future in as_completed(futures):
-                if error := future.exception():
+                error = future.exception()
+                if error:
                     pool.shutdown(wait=True, cancel_futures=True)
                     raise error
                 done += sizes[futures[future]]
@@ -407,7 +422,7 @@ def _part(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.npz"
 
 
-_tokenizer: Tokenizer | None = None  # of a worker process
+_tokenizer: Tokenizer | None = None  # that of this worker process
 
 
 def _start_worker(settings: Settings) -> None:
@@ -416,15 +431,15 @@ def _start_worker(settings: Settings) -> None:
 
 
 def write_part(part: list[Source], path: Path, settings: Settings) -> None:
-    """Tokenize the documents of `part` into `path`: for each split their tokens, one after another,
-    and the length of each.
+    """Tokenize the documents of `part` and write them to `path`.
+
+    The file has, for each split, the tokens of its documents one after another, and their lengths.
     """
     assert _tokenizer is not None
     dtype = token_dtype(_tokenizer.vocab_size)
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    texts = (text for source in part for text in documents(source, settings.key))
-    filled = filter(str.strip, texts)
-    while batch := list(islice(filled, BATCH_DOCUMENTS)):
+    not_blank = filter(str.strip, _documents_of_part(part, settings.key))
+    while batch := list(islice(not_blank, BATCH_DOCUMENTS)):
         for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
             split = split_of(text, settings.validation_fraction)
             tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
@@ -441,7 +456,8 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
 def split_of(text: str, validation_fraction: float) -> str:
     """Return the split of a document, which depends only on its text."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return SPLITS[int.from_bytes(digest[:8]) < validation_fraction * 2**64]
+    is_validation = int.from_bytes(digest[:8]) < validation_fraction * 2**64
+    return "validation" if is_validation else "train"
 
 
 def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:

@@ -1,7 +1,7 @@
 """Tokenizers of any model: a Hugging Face tokenizer.json, or a SentencePiece model.
 
-A document becomes beginning-of-text (if the tokenizer has one), its tokens, and end-of-text. The
-tokenizer's file has a fixed name in DATADIR, so that training can copy it to the saved model.
+A document is stored as beginning-of-text (if the tokenizer has one), its tokens, and end-of-text.
+The tokenizer's file has a fixed name in DATADIR, so that training can copy it to the saved model.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ COMPANIONS = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of one of the two kinds.
+    """A tokenizer of one of the two kinds."""
 
-    `encode`: texts to lists of ids, with beginning-of-text and without end-of-text. `decode`: ids
-    to text. `eos`: the id of end-of-text.
-    """
-
+    # From texts to lists of ids, with beginning-of-text and without end-of-text.
     encode: Callable[[list[str]], list[list[int]]]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[list[int]], str]  # from ids to text
     vocab_size: int
-    eos: int
+    eos: int  # id of end-of-text
 
 
 def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
     """Read the tokenizer file `path`, or the one in the folder `path`.
 
-    `eos`: the end-of-text token (default: the one that the files name). Raises DataError if the
-    file is not a tokenizer, ConfigError if the end-of-text token is unknown.
+    `eos`: the end-of-text token (default: the one that the files name).
+
+    Raises DataError if the file is not a tokenizer, and ConfigError if the end-of-text token is
+    unknown.
     """
     if path.is_dir():
         path = _in_folder(path)
@@ -51,6 +50,7 @@ def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
+    """Return the tokenizer file in `folder`. Raises DataError if there is none."""
     found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
     if not found:
         raise DataError(
@@ -106,8 +106,13 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
 
     def encode(texts: list[str]) -> list[list[int]]:
         # One by one: a batch would start threads, and each worker of `prepare text` has one core.
-        ids = [tokenizer.encode(text).ids for text in texts]
-        return [each[:-1] if each[-1:] == [end] else each for each in ids]
+        ids_of_texts = []
+        for text in texts:
+            ids = tokenizer.encode(text).ids
+            if ids and ids[-1] == end:
+                ids = ids[:-1]
+            ids_of_texts.append(ids)
+        return ids_of_texts
 
     return Tokenizer(encode, tokenizer.decode, tokenizer.get_vocab_size(), end)
 

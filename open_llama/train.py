@@ -1,5 +1,6 @@
-"""Run of `open_llama`: build the objects and pass them to the loop. One process per GPU, started by
-torchrun.
+"""Run of `open_llama`: build the objects and pass them to the loop.
+
+torchrun starts one process per GPU:
 
     python -m open_llama.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
         --device cuda|cpu
@@ -41,25 +42,29 @@ from common.training.lora_training import (
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
+from common.training.self_test import run_self_test
 from open_llama.data import sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
 
 def high_priority_compute(config: Config) -> bool:
+    """Return whether compute kernels run on a high-priority stream (see full_training.py)."""
     return not config.lora_rank and full_training.high_priority_compute(config)
 
 
 def adapter_settings(config: Config) -> AdapterSettings:
+    """Return the settings of the adapters that the config sets."""
     return AdapterSettings(config.lora_rank, config.lora_alpha, config.lora_dropout)
 
 
 def assemble(
     config: Config, rules: Rules, processes: Processes, seed: int
 ) -> tuple[Assembly, FrozenBase | None]:
-    """Assemble model and optimizer, with the frozen base of LoRA."""
+    """Return (model and optimizer, frozen base). The base is None unless the config sets LoRA."""
     if not config.lora_rank:
-        return assemble_full(config, rules, processes, partial(fill, config, rules, seed)), None
+        fill = partial(fill_masters, config, rules, seed)
+        return assemble_full(config, rules, processes, fill), None
     folder = in_repository(config.weights)
 
     def load(model: Llama, base: FrozenBase) -> None:
@@ -68,8 +73,10 @@ def assemble(
     return assemble_lora(config, rules, adapter_settings(config), processes, seed, load)
 
 
-def fill(config: Config, rules: Rules, seed: int, model: Llama, optimizer: ZeroOptimizer) -> None:
-    """Set all fp32 master weights: from the checkpoint that the config names, or random."""
+def fill_masters(
+    config: Config, rules: Rules, seed: int, model: Llama, optimizer: ZeroOptimizer
+) -> None:
+    """Set all fp32 masters from the checkpoint that the config names, or to random values."""
     if config.weights:
         load_weights(model, in_repository(config.weights), optimizer.set_weight)
     else:
@@ -78,15 +85,15 @@ def fill(config: Config, rules: Rules, seed: int, model: Llama, optimizer: ZeroO
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
-    """Assemble with random weights, for speed measurements."""
+    """Assemble with random weights, for the speed measurements of `throughput`."""
     if config.lora_rank:
         settings = adapter_settings(config)
         return assemble_lora(config, rules, settings, processes, seed, load_random)[0]
 
-    def random(model: Llama, optimizer: ZeroOptimizer) -> None:
+    def fill_random(model: Llama, optimizer: ZeroOptimizer) -> None:
         init_weights(model, rules.shape.num_layers, seed, config.init_std, optimizer.set_weight)
 
-    return assemble_full(config, rules, processes, random)
+    return assemble_full(config, rules, processes, fill_random)
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:
@@ -107,7 +114,7 @@ def learning_rate(config: Config) -> Callable[[int], float]:
     return lr_at
 
 
-def run(run: Run, reports: Reports) -> None:
+def run_rank(run: Run, reports: Reports) -> None:
     """Do a run on one rank, from the first line of the log to the last."""
     config = run.config
     assert isinstance(config, Config)
@@ -115,13 +122,10 @@ def run(run: Run, reports: Reports) -> None:
     saved_model.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, sequences_in(config, rules, run.data_dir))
-    # for dropout and stochastic rounding, which must differ between the ranks
+    # For dropout and stochastic rounding, which must differ between the ranks.
     torch.manual_seed(run.seed + processes.rank)
-    # Imported here: a large module that is not needed after this call.
-    from common.training.self_test import before_a_run
-
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        before_a_run(config, rules, processes, reports)
+        run_self_test(config, rules, processes, reports)
         assembly, base = assemble(config, rules, processes, run.seed)
         before = base_fingerprints(assembly.model, base) if base else []
         reports.phase_done("init")
@@ -135,25 +139,26 @@ def run(run: Run, reports: Reports) -> None:
                 folder = saved_model.save_model(assembly.model, run.run_dir, on_tensor)
                 copy_tokenizer(run.data_dir, folder)
 
-        data = partial(open_data, run, rules, processes)
+        open_tokens = partial(open_data, run, rules, processes)
         lr_at = learning_rate(config)
-        timed_run.train(run, reports, assembly, rules, lr_at, processes, data, save)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save)
 
 
 def open_data(
     run: Run, rules: Rules, processes: Processes, step: int
 ) -> tuple[Prefetcher, list[Tensor]]:
-    """Return the training micro-batches from `step` on, read ahead, and the evaluation set on the
-    device. Call it after the clock has started.
+    """Open the token files and return (training, evaluation) micro-batches of this rank.
+
+    The training micro-batches begin at `step` and are read ahead. Both kinds are on the device.
+    Call it after the clock has started.
     """
     config = run.config
     assert isinstance(config, Config)
     batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
     validation = validation_pairs(config, rules, run.data_dir)
-    return Prefetcher(batches, processes.device), pad_for_ranks(
-        validation, processes, config.eval_micro_batch_size
-    )
+    eval_batches = pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    return Prefetcher(batches, processes.device), eval_batches
 
 
 if __name__ == "__main__":
-    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run_rank)

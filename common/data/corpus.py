@@ -28,8 +28,19 @@ from common.errors import DataError, write_whole
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
 # Python (site-packages).
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-LEFT_OUT |= {"idlelib", "lib2to3", "distutils", "tkinter", "turtledemo", "pydoc_data"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "distutils",
+    "tkinter",
+    "turtledemo",
+    "pydoc_data",
+}
 MIN_CHARACTERS = 60  # per document; shorter docstrings and comments are skipped
 MIN_CORPUS_CHARACTERS = 1_000_000
 VALIDATION_CHARACTERS = 150_000  # about 45,000 tokens; the miniature evaluates on the first 8,193

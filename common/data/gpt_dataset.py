@@ -54,12 +54,12 @@ CHUNK = 1 << 18  # documents per chunk of the running sum
 
 
 class TrainData:
-    """The training samples in Megatron's order: `data[i]` is int32 [sequence_length + 1], the i-th
-    sample of the run.
+    """The training samples in Megatron's order.
 
-    `len(data)` is the number of whole samples in all epochs, at least `num_samples`. The
-    constructor opens the token file, so a timed run calls it after run_start. Raises DataError if
-    the files are damaged or hold less than one sequence.
+    `data[i]` is the i-th sample of the run, int32 [sequence_length + 1]. `len(data)` is the number
+    of whole samples in all epochs, at least `num_samples`. The constructor opens the token file, so
+    a timed run calls it after run_start. Raises DataError if the files are damaged or hold less
+    than one sequence.
     """
 
     def __init__(

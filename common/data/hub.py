@@ -1,5 +1,6 @@
-"""Download files of a Hugging Face repository, with resume and checksums: `prepare fetch
---download`.
+"""Download files of a Hugging Face repository, with resume and checksums.
+
+`prepare fetch --download` uses this module.
 
 A file is downloaded to the folder STAGE, under a name that is its checksum. It is moved to its own
 name when its size and checksum match the hub's list: SHA-256, or git's SHA-1 for a small file that

@@ -1,5 +1,6 @@
-"""Read Megatron's token files: a pair `<prefix>.idx` (lengths, offsets) and `<prefix>.bin` (token
-ids, without a header).
+"""Read Megatron's token files.
+
+They are pairs of `<prefix>.idx` (lengths, offsets) and `<prefix>.bin` (token ids, no header).
 
 Layout of `.idx`, all little endian (source: megatron-core, `datasets/indexed_dataset.py`):
 

@@ -337,12 +337,12 @@ def product(
     key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
     if key not in PRODUCTS:
         PRODUCTS[key] = Product(a, b, out)
-    this = PRODUCTS[key]
+    known = PRODUCTS[key]
     if scale_a is not None and scale_b is not None:
-        this.set(SCALE_OF_FIRST, c_void_p(scale_b.data_ptr()))
-        this.set(SCALE_OF_SECOND, c_void_p(scale_a.data_ptr()))
-    if this.chosen is None:
-        this.chosen = this.choose(a, b, out)
+        known.set(SCALE_OF_FIRST, c_void_p(scale_b.data_ptr()))
+        known.set(SCALE_OF_SECOND, c_void_p(scale_a.data_ptr()))
+    if known.chosen is None:
+        known.chosen = known.choose(a, b, out)
     else:
-        this.launch(this.chosen, a, b, out)
+        known.launch(known.chosen, a, b, out)
     return out

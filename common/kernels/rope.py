@@ -28,17 +28,16 @@ from common.kernels.quantize import (
 from common.model.shapes import ModelShape
 
 
-def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> Tensor:
-    """Return the rotation frequencies in radians per position, fp32 [head_dim / 2].
+def rope_frequencies(shape: ModelShape) -> Tensor:
+    """Return the rotation frequencies in radians per position, fp32 [head_dim / 2], on the CPU.
 
     They are base^(-2i / head_dim). If the shape has `rope_scaling`, they are scaled as in Llama 3.1
     (model card; rope type `llama3` of transformers). Wavelengths above original_context /
     low_frequency_factor are multiplied by `factor`. Those below original_context /
     high_frequency_factor do not change. In between, the two frequencies are blended linearly.
     """
-    exponents = (
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    )
+    pairs = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = pairs / shape.head_dim
     frequencies = 1.0 / shape.rope_base**exponents
     scaling = shape.rope_scaling
     if scaling is None:
@@ -58,7 +57,7 @@ def require_triton_shape(shape: ModelShape) -> None:
         raise ConfigError(
             f"the Triton kernels do not support a head dimension of {shape.head_dim}",
             "it must be a power of two",
-            'set kernels = "reference", or choose another shape',
+            "choose another shape",
         )
 
 

@@ -110,7 +110,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...
             missing = [name for name in weight_map if name not in tensors]
         if missing:
             refuse(
-                f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {some(missing)}",
+                f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {listed(missing)}",
                 "a file is missing, or the index is damaged",
                 FETCH_AGAIN,
             )
@@ -161,7 +161,7 @@ def _check_tensors(
     missing = [name for name in expected if name not in tensors]
     if missing:
         refuse(
-            f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {some(missing)}",
+            f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {listed(missing)}",
             f"the {layout} layout of this model needs them",
             f"{CHECK_MODEL}; or {FETCH_AGAIN}",
         )
@@ -258,7 +258,7 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
     wrong = [file.name for file, flag in zip(files, differs.tolist(), strict=True) if flag]
     if wrong:
         refuse(
-            f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}",
+            f"{checkpoint.folder}: the SHA-256 of {listed(wrong)} differs from {manifest_path}",
             "the file is damaged or changed",
             FETCH_AGAIN,
         )
@@ -283,7 +283,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """Return the first three names and the number of the others, as text."""
     text = ", ".join(names[:3])
     if len(names) > 3:

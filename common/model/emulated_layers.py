@@ -142,10 +142,10 @@ class EmulatedLayers(DelayedScaling):
         self.scales[-1, SCALE] = self.steps_done
 
     def resume(
-        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+        self, states: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
-        healed_after = int(ranks[0]["fp8_state"][-1, SCALE])
-        super().resume(ranks, steps - healed_after, gradient_ratio)
+        healed_after = int(states[0]["fp8_state"][-1, SCALE])
+        super().resume(states, steps - healed_after, gradient_ratio)
         self.steps_done = steps
         self.healed = healed_after > 0
 

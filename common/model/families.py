@@ -30,6 +30,8 @@ class Family:
 
 LLAMA32_SCALING = RopeScaling(factor=32.0)
 
+# The positional arguments of ModelShape: layers, hidden size, ffn size, query heads, key heads,
+# vocabulary, base of the rotation.
 FAMILIES = {
     family.name: family
     for family in (
@@ -112,7 +114,8 @@ def family_of(name_or_path: str) -> Family:
     if family is not None:
         return family
     path = Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     if path.is_file():
         return _from_config(path)
     if path.suffix == ".json" or "/" in name_or_path:

@@ -38,7 +38,13 @@ from common.sharding.activation_offload import ActivationOffloader
 
 @dataclass
 class SavedByLoraBlock(SavedTensors):
-    """Tensors that a block keeps for its backward, counted by `saved_bytes_per_token`."""
+    """Tensors that a block keeps for its backward.
+
+    Bytes per token of Llama 2 70B at rank 16, with activations in bf16: x, attention's output and
+    the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688 otherwise), t_qkv and
+    t_o 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8. Total: 127,304, or 83.4 GB
+    for 80 layers of a sequence of 8192.
+    """
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor  # fp32 [M], 1 / RMS of x
@@ -50,26 +56,6 @@ class SavedByLoraBlock(SavedTensors):
     rstd_2: Tensor  # fp32 [M], 1 / RMS of the residual
     gate_up: Tensor | QuantizedTensor  # [M, 2 F]; `rowwise` is empty while it is offloaded
     dropouts: tuple[Dropout | None, Dropout | None]  # of the adapters of qkv and o
-
-
-def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int = 2) -> int:
-    """Return the bytes that one layer keeps per token.
-
-    `fp8`: gate_up is kept in 8 bits.
-    `itemsize`: bytes of an element of the activations, 2 for bf16.
-
-    Example: Llama 2 70B, rank 16, bf16. x, attention's output and the residual 49,152, q, k and v
-    20,480, gate_up 57,344 in 8 bits (114,688 otherwise), t_qkv and t_o 64, fp32 log-sum-exp of
-    attention 256 and rstd of the norms 8. Total: 127,304, or 83.4 GB for 80 layers of a sequence of
-    8192.
-    """
-    elements = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
-    if shape.qk_norm:
-        elements += (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    gate_up = 2 * shape.ffn_hidden_size * (1 if fp8 else itemsize)
-    log_sum_exp = 4 * shape.num_heads
-    rstd = 2 * 4
-    return elements * itemsize + gate_up + log_sum_exp + rstd
 
 
 class FusedLoraBlock(nn.Module):

@@ -203,11 +203,11 @@ class LinearLayers:
         """Restore the state to its values before the first step."""
 
     def resume(
-        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+        self, states: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
         """Continue from a saved state.
 
-        `ranks`: saved `state()` of this rank only, or of all ranks if their number has changed.
+        `states`: saved `state()` of this rank only, or of all ranks if their number has changed.
         `steps`: number of optimizer steps that were done.
         `gradient_ratio`: factor by which gradients are larger than in the saved run. It is not 1 if
             the number of ranks has changed, because the loss is multiplied by that number before
@@ -309,14 +309,14 @@ class DelayedScaling(LinearLayers):
         return {"fp8_state": self.scales, "fp8_history": self.history}
 
     def resume(
-        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+        self, states: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
     ) -> None:
         """Continue with the smallest scale and the largest amaxes of all saved ranks.
 
         Scales and amaxes of gradients are adapted to `gradient_ratio`.
         """
-        scales = torch.stack([rank["fp8_state"] for rank in ranks])
-        history = torch.stack([rank["fp8_history"] for rank in ranks])
+        scales = torch.stack([state["fp8_state"] for state in states])
+        history = torch.stack([state["fp8_history"] for state in states])
         smallest = scales[:, :, SCALE].argmin(0)
         self.scales.copy_(scales[smallest, torch.arange(scales.shape[1])])
         self.history.copy_(history.amax(0))

@@ -27,10 +27,10 @@ from common.model.checkpoint_names import INDEX, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     DTYPES,
     StoredTensor,
+    listed,
     read_json,
     read_tensors,
     refuse,
-    some,
 )
 from common.model.checkpoint_writer import llama_config, write_file, write_json
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
@@ -191,7 +191,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             unsupported.append(f"{key} {value}")
     if unsupported:
         refuse(
-            f"{folder / CONFIG}: cannot merge {some(unsupported)}",
+            f"{folder / CONFIG}: cannot merge {listed(unsupported)}",
             "this package saves no such adapters",
             "merge it with peft",
         )
@@ -223,7 +223,7 @@ def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Update
     if expected != adapter.tensors.keys():
         unmatched = sorted(expected ^ adapter.tensors.keys())
         refuse(
-            f"adapter and base do not fit: only one of them has {some(unmatched)}",
+            f"adapter and base do not fit: only one of them has {listed(unmatched)}",
             "each projection needs its A and B",
             ANOTHER_BASE,
         )
@@ -244,8 +244,10 @@ def _check_shapes(
         b = adapter.tensors[f"{module}.lora_B"].shape
         a = adapter.tensors[f"{module}.lora_A"].shape
         sizes.append((*b, *a))
-        rows += b[0] if b else 0
-        fits &= (*b[1:], *a) == (rank, rank, *stored.shape[1:])
+        if len(b) != 2 or b[1] != rank or a != (rank, *stored.shape[1:]):
+            fits = False
+        else:
+            rows += b[0]
     if not fits or rows != stored.shape[0]:
         refuse(
             f"the adapter of {weight} has rank {rank} and B and A of {sizes};"

@@ -48,11 +48,13 @@ class ModelShape:
 
     def __post_init__(self):
         divides = self.explicit_head_dim is not None or self.hidden_size % self.num_heads == 0
-        if not divides or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+        shares_keys = self.num_heads % self.num_kv_heads == 0
+        if not divides or not shares_keys or self.head_dim % 2:
             raise ValueError(f"heads do not divide the hidden size: {self}")
 
     @cached_property
     def head_dim(self) -> int:
+        """Width of one head."""
         return self.explicit_head_dim or self.hidden_size // self.num_heads
 
     @property
@@ -125,5 +127,22 @@ class ModelShape:
         )
 
 
-LLAMA31_8B = ModelShape(32, 4096, 14336, 32, 8, 128256, 500000.0, RopeScaling())
-LLAMA2_70B = ModelShape(80, 8192, 28672, 64, 8, 32000, 10000.0)
+LLAMA31_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128256,
+    rope_base=500000.0,
+    rope_scaling=RopeScaling(),
+)
+LLAMA2_70B = ModelShape(
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    vocab_size=32000,
+    rope_base=10000.0,
+)

@@ -70,13 +70,13 @@ class MatrixSlice(NamedTuple):
 
 
 def layer_layout(
-    shape: ModelShape, shards: int, itemsize: int
+    shape: ModelShape, num_shards: int, itemsize: int
 ) -> tuple[dict[str, MatrixSlice], int]:
     """Return (name -> slice of each matrix of a layer, the layer's size in bytes).
 
     `itemsize`: bytes per value.
 
-    The size is a multiple of `shards` x ALIGNMENT.
+    The size is a multiple of `num_shards` x ALIGNMENT.
     """
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
@@ -91,10 +91,11 @@ def layer_layout(
     for name, (rows, columns) in sizes.items():
         slices[name] = MatrixSlice(end, rows, columns)
         end = _round_up(end + rows * columns * itemsize, ALIGNMENT)
-    return slices, _round_up(end, shards * ALIGNMENT)
+    return slices, _round_up(end, num_shards * ALIGNMENT)
 
 
 def _round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
@@ -107,7 +108,8 @@ def node_group(processes: Processes, timeout_s: float) -> dist.ProcessGroup:
     for ranks in processes.mesh.mesh.reshape(-1, processes.mesh.size(-1)).tolist():
         # Every rank must create every group.
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-        own = group if processes.rank in ranks else own
+        if processes.rank in ranks:
+            own = group
     assert own is not None
     return own
 
@@ -240,28 +242,32 @@ class FrozenBase:
         self.dtype = fp8.fp8_dtypes(self.device)[0] if dtype is None else dtype
         self.quantize = quantize.IMPLEMENTATIONS[kernels]
         self.transpose = transpose.IMPLEMENTATIONS[kernels]
-        self.node = node_group(processes, timeout_s)
-        self.ranks = self.node.size()
-        self.rank = self.node.rank()
-        self.shards = self.ranks if storage == "sharded" else 1
-        self.matrices, self.layer_bytes = layer_layout(shape, self.shards, self.dtype.itemsize)
-        self.transposes = self.in_fp8 and not fp8.takes_every_layout(self.device)
-        both = self.transposes and (self.shards > 1 or storage == "replicated_both")
-        self.orientations = (ROWWISE, COLUMNWISE) if both else (ROWWISE,)
+        self.group = node_group(processes, timeout_s)
+        self.ranks = self.group.size()
+        self.rank = self.group.rank()
+        self.num_shards = self.ranks if storage == "sharded" else 1
+        self.matrices, self.layer_bytes = layer_layout(shape, self.num_shards, self.dtype.itemsize)
+        # Whether the backward reads W^T.
+        self.reads_transpose = self.in_fp8 and not fp8.takes_every_layout(self.device)
+        stores_transpose = self.reads_transpose and (
+            self.num_shards > 1 or storage == "replicated_both"
+        )
+        computes_transpose = self.reads_transpose and not stores_transpose
+        self.orientations = (ROWWISE, COLUMNWISE) if stores_transpose else (ROWWISE,)
         # Zeros, so that the padding of a layer, and its hash, is the same in every run.
-        size = (len(self.orientations), self.num_layers, self.layer_bytes // self.shards)
+        size = (len(self.orientations), self.num_layers, self.layer_bytes // self.num_shards)
         self.stored = torch.zeros(size, dtype=torch.uint8, device=self.device)
         # cuBLASLt reads scales at multiples of 16 bytes.
         self.scales = torch.zeros(
             self.num_layers, len(self.matrices), 4, dtype=torch.float32, device=self.device
         )[..., :1]
         self.buffers = None
-        if self.shards > 1 or (self.transposes and not both):
+        if self.num_shards > 1 or computes_transpose:
             memories = [
                 torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device)
                 for _ in range(NUM_BUFFERS)
             ]
-            fetch = self._gather if self.shards > 1 else self._transpose
+            fetch = self._gather if self.num_shards > 1 else self._transpose
             self.buffers = PrefetchBuffers(memories, fetch, make_side_stream(self.device))
         self.start_pass(training=True)
 
@@ -289,7 +295,7 @@ class FrozenBase:
             own = shards[name]
             full = own.new_empty(self.ranks * own.shape[0], matrix.columns)
             dist.all_gather_into_tensor(
-                full.view(torch.uint8), own.contiguous().view(torch.uint8), group=self.node
+                full.view(torch.uint8), own.contiguous().view(torch.uint8), group=self.group
             )
             full = full[: matrix.rows]
             if not self.in_fp8:
@@ -309,7 +315,7 @@ class FrozenBase:
         """Store this rank's part of a matrix that begins at byte `offset` of its layer."""
         stored = self.stored[key]
         data = matrix.view(torch.uint8).view(-1)
-        begin = self.rank * len(stored) if self.shards > 1 else 0
+        begin = self.rank * len(stored) if self.num_shards > 1 else 0
         low = max(begin, offset)
         high = min(begin + len(stored), offset + len(data))
         if low < high:
@@ -337,7 +343,7 @@ class FrozenBase:
     @property
     def backward_orientation(self) -> int:
         """Orientation of the matrices that the backward reads."""
-        return COLUMNWISE if self.transposes else ROWWISE
+        return COLUMNWISE if self.reads_transpose else ROWWISE
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
         """Return name -> W rowwise [N, K], with its scale if in FP8. Valid until `release`."""
@@ -383,7 +389,7 @@ class FrozenBase:
 
     def is_stored(self, key: LayerKey) -> bool:
         """Return whether this rank stores the layer whole, so that nothing is fetched."""
-        return self.shards == 1 and key.orientation in self.orientations
+        return self.num_shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
         """Move the position in the pass behind `key`, and return the next layers to fetch."""
@@ -399,7 +405,7 @@ class FrozenBase:
 
     def _gather(self, key: LayerKey, out: Tensor) -> None:
         """Gather a layer that is sharded over the node's ranks."""
-        dist.all_gather_into_tensor(out, self.stored[key], group=self.node)
+        dist.all_gather_into_tensor(out, self.stored[key], group=self.group)
 
     def _transpose(self, key: LayerKey, out: Tensor) -> None:
         """Write W^T of a layer whose W this rank stores."""

@@ -23,8 +23,9 @@ class Update(Protocol):
     def update(
         self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
     ) -> None:
-        """Do one step, and write each new weight, rounded, to its tensor of `rounded` (see
-        MakeUpdate).
+        """Do one step.
+
+        Also write each new weight, rounded, to its tensor of `rounded` (see MakeUpdate).
 
         `gradients`: one per weight, not clipped. None: the weight stays unchanged.
         `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing

@@ -99,7 +99,7 @@ class ZeroOptimizer:
         """
         self.group = processes.shard_group
         self.world_size = processes.world_size
-        # Of the group, which on several nodes has fewer ranks than the run.
+        # In the group, which on several nodes has fewer ranks than the run.
         self.rank = self.group.rank()
         self.ranks = self.group.size()
         self.device = processes.device
@@ -278,7 +278,7 @@ class ZeroOptimizer:
             self._wait_for_oldest()
 
     def _add_rows(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Reduce the sparse gradient of the embedding.
+        """Reduce the sparse gradient of the embedding, and return `gradients`.
 
         Each rank receives the token ids and gradient rows of all ranks, and adds the rows that
         belong to its shard.
@@ -320,6 +320,7 @@ class ZeroOptimizer:
             self.in_flight.append((self.stream.record_event(), gradients))
 
     def _wait_for_oldest(self) -> None:
+        """Make the current stream wait for the oldest reduction, and free its gradients."""
         done, _ = self.in_flight.popleft()
         torch.cuda.current_stream(self.device).wait_event(done)
 
@@ -354,8 +355,9 @@ def make_reduce_scatter(
     engine = accumulate.IMPLEMENTATIONS[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
-    # Imported only if a config selects it.
-    from common.sharding.copy_engine import CopyEngineReduceScatter, SymmetricBuffers
+    # Imported only if a config selects them.
+    from common.sharding.copy_engine import CopyEngineReduceScatter
+    from common.sharding.symmetric_memory import SymmetricBuffers
 
     make_buffers = partial(SymmetricBuffers, processes.shard_group, processes.device)
     return CopyEngineReduceScatter(make_buffers, modules, dtype, engine)

@@ -1,4 +1,4 @@
-"""Assemble a benchmark's model, state of linear layers, optimizer and weights, in this order."""
+"""Build a model, the state of its linear layers, its optimizer and its weights, in this order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a name that exists only for type checkers
     from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Trained = TypeVar("Trained", bound="Optimizer")
+AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
 
 
 def build(
@@ -29,39 +29,51 @@ def build(
     device: torch.device,
     *,
     linear: LinearLayers,
-    layers: Callable[[], tuple[Sequence[nn.Module], Head]],
-    optimizer: Callable[[Llama], Trained],
-    weights: Callable[[Llama, Trained], object],
+    make_layers: Callable[[], tuple[Sequence[nn.Module], Head]],
+    make_optimizer: Callable[[Llama], AnyOptimizer],
+    fill_weights: Callable[[Llama, AnyOptimizer], object],
     before_each_pass: Sequence[Callable[[bool], None]] = (),
 ) -> Assembly:
     """Build the model on the meta device, allocate it, create the optimizer and fill the weights.
 
     `linear`: the linear layers' format, shared by all blocks.
-    `layers`: creates the blocks and the head.
-    `optimizer`: creates the optimizer, which shards the trained weights or takes them whole.
-    `weights`: fills all weights, by the optimizer's `set_weight` if it holds masters.
-    `before_each_pass`: functions that are called with `model.training` before each forward, of a
-        micro-batch or of an evaluation.
+    `make_layers`: creates the blocks and the head.
+    `make_optimizer`: creates the optimizer, which shards the trained weights or takes them whole.
+    `fill_weights`: fills all weights, by the optimizer's `set_weight` if it holds masters.
+    `before_each_pass`: functions that are called before each forward, of a micro-batch or of an
+        evaluation. Their argument is whether the model trains.
     """
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
-        model = Llama(shape, sequence_length, *layers())
+        blocks, head = make_layers()
+        model = Llama(shape, sequence_length, blocks, head)
     model.to_empty(device=device)
     model.tie_embedding()
     model.make_rope_tables(device)
     linear.allocate(device)
-    for start_pass in (linear.start_pass, *before_each_pass):
-        model.register_forward_pre_hook(
-            lambda model, _, start_pass=start_pass: start_pass(model.training)
-        )
-    # A sparse gradient of the embedding (kernels/accumulate.py) has one row for each token of all
-    # ranks' micro-batches, a dense one has `vocab_size` rows. Sparse is used up to twice as many
-    # rows, because a dense gradient must also be zeroed and accumulated. A tied embedding shares
-    # its gradient with the head, which is dense.
+
+    def start_pass(model: nn.Module, _: object) -> None:
+        linear.start_pass(model.training)
+        for prepare in before_each_pass:
+            prepare(model.training)
+
+    model.register_forward_pre_hook(start_pass)
+    model.embedding.sparse = _embedding_gradient_is_sparse(config, shape, sequence_length)
+    optimizer = make_optimizer(model)
+    fill_weights(model, optimizer)
+    return Assembly(model, optimizer, linear)
+
+
+def _embedding_gradient_is_sparse(
+    config: RunConfig, shape: ModelShape, sequence_length: int
+) -> bool:
+    """Return whether the gradient of the embedding is sparse (kernels/accumulate.py).
+
+    A sparse gradient has one row for each token of all ranks' micro-batches, a dense one has
+    `vocab_size` rows. Sparse is used up to twice as many rows, because a dense gradient must also
+    be zeroed and accumulated. A tied embedding shares its gradient with the head, which is dense.
+    """
     tokens = config.world_size * config.micro_batch_size * sequence_length
-    model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding
-    trained_by = optimizer(model)
-    weights(model, trained_by)
-    return Assembly(model, trained_by, linear)
+    return tokens <= 2 * shape.vocab_size and not shape.tied_embedding
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Save and load the training state by torch.distributed.checkpoint (DCP): `--checkpoint` and
-`--continue`.
+"""Save and load the training state, for `--checkpoint` and `--continue`.
 
-A checkpoint contains the fp32 masters, the optimizer's state under the names of its update rule,
-the FP8 scales and histories, and the random generators. The data need only the number of steps,
-because their order is a function of the seed. A frozen base is not saved but loaded again.
+torch.distributed.checkpoint (DCP) writes and reads the files. A checkpoint contains the fp32
+masters, the optimizer's state under the names of its update rule, the FP8 scales and histories, and
+the random generators. The data need only the number of steps, because their order is a function of
+the seed. A frozen base is not saved but loaded again.
 
 Each rank writes its own tensors in DCP's safetensors layout
 (torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which can
@@ -109,11 +109,11 @@ class Checkpoints:
         self.parts: dict[str, TensorPart] = {}
         for name, (live, rows) in self._tensors().items():
             self.parts[name] = self._part(live, rows)
-        self.own: dict[str, Tensor] = {}  # state that only this rank has, as of the last save
+        self.rank_state: dict[str, Tensor] = {}  # result of `_rank_state` at the last save, by name
         self.saving: Future | None = None  # the save in progress
         self.step = 0  # of the last offer, or of the loaded checkpoint
         self.evaluations = 0
-        self.last = time.monotonic()  # time of the last save
+        self.last_save = time.monotonic()
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that identify the run."""
@@ -167,24 +167,27 @@ class Checkpoints:
         row_size = live.numel() // max(1, len(live))
         return TensorPart(live, host, state, first_row * row_size)
 
-    def _own(self) -> dict[str, Tensor]:
-        """Return CPU copies of per-rank state: generators, and the state of the linear layers."""
-        own = {"cpu_generator": torch.get_rng_state()}
-        if self.processes.device.type == "cuda":
-            own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
-        for name, tensor in self.assembly.linear.state().items():
-            own[name] = tensor.to("cpu", copy=True)
-        return own
+    def _rank_state(self) -> dict[str, Tensor]:
+        """Return the state that each rank has for itself, as copies on the CPU.
 
-    def _digest(self, own: dict[str, Tensor], facts: dict[str, Any]) -> str:
+        It consists of the random generators and the state of the linear layers.
+        """
+        state = {"cpu_generator": torch.get_rng_state()}
+        if self.processes.device.type == "cuda":
+            state["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
+        for name, tensor in self.assembly.linear.state().items():
+            state[name] = tensor.to("cpu", copy=True)
+        return state
+
+    def _digest(self, rank_state: dict[str, Tensor], facts: dict[str, Any]) -> str:
         """Return a hash of `facts` and of all values on all ranks, for any number of ranks.
 
-        `own`: this rank's own tensors by their names in the checkpoint.
+        `rank_state`: state that a rank has for itself, by its names in the checkpoint.
         """
         hashes = {}  # name -> (whether the tensor is sharded, hash of this rank's part)
         for name, part in self.parts.items():
             hashes[name] = (part.sharded, fingerprint(part.live.float(), part.first))
-        for name, tensor in own.items():
+        for name, tensor in rank_state.items():
             hashes[name] = (False, fingerprint(tensor))
         hashes_of_ranks: list[Any] = [None] * self.processes.world_size
         dist.all_gather_object(hashes_of_ranks, hashes, group=self.group)
@@ -214,7 +217,9 @@ class Checkpoints:
         self._write_heartbeat()
         self.finish()
         samples = step * self.run.config.global_batch_size
-        self.own = {f"rank_{self.rank}.{name}": tensor for name, tensor in self._own().items()}
+        self.rank_state = {
+            f"rank_{self.rank}.{name}": tensor for name, tensor in self._rank_state().items()
+        }
         facts = self.identity() | {
             "step": step,
             "samples": samples,
@@ -226,12 +231,15 @@ class Checkpoints:
         if self.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
         facts["torch"] = torch.__version__
-        facts["digest"] = self._digest(self.own, facts)
+        facts["digest"] = self._digest(self.rank_state, facts)
         self.saving = dcp.async_save(
-            {}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group
+            {},
+            storage_writer=writer,
+            async_stager=Stager(self._copy_state),
+            process_group=self.group,
         )  # type: ignore[assignment]
-        self.last = time.monotonic()
-        paused_s = self.last - began
+        self.last_save = time.monotonic()
+        paused_s = self.last_save - began
         self.reports.events.write("checkpoint", step=step, samples=samples, seconds=paused_s)
         self.reports.progress.show(
             f"checkpoint of step {step}: training paused for {paused_s:.1f} s; writing continues"
@@ -240,19 +248,21 @@ class Checkpoints:
     def due(self, when: When, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after this step."""
         if when.evaluations:
-            self.evaluations += evaluated
-            return evaluated and self.evaluations % when.evaluations == 0
+            if not evaluated:
+                return False
+            self.evaluations += 1
+            return self.evaluations % when.evaluations == 0
         # The clock of rank 0 decides for all ranks.
-        is_due = self.rank == 0 and time.monotonic() - self.last >= when.seconds
+        is_due = self.rank == 0 and time.monotonic() - self.last_save >= when.seconds
         return bool(self.processes.sum(torch.tensor([float(is_due)], device=self.processes.device)))
 
-    def _stage(self) -> dict[str, Tensor]:
+    def _copy_state(self) -> dict[str, Tensor]:
         """Copy the state to host memory and return the copies by name."""
         for part in self.parts.values():
             part.host.copy_(part.live, non_blocking=True)
         if self.processes.device.type == "cuda":
             torch.cuda.synchronize()
-        return {name: part.state for name, part in self.parts.items()} | self.own
+        return {name: part.state for name, part in self.parts.items()} | self.rank_state
 
     def finish(self) -> None:
         """Wait for the save in progress.
@@ -291,16 +301,16 @@ class Checkpoints:
         ranks = facts["ranks"]
         step = facts["step"]
         # Every rank loads the state that each saved rank had for itself.
-        own = self._own()
-        own_of_ranks: list[dict[str, Tensor]] = []
-        own_by_name: dict[str, Tensor] = {}
+        own_state = self._rank_state()
+        state_of_ranks: list[dict[str, Tensor]] = []
+        state_by_name: dict[str, Tensor] = {}
         for rank in range(ranks):
-            own_of_ranks.append({})
-            for name, tensor in own.items():
+            state_of_ranks.append({})
+            for name, tensor in own_state.items():
                 loaded = torch.empty_like(tensor)
-                own_of_ranks[rank][name] = loaded
-                own_by_name[f"rank_{rank}.{name}"] = loaded
-        state = {name: part.state for name, part in self.parts.items()} | own_by_name
+                state_of_ranks[rank][name] = loaded
+                state_by_name[f"rank_{rank}.{name}"] = loaded
+        state = {name: part.state for name, part in self.parts.items()} | state_by_name
         try:
             dcp.load(
                 state,
@@ -312,14 +322,14 @@ class Checkpoints:
             raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
             part.live.copy_(part.host)
-        if self._digest(own_by_name, facts) != facts["digest"]:
+        if self._digest(state_by_name, facts) != facts["digest"]:
             raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
         counted = self.assembly.optimizer.update.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
             raise damaged(
                 folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"
             )
-        self._restore_own(own_of_ranks, step)
+        self._restore_rank_state(state_of_ranks, step)
         self.assembly.optimizer.gather()
         self.step = step
         self.reports.progress.show(
@@ -327,23 +337,24 @@ class Checkpoints:
         )
         return step
 
-    def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
-        """Restore the state that differs between ranks.
+    def _restore_rank_state(self, state_of_ranks: list[dict[str, Tensor]], step: int) -> None:
+        """Restore the state that each rank has for itself.
 
-        `ranks`: this state of each saved rank.
+        `state_of_ranks`: the `_rank_state` of each saved rank.
 
         If the number of ranks has changed, scales follow from the largest values of all saved
         ranks, and the generators are seeded again.
         """
-        same = len(ranks) == self.processes.world_size
-        gradient_ratio = self.processes.world_size / len(ranks)
-        self.assembly.linear.resume([ranks[self.rank]] if same else ranks, step, gradient_ratio)
-        if not same:
+        linear = self.assembly.linear
+        if len(state_of_ranks) != self.processes.world_size:
+            linear.resume(state_of_ranks, step, self.processes.world_size / len(state_of_ranks))
             torch.manual_seed(hash((self.run.seed, step, self.rank)) % 2**63)
             return
-        torch.set_rng_state(ranks[self.rank]["cpu_generator"])
+        own_state = state_of_ranks[self.rank]
+        linear.resume([own_state], step)
+        torch.set_rng_state(own_state["cpu_generator"])
         if self.processes.device.type == "cuda":
-            torch.cuda.set_rng_state(ranks[self.rank]["gpu_generator"], self.processes.device)
+            torch.cuda.set_rng_state(own_state["gpu_generator"], self.processes.device)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -378,12 +389,13 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
 class Stager(BlockingAsyncStager):
     """Gives DCP the copies in host memory, which it may write while training continues."""
 
-    def __init__(self, stage: Callable[[], dict[str, Tensor]]):
+    def __init__(self, copy_state: Callable[[], dict[str, Tensor]]):
+        """`copy_state`: copies the state to host memory and returns the copies by name."""
         super().__init__()
-        self.copies = stage
+        self.copy_state = copy_state
 
     def stage(self, state_dict: dict) -> dict:
-        return self.copies()
+        return self.copy_state()
 
 
 class CheckpointWriter(dcp.HuggingFaceStorageWriter):
@@ -461,6 +473,7 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
 
 @contextmanager
 def _sendable() -> Iterator[None]:
+    """Replace an exception in the block by one that can be pickled, unless it is a RunError."""
     try:
         yield
     except RunError:

@@ -20,7 +20,7 @@ from common.errors import ConfigError, WeightsError
 FOLDER = "checkpoints"
 FACTS = "facts.json"
 PARTIAL = ".partial"
-EVERY_FACT = {
+FACT_TYPES = {  # the required keys of facts.json
     "benchmark": str,
     "seed": int,
     "config": dict,
@@ -114,7 +114,7 @@ def _defect(folder: Path, facts: object) -> str:
     """Return why facts.json of the checkpoint `folder` cannot be right, or "" if it can."""
     if not isinstance(facts, dict):
         return "it is not a JSON object"
-    wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]
+    wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
     batch = facts["config"].get("global_batch_size")

@@ -21,10 +21,10 @@ from common.errors import OutOfMemory, write_record
 ENTRIES = 200  # last entries of the flight recorder to keep: three steps of the 8B, 100 KB
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-SMALLER = (
+USE_LESS_MEMORY = (
     "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
 )
-GAPS = "set PYTORCH_ALLOC_CONF to expandable_segments:True in [env] of the config"
+AVOID_FRAGMENTATION = "set PYTORCH_ALLOC_CONF to expandable_segments:True in [env] of the config"
 
 
 def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int) -> OutOfMemory:
@@ -38,8 +38,8 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     text = str(error).splitlines()[0].partition(" If reserved but")[0]
     asked = _gib(r"allocate {}", text)
     allocated = _gib(r"{} is allocated by PyTorch", text)
-    gaps = _gib(r"{} is reserved by PyTorch but", text)
-    do = f"{SMALLER}; profile --memory shows the allocations"
+    fragmented = _gib(r"{} is reserved by PyTorch but", text)
+    do = f"{USE_LESS_MEMORY}; profile --memory shows the allocations"
     with contextlib.suppress(Exception):  # a failure here must not hide the first one
         if run_dir and torch.cuda.is_initialized():
             summary = run_dir / "ranks" / f"rank_{rank}.memory.txt"
@@ -47,16 +47,16 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
             snapshot = summary.with_suffix(".pickle")
             torch.cuda.memory._dump_snapshot(str(snapshot))
             do += f"; open {snapshot.name} at pytorch.org/memory_viz"
-    if asked is None or allocated is None or gaps is None:
+    if asked is None or allocated is None or fragmented is None:
         return OutOfMemory("the GPU's memory is full", text, do)
     is_set = any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS)
     # Not on ROCm, where the first copy hung with expandable segments (pytorch#192259).
-    if gaps >= asked and not torch.version.hip and not is_set:
-        do = f"{GAPS}; or {do}"
-    share = gaps / (allocated + gaps)
+    if fragmented >= asked and not torch.version.hip and not is_set:
+        do = f"{AVOID_FRAGMENTATION}; or {do}"
+    share = fragmented / (allocated + fragmented)
     why = (
         f"{asked:.2f} GiB more were needed at {allocated:.2f} GiB allocated; "
-        f"{gaps:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
+        f"{fragmented:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
     )
     return OutOfMemory("the GPU's memory is full", why, do)
 

@@ -23,24 +23,25 @@ def assemble_full(
     config: RunConfig,
     rules: Rules,
     processes: Processes,
-    fill: Callable[[Llama, ZeroOptimizer], object],
+    fill_masters: Callable[[Llama, ZeroOptimizer], object],
 ) -> Assembly:
     """Assemble the model, its FP8 or bf16 linear layers and the optimizer.
 
-    `fill`: sets every weight by the optimizer's `set_weight`. The weights are gathered afterwards.
+    `fill_masters`: sets every weight by the optimizer's `set_weight`. The weights are gathered
+        afterwards.
     """
     shape = rules.shape
     kernels = config.kernels
     linear = linear_layers(config.linear_format)
 
-    def layers() -> tuple[list[nn.Module], Head]:
+    def make_layers() -> tuple[list[nn.Module], Head]:
         blocks = [
             FusedBlock(shape, kernels, linear, layer < config.recompute_layers)
             for layer in range(shape.num_layers)
         ]
         return [*blocks], Head(shape, kernels)
 
-    def optimizer(model: Llama) -> ZeroOptimizer:
+    def make_optimizer(model: Llama) -> ZeroOptimizer:
         update = UPDATES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
         reduce_scatter = partial(
             make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels
@@ -48,8 +49,8 @@ def assemble_full(
         modules = [model.embedding, *model.blocks, model.head]
         return ZeroOptimizer(modules, processes, update, kernels, reduce_scatter)
 
-    def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
-        fill(model, optimizer)
+    def fill_weights(model: Llama, optimizer: ZeroOptimizer) -> None:
+        fill_masters(model, optimizer)
         optimizer.gather()
 
     return build(
@@ -58,9 +59,9 @@ def assemble_full(
         rules.sequence_length,
         processes.device,
         linear=linear,
-        layers=layers,
-        optimizer=optimizer,
-        weights=weights,
+        make_layers=make_layers,
+        make_optimizer=make_optimizer,
+        fill_weights=fill_weights,
     )
 
 

@@ -1,5 +1,6 @@
-"""Guard a rank's main function: turn signals into exceptions, record every failure, and always
-terminate the process.
+"""Guard a rank's main function.
+
+Signals become exceptions, every failure is recorded, and the process always terminates.
 
 torchrun ends with exit code 1 after any failure, and it often names a rank that failed only because
 another one had. So each rank writes its own record. The record of a rank that only lost a peer is
@@ -33,7 +34,7 @@ from common.errors import (
     write_rank_record,
 )
 
-# An error with one of these words comes from a collective.
+# Words in the messages of collectives. Other errors do not come from a collective.
 _BACKENDS = ("gloo", "NCCL", "c10d", "TCPStore", "socket")
 # Messages of gloo and NCCL if a peer has exited or does not answer, seen with torch 2.9 to 2.13.
 # All other errors count as failures of this rank.
@@ -48,7 +49,7 @@ _PEER_GONE = (
     "remote process exited",
 )
 
-ALONE_S = 5.0  # seconds to finish writing after torchrun has exited
+SECONDS_TO_FINISH = 5.0  # time to finish writing after torchrun has exited
 _signals_raise = False  # whether SIGTERM and SIGINT raise Interrupted in this process
 
 
@@ -82,7 +83,7 @@ def run_guarded(
         # signal instead. torchrun sends SIGTERM to all ranks after one has died, at about the time
         # when their collectives fail, and this error must be recorded.
         _signals_raise = False
-        end_badly(run_dir, rank, error, on_failure, step)
+        exit_with_failure(run_dir, rank, error, on_failure, step)
     if not returns:
         os._exit(0)
 
@@ -148,13 +149,13 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
         stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_watch, args=(os.getppid(), stack), daemon=True).start()
+        threading.Thread(target=_watch_torchrun, args=(os.getppid(), stack), daemon=True).start()
 
 
-def _watch(torchrun: int, stack: IO | None) -> None:
+def _watch_torchrun(torchrun: int, stack: IO | None) -> None:
     """End this process if torchrun was killed, and collect evidence of a hang.
 
-    After ALONE_S seconds, the process ends even if its main thread waits for ranks that no longer
+    After SECONDS_TO_FINISH, the process ends even if its main thread waits for ranks that no longer
     exist. When the launcher has made a hanging rank write its `stack`, this thread also writes its
     collectives, because the main thread cannot.
     """
@@ -166,11 +167,11 @@ def _watch(torchrun: int, stack: IO | None) -> None:
             write_collectives(Path(stack.name))
             stack = None
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ALONE_S)
+    time.sleep(SECONDS_TO_FINISH)
     os._exit(128 + signal.SIGTERM)
 
 
-def end_badly(
+def exit_with_failure(
     run_dir: Path | None,
     rank: int,
     error: BaseException,

@@ -25,6 +25,7 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly, Batching
 from common.training.metrics import Meter
+from common.training.mllog import RunLog
 from common.training.reports import Reports
 
 if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
@@ -141,6 +142,23 @@ class Goal:
         return loss <= self.target_loss
 
 
+class TrainingInterval:
+    """The training between two evaluations. Logs its start and its end, as a block of MLPerf."""
+
+    def __init__(self, log: RunLog, samples: int):
+        """Start an interval after `samples` training sequences."""
+        log.block_start(samples)
+        self.log = log
+        self.first_samples = samples
+        self.began = time.monotonic()
+
+    def stop(self, samples: int) -> float:
+        """End the interval after `samples` training sequences, and return its seconds."""
+        seconds = time.monotonic() - self.began
+        self.log.block_stop(samples, throughput=(samples - self.first_samples) / seconds)
+        return seconds
+
+
 def train(
     assembly: Assembly,
     lr_at: Callable[[int], float],
@@ -165,20 +183,16 @@ def train(
     """
     step = checkpoints.step if checkpoints else 0
     samples = step * batching.global_batch_size
-    log = reports.log
     meter = reports.meter
     assert meter is not None
-    seconds = {"train": 0.0, "eval": 0.0}
+    phase_seconds = {"train": 0.0, "eval": 0.0}
 
     def on_phase(phase: str) -> None:
-        reports.heartbeat.write(step, phase)  # reads `step` at each call
+        reports.heartbeat.write(step, phase)  # `step` as of the call, not of the definition
 
     _collect_garbage_only_at_evaluations()
     meter.start()
-    # MLPerf calls the training between two evaluations a block.
-    log.block_start(samples)
-    block_samples = samples
-    block_began = time.monotonic()
+    interval = TrainingInterval(reports.log, samples)
     while samples < goal.max_samples:
         lr = lr_at(step)
         loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, on_phase)
@@ -194,23 +208,20 @@ def train(
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:
             continue
-        block_s = time.monotonic() - block_began
-        log.block_stop(samples, (samples - block_samples) / block_s)
+        train_s = interval.stop(samples)
         loss, eval_s = _evaluate_and_log(
             assembly, eval_batches, processes, reports, meter, step, samples
         )
-        seconds["train"] += block_s
-        seconds["eval"] += eval_s
+        phase_seconds["train"] += train_s
+        phase_seconds["eval"] += eval_s
         if goal.reached(samples, loss):
-            for name, total in seconds.items():
+            for name, total in phase_seconds.items():
                 meter.events.write("phase", name=name, seconds=total, time_s=meter.seconds())
             return TrainingOutcome(samples, loss)
         if checkpoints:
             checkpoints.offer(step, evaluated=True)
         meter.clock.restart()
-        log.block_start(samples)
-        block_samples = samples
-        block_began = time.monotonic()
+        interval = TrainingInterval(reports.log, samples)
     if checkpoints:
         checkpoints.finish()
     raise _target_missed(goal, samples)

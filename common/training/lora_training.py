@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -33,12 +34,12 @@ def assemble_lora(
     adapters: AdapterSettings,
     processes: Processes,
     seed: int,
-    load: Callable[[Llama, FrozenBase], object],
+    load_frozen: Callable[[Llama, FrozenBase], object],
 ) -> tuple[Assembly, FrozenBase]:
     """Assemble a model with adapters that train, its optimizer and its frozen base.
 
     `seed`: seed of the adapters.
-    `load`: fills the frozen base and the other frozen weights of the model.
+    `load_frozen`: fills the frozen base and the other frozen weights of the model.
 
     The FrozenBase holds the matrices of the blocks. The other frozen weights, that is embedding,
     norms and head (1.05 GB at 70B in bf16), are whole on every rank. Sharding them would save less
@@ -46,36 +47,24 @@ def assemble_lora(
     """
     shape = rules.shape
     kernels = config.kernels
-    base = FrozenBase(
-        shape,
-        processes,
-        kernels=kernels,
-        storage=config.frozen_base,
-        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
-        timeout_s=config.hang_timeout_s,
-    )
+    base = _frozen_base(config, rules, processes)
     linear = linear_layers(config.linear_format)
-    read_base = linear.frozen_base(base)
+    frozen_weights = linear.frozen_base(base)
     offloader, offloaded = _offloader(config, rules, processes.device)
 
-    def layers() -> tuple[list[FusedLoraBlock], Head]:
-        blocks = [
-            FusedLoraBlock(
-                shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded
+    def make_layers() -> tuple[list[FusedLoraBlock], Head]:
+        blocks = []
+        for layer in range(shape.num_layers):
+            offloads = layer in offloaded
+            blocks.append(
+                FusedLoraBlock(
+                    shape, layer, frozen_weights, kernels, adapters, linear, offloader, offloads
+                )
             )
-            for layer in range(shape.num_layers)
-        ]
         return blocks, Head(shape, kernels)
 
-    def optimizer(model: Llama) -> ReplicatedOptimizer:
-        trained = adapter_parameters(model)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
-        update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
-        return ReplicatedOptimizer(trained.values(), processes, update)
-
-    def weights(model: Llama, optimizer: object) -> None:
-        load(model, base)
+    def fill_weights(model: Llama, optimizer: object) -> None:
+        load_frozen(model, base)
         init_adapters(model, seed)
 
     def start_pass(training: bool) -> None:
@@ -89,18 +78,44 @@ def assemble_lora(
         rules.sequence_length,
         processes.device,
         linear=linear,
-        layers=layers,
-        optimizer=optimizer,
-        weights=weights,
+        make_layers=make_layers,
+        make_optimizer=partial(_adapter_optimizer, config, rules, processes),
+        fill_weights=fill_weights,
         before_each_pass=[start_pass],
     )
     return assembly, base
 
 
+def _frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> FrozenBase:
+    """Allocate the frozen base of this config."""
+    return FrozenBase(
+        rules.shape,
+        processes,
+        kernels=config.kernels,
+        storage=config.frozen_base,
+        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
+        timeout_s=config.hang_timeout_s,
+    )
+
+
+def _adapter_optimizer(
+    config: RunConfig, rules: Rules, processes: Processes, model: Llama
+) -> ReplicatedOptimizer:
+    """Freeze all parameters but the adapters, and create the optimizer of the adapters."""
+    trained = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    update = UPDATES[rules.opt_name](rules, config.kernels, torch.float32)
+    return ReplicatedOptimizer(trained.values(), processes, update)
+
+
 def _offloader(
     config: RunConfig, rules: Rules, device: torch.device
 ) -> tuple[ActivationOffloader | None, set[int]]:
-    """Return (offloader of the inputs of SwiGLU, layers that use it). None if there are none."""
+    """Return (offloader of the inputs of SwiGLU, layers that use it).
+
+    Without such layers, the offloader is None.
+    """
     if not config.offload_layers:
         return None, set()
     layers = layers_to_offload(config.offload_layers, rules.shape.num_layers)

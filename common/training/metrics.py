@@ -117,12 +117,12 @@ class StepRate:
         mfu = tflops / peak_tflops if peak_tflops else None
         return StepRate(step_time_ms, tokens_per_s, tflops, mfu)
 
-    def text(self, one: str = "GPU") -> str:
-        """Return the rate as text. `one`: what computes, "GPU" or "process"."""
+    def text(self, device: str = "GPU") -> str:
+        """Return the rate as text. `device`: the word for one rank's device, "GPU" or "process"."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         return (
-            f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, "
-            f"{self.tflops_per_gpu:.3g} TFLOP/s/{one}{mfu}"
+            f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{device}, "
+            f"{self.tflops_per_gpu:.3g} TFLOP/s/{device}{mfu}"
         )
 
 

@@ -26,9 +26,9 @@ from common.paths import ROOT
 from common.records import json_lines
 from common.records.mlperf_log import TOKEN
 
-# The RCP checker finds its events by these substrings anywhere in a line, not by key. It would take
-# a line with such a file or system name for that event. TOKEN is in the list because the parser
-# strips a line up to its last token.
+# The RCP checker finds its events by these substrings anywhere in a line, not by key. If the name
+# of a file or system contained one, the checker would misread that line. TOKEN is in the list
+# because the parser strips a line up to its last token.
 RESERVED_SUBSTRINGS = (
     "global_batch_size",
     "submission_benchmark",
@@ -62,7 +62,7 @@ class RunLog:
         self._wall_at_anchor_ns = time.time_ns()
         self._monotonic_at_anchor_ns = time.monotonic_ns()
         self._file = None if path is None else LineFile(path)
-        # Copy lines to stdout, unless stdout is closed and the file itself has got its descriptor.
+        # Lines are copied to stdout, unless stdout is closed and the file has got its descriptor.
         self._copies = self._file is not None and self._file.fd != STDOUT_FD
         # The states: created, cache_clear, init, submission, seed, hyperparameters, ready, running;
         # then running -> block -> running, running -> eval -> evaluated -> running, and stopped.

@@ -24,20 +24,18 @@ from common.training.metrics import Events, ProgressLog
 
 # A rank is slow above this ratio to the median rank. Comparisons of two H200 have a standard
 # deviation of 0.25 % (docs/log.md).
-SLOW = 1.02
-LOOKS = 5  # number of comparisons that decide, one every ten steps
-EVERY = 4  # every fourth block of the second half is timed: 4 of 32
+SLOW_RATIO = 1.02
+COMPARISONS = 5  # number of comparisons whose median decides, one every ten steps
+BLOCK_STRIDE = 4  # every fourth block of the second half is timed: 4 of 32
 
 
 class BlockTimes:
-    """A timer of blocks. A call returns the mean time of their training forwards since the last
-    call, in ms.
-    """
+    """A timer of the training forwards of some blocks."""
 
     def __init__(self, blocks: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
-        # The optimizer registered its hook, which waits for the weights, before. So that hook runs
-        # before the timer starts.
+        # The optimizer has already registered its hook, which waits for the weights. Hooks run in
+        # the order of their registration, so the timer starts after that wait.
         for block in blocks:
             block.register_forward_pre_hook(lambda *_: self._mark())
             block.register_forward_hook(lambda *_: self._mark())
@@ -47,7 +45,8 @@ class BlockTimes:
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
 
-    def __call__(self) -> float:
+    def mean_ms(self) -> float:
+        """Return the mean time since the last call of the blocks' training forwards, in ms."""
         marks = self.marks
         self.marks = []
         marks[-1].synchronize()
@@ -60,12 +59,11 @@ class BlockTimes:
 class RankComparison:
     """Compares the ranks and names the slow ones.
 
-    `probe`: returns the time of work that does not wait for other ranks, in ms.
-
     At its power limit, the clock of a GPU varies: single times of 13 ms on an H200 under full load
     have a standard deviation of 2 %. Therefore each comparison uses the mean of many times, and the
-    median of the last LOOKS comparisons decides. GPUs without a fault can differ by more than SLOW
-    too, for example by temperature. The slow one is named, because all ranks wait for it.
+    median of the last COMPARISONS comparisons decides. GPUs without a fault can differ by more than
+    SLOW_RATIO too, for example by temperature. The slow one is named, because all ranks wait for
+    it.
     """
 
     def __init__(
@@ -75,6 +73,7 @@ class RankComparison:
         progress: ProgressLog,
         probe: Callable[[], float],
     ):
+        """Create the comparison. `probe`: returns the ms of work that does not wait for others."""
         self.processes = processes
         self.events = events
         self.progress = progress
@@ -108,8 +107,8 @@ def compare_ranks(
     """Return the comparison of a run. None on a CPU, which all ranks share, and for one rank."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
-    probe = BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY])
-    return RankComparison(processes, events, progress, probe)
+    timed_blocks = model.blocks[len(model.blocks) // 2 :: BLOCK_STRIDE]
+    return RankComparison(processes, events, progress, BlockTimes(timed_blocks).mean_ms)
 
 
 def over_median(times_ms: list[float]) -> list[float]:
@@ -122,15 +121,15 @@ def over_median(times_ms: list[float]) -> list[float]:
 
 
 def median_ratios(history: list[list[float]]) -> list[float]:
-    """Return the median ratio of each rank over the last LOOKS comparisons."""
-    return [statistics.median(ratios) for ratios in zip(*history[-LOOKS:], strict=True)]
+    """Return the median ratio of each rank over the last COMPARISONS comparisons."""
+    return [statistics.median(ratios) for ratios in zip(*history[-COMPARISONS:], strict=True)]
 
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
-    """Return the slow ranks. The list is empty until there are LOOKS comparisons."""
-    if len(history) < LOOKS:
+    """Return the slow ranks. The list is empty until there are COMPARISONS comparisons."""
+    if len(history) < COMPARISONS:
         return []
-    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW]
+    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW_RATIO]
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:

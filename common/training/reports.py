@@ -26,12 +26,14 @@ class Reports:
     phase_began: float = field(default_factory=time.monotonic)
 
     @staticmethod
-    def to(run_dir: Path, rank: int) -> Reports:
-        """Open the files of `run_dir`."""
-        log = run_dir / "result.txt" if rank == 0 else None
-        events = run_dir / "events.jsonl" if rank == 0 else None
+    def open(run_dir: Path, rank: int) -> Reports:
+        """Create the files of this rank in `run_dir`. Raises StorageError if the log exists."""
+        writes = rank == 0
         return Reports(
-            RunLog(log), Events(events), ProgressLog(rank == 0), Heartbeat(run_dir, rank)
+            log=RunLog(run_dir / "result.txt" if writes else None),
+            events=Events(run_dir / "events.jsonl" if writes else None),
+            progress=ProgressLog(enabled=writes),
+            heartbeat=Heartbeat(run_dir, rank),
         )
 
     @property

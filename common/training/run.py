@@ -12,7 +12,7 @@ from common.config import RunConfig
 class Run:
     """The config and the arguments of one rank of a timed run."""
 
-    benchmark: str
+    benchmark: str  # name of its folder
     config: RunConfig
     config_name: str  # name of the TOML, for the log
     seed: int
@@ -21,6 +21,5 @@ class Run:
     run_dir: Path  # directory of the results
     data_dir: Path
     checkpoint: str | None = None  # --checkpoint: when to save the training state
-    # --continue: directory of the run whose checkpoint is continued
-    continues: Path | None = None
+    continues: Path | None = None  # --continue: directory of the run whose checkpoint is loaded
     save: bool = False  # --save: write the trained model after run_stop

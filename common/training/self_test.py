@@ -159,7 +159,8 @@ def check_engines(
             bad = [finding for finding in findings if not finding.good]
             if not bad:
                 break
-            if not engines.reject(operation, choice(), f"its self-test failed: {bad[0]}"):
+            is_rejected = engines.reject(operation, choice(), f"its self-test failed: {bad[0]}")
+            if not is_rejected:
                 break
         result.findings += findings
         result.missing += map(str, choice().faster)
@@ -193,8 +194,8 @@ def run_checks(
     return findings
 
 
-def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
-    """Run the self-test before any weight exists, and write the event `self_test`.
+def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
+    """Run the self-test of a run, before any weight exists, and write the event `self_test`.
 
     Raises PreflightError if an op computes wrongly, or if the ranks chose different engines.
     """
@@ -406,7 +407,8 @@ def products_in_use(result: SelfTestResult) -> list[str]:
     """Return the algorithms that the cublaslt engine has chosen so far, with their times."""
     if result.products != "cublaslt":
         return []
-    from common.kernels.cublaslt import CHOICES  # imported only if the engine is chosen
+    # The module of an engine is imported only if the engine is chosen.
+    from common.kernels.cublaslt import CHOICES
 
     return CHOICES
 
@@ -429,7 +431,7 @@ def _product(
     quantize = KERNEL_ENGINES[sizes.kernels].quantize
     a = quantize(draw(m, k, dtype=sizes.dtype), a_quantizer)
     b = quantize(draw(n, k, dtype=sizes.dtype), b_quantizer)
-    value = _multiplied(product, a, b, fp8)
+    value = _multiply(product, a, b, fp8)
     if not _finite(value):
         return math.nan
     rows = torch.linspace(0, m - 1, min(SLICE, m), device=draw.device).long()
@@ -438,7 +440,7 @@ def _product(
     return decibels(truth, value[rows][:, columns])
 
 
-def _multiplied(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -> Tensor:
+def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -> Tensor:
     """Return a [M, K] b [N, K]^T, computed by the function of the step for `product`."""
     device = a.rowwise.device
     if fp8 and not takes_every_layout(device):

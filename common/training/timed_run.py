@@ -1,8 +1,7 @@
 """Stages of a timed run on one rank: start, log, warm-up, clock, training and end.
 
-A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls `start`,
-`log_submission` and `train` in this order. As a program, it calls
-`main` with this function.
+A benchmark's train.py defines `run_rank(run, reports)`, which builds its objects and calls `start`,
+`log_submission` and `train` in this order. As a program, train.py calls `main` with `run_rank`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -32,13 +32,16 @@ from common.training.reports import Reports
 from common.training.run import Run
 from common.training.warmup import warm_up
 
+if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
+    from common.training.checkpoint import Checkpoints
+
 
 def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
     """Log cache_clear and init_start before any model exists, and join the process group.
 
     `high_priority_compute`: see `start_processes`.
 
-    Raises ConfigError if the group has a different size than the config.
+    Raises ConfigError if the number of processes is not that of the config.
     """
     reports.heartbeat.write(0, "init")
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
@@ -76,7 +79,7 @@ def train(
     open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
     save: Callable[[], None],
 ) -> None:
-    """Warm up, start the clock, train, stop the clock and save.
+    """Warm up, load a checkpoint if the run continues one, start the clock, train, stop and save.
 
     `lr_at`: returns the learning rate of a step. Steps count from 0.
     `open_data`: called after run_start with the number of steps already done. Opens the token files
@@ -85,29 +88,12 @@ def train(
         its target.
     """
     config = run.config
-    log = reports.log
-    on_phase = partial(reports.heartbeat.write, 0)
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
-    checkpoints = None
-    if run.checkpoint or run.continues:
-        from common.training.checkpoint import Checkpoints  # imported only by runs that need it
-
-        checkpoints = Checkpoints(run, reports, assembly, processes)
-    micro_batch_sizes = (config.micro_batch_size, config.eval_micro_batch_size)
-    digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
-    reports.phase_done("warmup", state_digest=digest)
-    reports.meter = make_meter(
-        config, rules.sequence_length, rules.flops_per_token, processes, reports.events
-    )
-    step = checkpoints.load() if checkpoints else 0
-    if run.continues is not None:  # logged even if the checkpoint is of step 0
-        reports.meter.samples = step * config.global_batch_size
-        log.resumed(reports.samples, run.continues.name)
-        reports.phase_done("load checkpoint", step=step)
+    checkpoints, step = _prepare(run, reports, assembly, rules, processes, batching)
     processes.barrier()
-    log.init_stop()
-    log.run_start()
-    on_phase("open data")
+    reports.log.init_stop()
+    reports.log.run_start()
+    reports.heartbeat.write(0, "open data")
     batches, eval_batches = open_data(step)
     goal = Goal(
         eval_interval=rules.eval_interval(config.global_batch_size),
@@ -134,14 +120,48 @@ def train(
     save()
 
 
+def _prepare(
+    run: Run,
+    reports: Reports,
+    assembly: Assembly,
+    rules: Rules,
+    processes: Processes,
+    batching: Batching,
+) -> tuple[Checkpoints | None, int]:
+    """Warm up, create the meter, and load the checkpoint of a run that is continued.
+
+    Returns (checkpoints, steps already done). The first is None if the run neither writes
+    checkpoints nor continues from one.
+    """
+    config = run.config
+    checkpoints = None
+    if run.checkpoint or run.continues:
+        from common.training.checkpoint import Checkpoints  # imported only by such runs
+
+        checkpoints = Checkpoints(run, reports, assembly, processes)
+    micro_batch_sizes = (config.micro_batch_size, config.eval_micro_batch_size)
+    on_phase = partial(reports.heartbeat.write, 0)
+    digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
+    reports.phase_done("warmup", state_digest=digest)
+    reports.meter = make_meter(
+        config, rules.sequence_length, rules.flops_per_token, processes, reports.events
+    )
+    step = checkpoints.load() if checkpoints else 0
+    if run.continues is not None:  # logged even if the checkpoint is of step 0
+        reports.meter.samples = step * config.global_batch_size
+        reports.log.resumed(reports.samples, run.continues.name)
+        reports.phase_done("load checkpoint", step=step)
+    return checkpoints, step
+
+
 def main(
     argv: list[str],
     benchmark: str,
     kind: type[RunConfig],
-    run: Callable[[Run, Reports], None],
+    run_rank: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
-    """Run one rank: parse `argv`, call `run`, record failures and end the process.
+    """Parse `argv`, call `run_rank`, record failures and end the process.
 
     `kind`: class Config of the benchmark's rules.py.
     `saves`: accept --save.
@@ -153,8 +173,8 @@ def main(
     def work() -> None:
         nonlocal reports
         config = configs.load(args.run_dir / "config.toml", kind)
-        reports = Reports.to(args.run_dir, rank)
-        run(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
+        reports = Reports.open(args.run_dir, rank)
+        run_rank(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
 
     def abort() -> None:
         if reports is not None:

@@ -51,14 +51,15 @@ def warm_up(
     train_size, eval_size = micro_batch_sizes
     batches = synthetic_batches(vocab_size, length, processes, train_size)
     eval_batches = synthetic_batches(vocab_size, length, processes, eval_size)
-    count = min(MICRO_BATCHES, batching.gradient_accumulation_steps)
-    batching = replace(batching, gradient_accumulation_steps=count)
+    micro_batches = min(MICRO_BATCHES, batching.gradient_accumulation_steps)
+    batching = replace(batching, gradient_accumulation_steps=micro_batches)
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         results: list[Tensor | float] = []  # losses and gradient norms
         for _ in range(TRAIN_STEPS):
-            results += train_step(assembly, batches, batching, 0.0, processes, on_phase)
+            loss, norm = train_step(assembly, batches, batching, 0.0, processes, on_phase)
+            results += [loss, norm]
         for _ in range(EVAL_STEPS):
             results.append(evaluate(model, [next(eval_batches)], processes, on_phase))
     if not all(math.isfinite(result) for result in results):

@@ -35,7 +35,7 @@ from common.training.assembly import Batching
 from common.training.build import DTYPES
 from common.training.loop import LOG_EVERY_STEPS, train_step
 from common.training.metrics import Events, ProgressLog
-from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison
+from common.training.rank_comparison import COMPARISONS, BlockTimes, RankComparison
 from common.training.warmup import synthetic_batches
 from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED, MINIATURE, Config
@@ -135,11 +135,11 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
     for _ in range(5):
         step()
     untimed = time_of(step, UNTIMED, processes)
-    blocks = model.blocks[len(model.blocks) // 2 :: rank_comparison.EVERY]
+    blocks = model.blocks[len(model.blocks) // 2 :: rank_comparison.BLOCK_STRIDE]
     probe, mine = BlockTimes(blocks), [0.0]  # the last time of this rank
 
     def keep() -> float:
-        mine[0] = probe()
+        mine[0] = probe.mean_ms()
         return mine[0]
 
     ranks = RankComparison(processes, Events(None), ProgressLog(processes.rank == 0), keep)
@@ -197,7 +197,8 @@ def report(
             sd**2, 1e-12
         )
         fives = [
-            statistics.median(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)
+            statistics.median(ratios[at : at + COMPARISONS])
+            for at in range(len(ratios) - COMPARISONS + 1)
         ]
         spread = max(fives) / min(fives) - 1
         say(

@@ -21,6 +21,20 @@ RANK, ALPHA, P = 4, 8.0, 0.25
 BATCH, SEQUENCE = 2, 19
 
 
+def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool) -> int:
+    """Return the bytes per token that `SavedByLoraBlock` has, with activations in bf16.
+
+    `fp8`: gate_up is kept in 8 bits.
+    """
+    elements = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
+    if shape.qk_norm:
+        elements += (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    gate_up = 2 * shape.ffn_hidden_size * (1 if fp8 else 2)
+    log_sum_exp = 4 * shape.num_heads
+    rstd = 2 * 4
+    return 2 * elements + gate_up + log_sum_exp + rstd
+
+
 class MemoryBase:
     """The frozen weights of one block, in both layouts. `calls` records the requests."""
 

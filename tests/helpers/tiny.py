@@ -155,7 +155,7 @@ def run(
     continues: Path | None = None,
     **changes,
 ) -> Facts:
-    """Call the trainer's `run` in this process, and `abort` on failure, as run_guarded does."""
+    """Call the trainer's `run_rank` in this process, and `abort` after a failure."""
     rank = int(os.environ.get("RANK", "0"))
     # Another rank may have created it. Its files are never overwritten.
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -177,12 +177,12 @@ def run(
 
 
 def run_here(trainer: ModuleType, rules: Rules | lora_rules.Rules, asked: Run) -> RunError | None:
-    """Call `run` of a benchmark's trainer with `rules`, and return the error that ended it."""
+    """Call `run_rank` of a benchmark's trainer with `rules`, and return the error that ended it."""
     error = None
     with mock.patch.object(trainer, "rules_of", lambda config: rules):
-        reports = Reports.to(asked.run_dir, asked.rank)
+        reports = Reports.open(asked.run_dir, asked.rank)
         try:
-            trainer.run(asked, reports)
+            trainer.run_rank(asked, reports)
         except RunError as failure:
             error = failure
             reports.abort()
@@ -391,7 +391,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.rules_of = lambda config: TINY
-    main(arguments, "llama31_8b", Config, trainer.run, saves=True)
+    main(arguments, "llama31_8b", Config, trainer.run_rank, saves=True)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phas
 )
 def test_a_full_gpu_is_told_what_plan_expects(tmp_path, monkeypatch, name, raised, said):
     monkeypatch.setattr(guard.os, "_exit", lambda code: None)
-    guard.end_badly(tmp_path, 0, raised, lambda: None, lambda: 5)
+    guard.exit_with_failure(tmp_path, 0, raised, lambda: None, lambda: 5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
     error, _ = run.judge(
         job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.RunResult()

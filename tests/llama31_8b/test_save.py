@@ -264,4 +264,4 @@ def test_an_existing_folder_is_refused_before_anything_starts(tmp_path):
         config=run_config(), run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True
     )
     with pytest.raises(ConfigError, match="model exists"):
-        train.run(asked, mock.Mock())
+        train.run_rank(asked, mock.Mock())

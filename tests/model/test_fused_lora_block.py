@@ -4,11 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_lora import RANK, SMALL, WIDE, P, data, fused_block, plain_block, results
+from fused_lora import (
+    RANK,
+    SMALL,
+    WIDE,
+    P,
+    data,
+    fused_block,
+    plain_block,
+    results,
+    saved_bytes_per_token,
+)
 
 from common.kernels import fp8
 from common.kernels.lora import Dropout, keep_mask
-from common.model.fused_lora_block import SavedByLoraBlock, saved_bytes_per_token
+from common.model.fused_lora_block import SavedByLoraBlock
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 pytestmark = pytest.mark.quick

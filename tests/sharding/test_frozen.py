@@ -305,7 +305,7 @@ def on_four_ranks(processes, folder):
     return {
         "wrong": ask_all(base, SHAPE),
         "bytes": base.stored.nbytes,
-        "shards": base.shards,
+        "shards": base.num_shards,
         "share": base.shard_rows("qkv"),
     }
 

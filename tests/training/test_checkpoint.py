@@ -351,7 +351,7 @@ def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
     assert saved == [6, 12]
     saved, checkpoints, now = [], made(checkpoint="10s"), [0.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
-    checkpoints.last = 0.0
+    checkpoints.last_save = 0.0
     for step in range(1, 13):
         now[0] = 4.0 * step
         checkpoints.offer(step, evaluated=False)

@@ -76,7 +76,7 @@ def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monk
     (tmp_path / "ranks").mkdir()
     ended: list[int] = []
     error = torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB"))
-    guard.end_badly(tmp_path, 3, error, lambda: None, lambda: 7)
+    guard.exit_with_failure(tmp_path, 3, error, lambda: None, lambda: 7)
     record = json.loads((tmp_path / "ranks" / "rank_3.json").read_text())
     assert (
         ended == [12]

@@ -321,7 +321,7 @@ def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(
         )
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
-        guard.end_badly(
+        guard.exit_with_failure(
             tmp_path,
             0,
             OSError(errno.ENOSPC, "No space left on device", "events.jsonl"),
@@ -346,7 +346,7 @@ def body():
     (Path(sys.argv[1]) / "pid").write_text(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
-guard.ALONE_S = 0.5
+guard.SECONDS_TO_FINISH = 0.5
 folder = Path(sys.argv[1])
 guard.run_guarded(folder, 0, body, lambda: (folder / "run_stop").touch(), lambda: 3)
 """

@@ -519,7 +519,7 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     }
     changes |= {"opt_learning_rate_warmup_steps": 16}
     # At the 8B's shapes it takes a GPU.
-    untested = mock.patch("common.training.self_test.before_a_run")
+    untested = mock.patch.object(trainer, "run_self_test")
     with (
         mock.patch.object(trainer, "assemble", assemble),
         mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}),

@@ -64,6 +64,6 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
             config=PRETRAINING.run_config(), data_dir=tmp_path, seed=5, save=False, run_dir=tmp_path
         )
         with pytest.raises(Stopped):
-            train.run(run, SimpleNamespace(log=None))
+            train.run_rank(run, SimpleNamespace(log=None))
         seeds.add(torch.initial_seed())
     assert len(seeds) == 8

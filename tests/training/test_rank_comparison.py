@@ -11,7 +11,7 @@ from torch import nn
 
 from common.training.metrics import Events, ProgressLog
 from common.training.rank_comparison import (
-    LOOKS,
+    COMPARISONS,
     BlockTimes,
     RankComparison,
     compare_ranks,
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.quick
 )
 def test_who_is_slow_from_the_start(times_ms, slow):
     assert (
-        slow_ranks([over_median(times_ms)] * LOOKS) == slow
-        and slow_ranks([over_median(times_ms)] * (LOOKS - 1)) == []
+        slow_ranks([over_median(times_ms)] * COMPARISONS) == slow
+        and slow_ranks([over_median(times_ms)] * (COMPARISONS - 1)) == []
     )
 
 
@@ -56,11 +56,11 @@ def test_three_percent_are_seen_within_five_comparisons():
     history = [look(0.0) for _ in range(400)]
     assert [slow_ranks(history[:count]) for count in range(1, 401)] == [[]] * 400
     said = []
-    for _ in range(LOOKS):
+    for _ in range(COMPARISONS):
         history.append(look(0.03))
         said.append(slow_ranks(history))
     assert said[0] == [] and said[-1] == [3]
-    assert slow_ranks([*history, *(look(0.0) for _ in range(LOOKS))]) == []
+    assert slow_ranks([*history, *(look(0.0) for _ in range(COMPARISONS))]) == []
 
 
 class EightRanks:
@@ -78,8 +78,8 @@ def test_the_slow_one_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
     ranks = RankComparison(
         EightRanks(), Events(tmp_path / "events.jsonl"), ProgressLog(True, screen), lambda: 0.2
     )
-    assert [ranks.compare(step=5, samples=80, time_s=1.5) for _ in range(LOOKS)] == [[]] * (
-        LOOKS - 1
+    assert [ranks.compare(step=5, samples=80, time_s=1.5) for _ in range(COMPARISONS)] == [[]] * (
+        COMPARISONS - 1
     ) + [[3]]
     event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
     assert event == {
@@ -132,7 +132,7 @@ def on_a_rank(processes, folder):
         processes, events, ProgressLog(False), lambda: 0.3 * (1 + processes.rank / 3)
     )
     return {
-        "slow": [ranks.compare(1, 8, 0.0) for _ in range(LOOKS)][-1],
+        "slow": [ranks.compare(1, 8, 0.0) for _ in range(COMPARISONS)][-1],
         "on_cpu": compare_ranks(processes, events, ProgressLog(False), nn.Identity()) is None,
     }
 
@@ -209,11 +209,11 @@ def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_a
     x = torch.zeros(1)
     for block in [*blocks, *blocks]:
         block(x)
-    assert times() == 5.0
+    assert times.mean_ms() == 5.0
     with torch.no_grad():
         blocks[1](x)
     blocks[0](x)
-    assert times() == 4.0
+    assert times.mean_ms() == 4.0
 
 
 @pytest.mark.gpu
@@ -226,12 +226,12 @@ def test_the_times_of_blocks_on_a_gpu_add_up_and_leave_the_generators():
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for timed in (False, True):
         if timed:
-            times()
+            times.mean_ms()
             begin.record()
         for block in blocks * 8:
             x = block(x)
         end.record()
-    one = times()
+    one = times.mean_ms()
     assert torch.equal(before, torch.cuda.get_rng_state(device))
     whole = begin.elapsed_time(end) / 64
     assert 0 < one <= whole, "a block takes no longer than its share of all of them"

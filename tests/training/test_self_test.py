@@ -15,7 +15,7 @@ from common.model.shapes import ModelShape
 from common.training import self_test as module
 from common.training.kernel_cases import Sizes
 from common.training.metrics import Events
-from common.training.self_test import before_a_run, require_sound, self_test
+from common.training.self_test import require_sound, run_self_test, self_test
 
 pytestmark = pytest.mark.quick
 
@@ -180,7 +180,7 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     phases = []
     heartbeat = SimpleNamespace(write=lambda step, phase: phases.append(phase))
     reports = SimpleNamespace(heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
-    before_a_run(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
+    run_self_test(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (
         event["event"] == "self_test"
@@ -193,5 +193,5 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
         module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1])
     )
     with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
-        before_a_run(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
+        run_self_test(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

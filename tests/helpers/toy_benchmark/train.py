@@ -38,12 +38,12 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     dtype = DTYPES[config.precision]
     linear = linear_layers(config.linear_format)
 
-    def layers() -> tuple[list[FusedBlock], Head]:
+    def make_layers() -> tuple[list[FusedBlock], Head]:
         return [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)], Head(
             shape, kernels
         )
 
-    def optimizer(model: Llama) -> ZeroOptimizer:
+    def make_optimizer(model: Llama) -> ZeroOptimizer:
         update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
         reduce_scatter = partial(
             make_reduce_scatter, config.reduce_scatter, processes, dtype, kernels
@@ -52,7 +52,7 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
             [model.embedding, *model.blocks, model.head], processes, update, kernels, reduce_scatter
         )
 
-    def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
+    def fill_weights(model: Llama, optimizer: ZeroOptimizer) -> None:
         init_weights(model, shape.num_layers, seed, 0.02, optimizer.set_weight)
         optimizer.gather()
 
@@ -62,16 +62,16 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         rules.sequence_length,
         processes.device,
         linear=linear,
-        layers=layers,
-        optimizer=optimizer,
-        weights=weights,
+        make_layers=make_layers,
+        make_optimizer=make_optimizer,
+        fill_weights=fill_weights,
     )
 
 
 assemble_random = assemble
 
 
-def run(run: Run, reports: Reports) -> None:
+def run_rank(run: Run, reports: Reports) -> None:
     config = run.config
     assert isinstance(config, Config)
     rules = rules_of(config)
@@ -109,4 +109,4 @@ def batches(rows: np.ndarray, config: Config, processes: Processes, step: int) -
 
 
 if __name__ == "__main__":
-    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run_rank)

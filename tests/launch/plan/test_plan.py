@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fused_lora import saved_bytes_per_token
 
 from common import config as configs
 from common.benchmarks import divisions
@@ -19,7 +20,6 @@ from common.hardware import Device, Probe, config_names, config_path
 from common.kernels.rope import rope_tables
 from common.linear_formats import FORMATS
 from common.model.fused_block import FusedBlock
-from common.model.fused_lora_block import saved_bytes_per_token
 from common.model.linear_layers import linear_layers
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
