@@ -13,6 +13,7 @@ from common.kernels.lora import Dropout
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import DelayedScaling
+from common.model.llama import Head, Llama
 
 
 @pytest.mark.gpu
@@ -115,3 +116,45 @@ def test_both_engines_of_the_lora_block_compute_the_same(in_fp8):
         for block in blocks:
             if block.base.scaling is not None:
                 block.base.scaling.step_done()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_evaluation_in_fp8_computes_what_a_forward_of_training_does():
+    """With the engines chosen on this GPU. Both store the same numbers, so no bit may differ."""
+    shape = replace(
+        TINY.shape,
+        hidden_size=1024,
+        ffn_hidden_size=2816,
+        num_heads=16,
+        num_kv_heads=4,
+        num_layers=2,
+        vocab_size=2048,
+    )
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    scaling = DelayedScaling()
+    blocks = [FusedBlock(shape, "triton", scaling) for _ in range(shape.num_layers)]
+    model = Llama(shape, 1024, blocks, Head(shape, "triton")).to(device, torch.bfloat16)
+    model.make_rope_tables(device)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.02)
+    scaling.allocate(device)
+    model.register_forward_pre_hook(lambda model, _: scaling.start_pass(model.training))
+    outputs = []
+    for block in blocks:
+        block.register_forward_hook(lambda _, inputs, output: outputs.append(output.detach()))
+    tokens = torch.randint(0, shape.vocab_size, (2, 1024), device=device)
+    for _ in range(2):  # the first step has no scales yet
+        losses, counts = model(tokens, tokens)
+        (losses / counts).sum().backward()
+        scaling.step_done()
+    outputs.clear()
+    model.eval()
+    with torch.no_grad():
+        evaluated, _ = model(tokens, tokens)
+    model.train()
+    trained, _ = model(tokens, tokens)
+    assert torch.equal(evaluated, trained)
+    for evaluated, trained in zip(outputs[:2], outputs[2:], strict=True):
+        assert torch.equal(evaluated, trained)

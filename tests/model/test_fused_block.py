@@ -148,12 +148,13 @@ def test_without_gradient_nothing_is_kept_and_no_scale_moves():
     before = [tensor.clone() for tensor in scaling.state().values()]
     model.eval()
     with torch.no_grad():
-        loss, _ = model(tokens, tokens)
-    assert loss.grad_fn is None
+        evaluated, _ = model(tokens, tokens)
+    assert evaluated.grad_fn is None
     assert all(torch.equal(a, b) for a, b in zip(before, scaling.state().values(), strict=True))
     model.train()
-    model(tokens, tokens)
+    trained, _ = model(tokens, tokens)
     assert not torch.equal(before[0], scaling.scales)
+    assert torch.equal(evaluated, trained)  # of the same numbers in FP8
 
 
 def test_a_second_backward_is_refused():
