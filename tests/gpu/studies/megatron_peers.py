@@ -19,8 +19,7 @@ o, on the normed input) and the base is in FP8. The difference gives the time of
 extrapolated to 80 layers. Communication and recomputation are left out, in favor of the peer.
 
 Needs Megatron-core 0.16.1 and Transformer Engine 2.20.2. requirements-test.txt contains only the
-first. This version of the file has not been run. tests/gpu/studies/against_megatron.sh runs these
-peers and this package in turn.
+first. tests/gpu/studies/against_megatron.sh runs these peers and this package in turn.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
     python3 -m tests.gpu.studies.train_open_llama text --packages torch sympy --out FILE.jsonl
     python3 -m tests.gpu.studies.train_open_llama weights --model llama3.1-8b --out DIR
     python3 -m tests.gpu.studies.train_open_llama summary RUN...
+    python3 -m tests.gpu.studies.train_open_llama plot RUN RUN --out FILE.png
 
 `text` writes the docstrings and comments of the standard library and of installed packages, each
 text once, for `prepare text`. `weights` writes a Hugging Face checkpoint with random weights of the
 model's shape. `summary` prints for each run its settings, tokens/s of the median logged step, peak
-memory and losses.
+memory and losses. `plot` draws the training losses of two runs on the same batches, means over 20
+steps, and the difference of the first from the second. It prints the difference by stretches.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from pathlib import Path
 from common.data import corpus
 from common.model.families import shape_of
 
+MEAN_OF = 20  # steps
+STRETCHES = 6  # parts of a run whose mean difference `plot` prints
 SETTINGS = ("linear", "micro_batch_size", "recompute_layers", "moment_precision", "lora_rank")
 
 
@@ -90,6 +94,37 @@ def summary(run: Path) -> dict:
     }
 
 
+def training_losses(run: Path) -> list[float]:
+    """Return the training loss of each optimizer step, the first step first."""
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def plot(run: Path, other: Path, out: Path) -> None:
+    # only this command needs matplotlib
+    from matplotlib.figure import Figure
+
+    losses = [training_losses(run), training_losses(other)]
+    steps = min(map(len, losses))
+    ends = range(MEAN_OF, steps + 1, MEAN_OF)
+    means = [[statistics.fmean(curve[end - MEAN_OF : end]) for end in ends] for curve in losses]
+    gaps = [a - b for a, b in zip(*means, strict=True)]
+    for stretch in range(0, len(gaps), len(gaps) // STRETCHES):
+        part = gaps[stretch : stretch + len(gaps) // STRETCHES]
+        last = ends[stretch] - MEAN_OF + len(part) * MEAN_OF
+        print(f"to step {last}: {run.name} minus {other.name} {statistics.fmean(part):+.4f}")
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    for name, curve in zip((run.name, other.name), means, strict=True):
+        upper.plot(ends, curve, label=name, linewidth=1)
+    lower.plot(ends, gaps, linewidth=1)
+    lower.axhline(0, color="gray", linewidth=0.5)
+    upper.set(ylabel=f"training loss, means over {MEAN_OF} steps")
+    upper.legend()
+    lower.set(xlabel="optimizer step", ylabel="difference")
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -101,11 +136,17 @@ def main() -> None:
     weights.add_argument("--out", type=Path, required=True)
     runs = commands.add_parser("summary")
     runs.add_argument("runs", type=Path, nargs="+")
+    plots = commands.add_parser("plot")
+    plots.add_argument("run", type=Path)
+    plots.add_argument("other", type=Path)
+    plots.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "text":
         write_text(options.packages, options.out)
     elif options.command == "weights":
         write_weights(options.model, options.out)
+    elif options.command == "plot":
+        plot(options.run, options.other, options.out)
     else:
         for run in options.runs:
             print(json.dumps(summary(run)), flush=True)
