@@ -3,6 +3,9 @@
 A stream is read in Megatron's order (common/data/gpt_dataset.py). With one document per sequence,
 epoch e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A
 document longer than a sequence is cut off, and a shorter one is padded. The loss ignores padding.
+
+Sequences of an evaluation are spread evenly over the validation file. The first ones could belong
+to a few long documents.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.gpt_dataset import TrainData, check_ids, train_batches, validation_tokens
+from common.data.gpt_dataset import TrainData, check_ids, train_batches
 from common.data.indexed_dataset import Index, Tokens
-from common.data.indexed_dataset_header import index_path, whole_sequences
+from common.data.indexed_dataset_header import index_path, tokens_path, whole_sequences
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.training.loop import next_token_pairs
@@ -50,12 +53,35 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
     rules.require_data(config, data_dir)
     prefix = data_dir / rules.validation_data
     if not config.one_document_per_sequence:
-        windows = validation_tokens(
+        windows = spread_windows(
             prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
         )
         return next_token_pairs(windows)
     documents = Documents(prefix, rules)
-    return np.stack([documents[number] for number in range(rules.eval_samples)])
+    numbers = spread(rules.eval_samples, len(documents))
+    return np.stack([documents[number] for number in numbers])
+
+
+def spread(count: int, available: int) -> list[int]:
+    """Return `count` different numbers below `available`, spread evenly, in ascending order."""
+    return [place * available // count for place in range(count)]
+
+
+def spread_windows(prefix: Path, sequence_length: int, count: int, vocab_size: int) -> np.ndarray:
+    """Return `count` sequences of a token file, spread evenly over it.
+
+    The result is int32 [count, sequence_length + 1]: a sequence of tokens and the token after it.
+    `count`: at most the number of whole sequences in the file.
+    Raises DataError if a sequence holds an id outside the vocabulary.
+    """
+    index = Index.read(prefix)
+    numbers = spread(count, whole_sequences(index.num_tokens, sequence_length))
+    windows = np.empty((count, sequence_length + 1), np.int32)
+    with index.open_tokens() as tokens:
+        for window, number in zip(windows, numbers, strict=True):
+            window[:] = tokens.read(number * sequence_length, sequence_length + 1)
+    check_ids(windows, vocab_size, tokens_path(prefix), f"{count} sequences")
+    return windows
 
 
 class Documents:

@@ -37,7 +37,10 @@ def parser(benchmark: str = "open_llama") -> Parser:
         help="tokens per sequence (default: 1024)",
     )
     parser.add_argument(
-        "--sequences", type=count, metavar="N", help="evaluate the first N sequences (default: all)"
+        "--sequences",
+        type=count,
+        metavar="N",
+        help="evaluate N sequences, spread evenly over the file (default: all)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="device to use (default: the GPU if there is one)"

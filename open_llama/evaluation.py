@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_header import whole_sequences
+from common.data.indexed_dataset_header import require_validation, whole_sequences
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
@@ -23,6 +22,7 @@ from common.model.peft_adapter import OUTPUT, SPLIT
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+from open_llama.data import spread_windows
 
 MICRO_BATCH_TOKENS = 8192
 
@@ -81,11 +81,13 @@ def measure(options: argparse.Namespace) -> None:
         model = load_model(options.model, length, processes.device)
         if options.adapter:
             add_adapter(model, options.adapter)
-        sequences = options.sequences or whole_sequences(
-            Index.read(options.data).num_tokens, length
-        )
+        available = whole_sequences(Index.read(options.data).num_tokens, length)
+        sequences = options.sequences or available
+        unit = f"sequences of {length} tokens"
+        do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
+        require_validation(options.data, available, max(1, sequences), unit, do)
         vocab_size = model.shape.vocab_size
-        pairs = next_token_pairs(validation_tokens(options.data, length, sequences, vocab_size))
+        pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
         loss = evaluate(model, pad_for_ranks(pairs, processes, size), processes)
     torch.distributed.destroy_process_group()

@@ -51,7 +51,7 @@ class Config(RunConfig):
     one_document_per_sequence: bool = False
     sequence_length: int  # tokens
 
-    eval_samples: int  # validation sequences of each evaluation: the first ones of the file
+    eval_samples: int  # validation sequences of each evaluation, spread evenly over the file
     eval_interval_samples: int  # training sequences between evaluations
     target_loss: float = 0.0  # a run ends at this loss; 0: it ends after max_samples
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from synthetic_run import records
 
-from common.errors import CheckFailed, ConfigError
+from common.errors import CheckFailed, ConfigError, DataError
 from common.paths import ROOT
 from submission.check import examine
 
@@ -131,6 +131,11 @@ def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[1].rstrip(","))
     assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
+    done = launch(
+        folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "100000"
+    )
+    assert done.returncode == DataError.exit_code
+    assert "100000" in done.stderr and "--sequences" in done.stderr
 
 
 def test_the_saved_model_speaks(run_dir, folder):
