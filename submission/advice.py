@@ -19,7 +19,7 @@ from common.gpu_kinds import KINDS
 from common.gpu_stats import FAULTS
 from common.html.page import median, points
 from launch.plan.benchmark import workload
-from launch.plan.estimate import estimate
+from launch.plan.estimate import FITTED_HIDDEN_SIZE, estimate
 from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 
@@ -97,7 +97,7 @@ def _memory(run: Run) -> Iterator[Symptom]:
 def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
     """Yield slow steps and, if the GPUs are not busy, a slow host as well."""
     speeds = [speed for _, speed in points(run.records, "samples", "tokens_per_s_per_gpu")]
-    planned = _planned(run) if speeds and run.rules else 0.0
+    planned = planned_speed(run) if speeds and run.rules else 0.0
     if not planned:
         return
     speed = median(speeds)
@@ -118,12 +118,14 @@ def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
     yield "steps", facts
 
 
-def _planned(run: Run) -> float:
-    """Return the planned tokens/s/GPU, or 0 if there is no plan for the run's config."""
+def planned_speed(run: Run) -> float:
+    """Return the planned tokens/s/GPU, or 0 if there is no plan that fits the run's config."""
     with contextlib.suppress(ConfigError, KeyError):
         config = configs.load(run.folder / "config.toml", config_class(run.benchmark))
-        plan = estimate(config, workload(run.benchmark, config), KINDS[config.gpu], None)
-        return plan.tokens_per_s_per_gpu
+        work = workload(run.benchmark, config)
+        if work.shape.hidden_size < FITTED_HIDDEN_SIZE:
+            return 0.0
+        return estimate(config, work, KINDS[config.gpu], None).tokens_per_s_per_gpu
     return 0.0
 
 

@@ -3,6 +3,7 @@
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from synthetic_run import (
@@ -16,11 +17,12 @@ from synthetic_run import (
 
 from common.paths import ROOT
 from submission import report
-from submission.advice import TABLE, advice
+from submission.advice import TABLE, advice, planned_speed
 from submission.runs import read_attempt
 
 pytestmark = pytest.mark.quick
 
+ONE_BILLION = "open_llama/models/llama-1b.json"
 PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
 
 
@@ -135,6 +137,15 @@ def test_steps_slower_than_planned(run):
     run.steps(tokens_per_s_per_gpu=0.8 * PLANNED)
     (said,) = run.symptoms()
     assert said.startswith("12,720 tokens/s/GPU, 2") and "H200" in said
+
+
+@pytest.mark.parametrize(("model", "compared"), [("llama3.1-8b", True), (ONE_BILLION, False)])
+def test_only_models_as_wide_as_the_8b_are_compared_with_the_plan(tmp_path, model, compared):
+    config = (ROOT / "open_llama/examples/pretrain_1b.toml").read_text()
+    config = config.replace(ONE_BILLION, model)
+    (tmp_path / "config.toml").write_text(f'gpu = "H100"\n{config}')
+    folder_of_run = SimpleNamespace(folder=tmp_path, benchmark="open_llama")
+    assert bool(planned_speed(folder_of_run)) is compared
 
 
 def test_gpus_that_wait_for_their_host(run):
