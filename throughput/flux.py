@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
 from throughput import options as shared_options
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resolution",
-        type=shared_options.whole,
+        type=count,
         metavar="N",
         help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, divisions, measured_in
-from common.command_line import complete, minutes
+from common.command_line import complete, count, minutes
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
@@ -116,9 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
     )
-    parser.add_argument(
-        "--layers", type=shared_options.whole, metavar="N", help="use only the first N layers"
-    )
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
     shared_options.add(
         parser,
         "precision",
