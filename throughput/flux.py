@@ -23,7 +23,7 @@ from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory
 from throughput.result import Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
@@ -54,7 +54,7 @@ TABLES = (
             Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
             Column("images_per_s_p10", "images/s, p10", "", ".3g"),
             Column("images_per_s_p90", "images/s, p90", "", ".3g"),
-            *times(),
+            *time_columns(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
             Column("state_gib", "Weights and optimizer state", "GiB", ".1f"),
@@ -79,7 +79,9 @@ TABLES = (
             "with published numbers.",
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
-        published=(Beside("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),),
+        published=(
+            PublishedValues("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),
+        ),
     ),
     Table(
         "flux_batches",

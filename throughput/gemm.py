@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
 # (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size
@@ -40,7 +40,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SCALINGS = {"tensorwise": None, "rowwise": 1}
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # size of copies within a memory
 HOST_BYTES = 2**28  # size of copies between host and device
-TIMES = times("Samples", "Median", ".3f")
+TIMES = time_columns("Samples", "Median", ".3f")
 METHOD = (
     f"Each call is timed separately: {WARMUP_MS:.0f} ms of untimed calls, then {REPEAT_MS:.0f} ms "
     "of timed ones. On a GPU, events time the calls and the L2 cache is overwritten before each "
@@ -64,7 +64,7 @@ TABLES = (
         keys=("precision", "call", "library"),
         value="average",
         formulas=("Average: mean of the TFLOP/s of all shapes, without weights.",),
-        published=(Beside("gemm_gpus", (), "tflops"),),
+        published=(PublishedValues("gemm_gpus", (), "tflops"),),
         sort="average",
     ),
     Table(
@@ -105,9 +105,9 @@ TABLES = (
             ),
         ),
         published=(
-            Beside("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
-            Beside("gemm_square", (), "tflops"),
-            Beside("gemm_libraries", (), "tflops"),
+            PublishedValues("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
+            PublishedValues("gemm_square", (), "tflops"),
+            PublishedValues("gemm_libraries", (), "tflops"),
         ),
         sort="tflops",
     ),

@@ -36,7 +36,7 @@ from throughput import options as shared_options
 from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
@@ -59,7 +59,7 @@ TABLES = (
             Column("settings", "Settings"),
             Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
             Column("tokens_per_s", "Tokens/s in all", "", ",.0f"),
-            *times(),
+            *time_columns(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
             Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
@@ -98,8 +98,10 @@ TABLES = (
             ),
         ),
         published=(
-            Beside("llama_fsdp", ("model", "precision", "seq"), "tflops"),
-            Beside("qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"),
+            PublishedValues("llama_fsdp", ("model", "precision", "seq"), "tflops"),
+            PublishedValues(
+                "qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"
+            ),
         ),
     ),
 )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.command_line import count
 from throughput import options as shared_options
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}
@@ -31,7 +31,7 @@ TABLES = (
             Column("precision", "Weights, state"),
             Column("parameters", "Parameters", "", ",d"),
             Column("batch", "Batch", "", ",d"),
-            *times(format=".3f"),
+            *time_columns(format=".3f"),
             Column("samples_per_s", "Samples/s", "", ",.0f"),
             Column("tflops", "TFLOP/s", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
@@ -48,7 +48,7 @@ TABLES = (
             "not counted.",
         ),
         plots=(Plot("bars", "Samples per second", "model", "samples_per_s", "precision"),),
-        published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
+        published=(PublishedValues("mlp", ("model", "batch"), "samples_per_s"),),
     ),
 )
 

@@ -28,7 +28,7 @@ from throughput import options as shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 LIMIT_S = 900.0  # time limit for one number of GPUs; collectives have a shorter timeout
@@ -63,7 +63,7 @@ SCALING = Table(
         Column("memory_gb", "Memory per GPU", "GB", ".1f"),
         Column("batch", "Batch per GPU", "", ",d"),
         Column("seq", "Sequence", "", ",d"),
-        *times(),
+        *time_columns(),
         Column("alone_ms", "Step without reduction", "ms", ".1f"),
     ),
     keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
@@ -85,8 +85,8 @@ SCALING = Table(
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
-        Beside("scaling_7b", ("model", "gpus"), "tokens_per_s"),
-        Beside("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
+        PublishedValues("scaling_7b", ("model", "gpus"), "tokens_per_s"),
+        PublishedValues("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
     ),
 )
 COLLECTIVES = Table(
@@ -95,7 +95,7 @@ COLLECTIVES = Table(
     (
         Column("name", "Collective"),
         Column("mib", "Size", "MiB", ",.4g"),
-        *times("Calls", "Time", ".3f"),
+        *time_columns("Calls", "Time", ".3f"),
         Column("algorithm_gb_per_s", "Algorithm bandwidth", "GB/s", ".4g"),
         Column("bus_gb_per_s", "Bus bandwidth", "GB/s", ".4g"),
     ),

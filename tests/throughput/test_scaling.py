@@ -268,7 +268,7 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
     rows_of(result, {gpus: found_in(100.0) for gpus in (1, 2, 4, 8)})
     powers_of_two = {}
     for table in (scaling.SCALING, scaling.COLLECTIVES):
-        drawing = report.drawn(table.plots[0], table, report.rows_of(table, result.data), {})
+        drawing = report.drawing_of(table.plots[0], table, report.rows_of(table, result.data), {})
         powers_of_two[table.name] = "2^{" in page.svg(drawing)
     assert powers_of_two == {"scaling": False, "collectives": True}
 
