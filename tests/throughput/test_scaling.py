@@ -19,7 +19,7 @@ from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, page, report, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
-from throughput.ranks import Unsent
+from throughput.ranks import LocalReduceScatter
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
 
@@ -123,7 +123,7 @@ def test_the_second_step_leaves_out_the_reduction(tmp_path):
 def own_rows(processes, folder):
     gradient = torch.arange(10.0).view(5, 2) * (1 + processes.rank)
     shard = Shard(torch.nn.Parameter(gradient), gradient, gradient, torch.zeros(3, 2))
-    unsent = Unsent(processes.shard_group, None, torch.float32, accumulate_reference)
+    unsent = LocalReduceScatter(processes.shard_group, None, torch.float32, accumulate_reference)
     unsent.start([shard], [gradient])
     unsent.start([shard], [gradient])
     return shard.gradient
