@@ -126,9 +126,12 @@ def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
 
 def count(text: str) -> int:
     """Parse an argument that is a whole number of at least 1."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return number
 
 

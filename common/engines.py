@@ -301,7 +301,7 @@ def forget() -> None:
 
 
 @dataclass(frozen=True)
-class Described:
+class EnginesInUse:
     """The engines that a command will use, for display and for the records of a run."""
 
     names: dict[str, str]  # operation -> engine
@@ -330,10 +330,13 @@ class Described:
         return {VARIABLES[operation]: name for operation, name in self.names.items()}
 
 
-def described(
+def engines_in_use(
     gpu: str, environment: Mapping[str, str], dtype: str, operations: Iterable[str]
-) -> Described:
-    """Describe the choice of each of `operations`. Raises ConfigError as `choose` does."""
+) -> EnginesInUse:
+    """Return the engine that `choose` returns for each of `operations`.
+
+    Raises ConfigError as `choose` does.
+    """
     names: dict[str, str] = {}
     versions: dict[str, str] = {}
     faster: list[Faster] = []
@@ -342,4 +345,4 @@ def described(
         names[operation] = choice.engine.name
         versions[operation] = str(choice.engine)
         faster += choice.faster
-    return Described(names, versions, tuple(faster))
+    return EnginesInUse(names, versions, tuple(faster))

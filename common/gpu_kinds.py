@@ -38,6 +38,11 @@ class GpuKind:
     # Values of DESCRIPTION_KEYS, most of which no driver reports.
     description: tuple[str, ...] = ()
 
+    @property
+    def interconnect(self) -> str:
+        """Name of the links between the GPUs of a node. The description must not be empty."""
+        return self.description[DESCRIPTION_KEYS.index("interconnect")]
+
 
 # Peaks are compute units x clock x FLOP per clock and unit. FP8 from AMD's data sheets: MI300X =
 # MI325X 304 x 2.1 GHz x 4096, MI350X 256 x 2.2 GHz x 8192, MI355X 256 x 2.4 GHz x 8192. BF16 is

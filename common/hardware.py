@@ -14,7 +14,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
@@ -56,7 +55,7 @@ class Device:
     memory_bytes: int
     compute_units: int = 0  # 0: not reported by the driver (nvidia-smi)
     partition: str = ""  # "MIG", "CPX", "NPS4", ...; "" for a whole card
-    # where the sampler reads it: NVIDIA's UUID, or AMD's folder of the card in /sys
+    # Where the driver's readings are found: NVIDIA's UUID, or the card's folder in /sys for AMD.
     address: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -254,12 +253,11 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
         devices.append(
             Device(
-                name,
-                "sm_" + capability.replace(".", ""),
-                int(memory_mib) * 2**20,
-                0,
-                partition,
-                uuid,
+                name=name,
+                arch="sm_" + capability.replace(".", ""),
+                memory_bytes=int(memory_mib) * 2**20,
+                partition=partition,
+                address=uuid,
             )
         )
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
@@ -275,7 +273,8 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     nodes = sorted(
         (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)
     )
-    devices = [device for device in map(partial(_read_kfd_node, sysfs=sysfs), nodes) if device]
+    read = [_read_kfd_node(node, sysfs) for node in nodes]
+    devices = [device for device in read if device]
     if not devices:
         return Probe("none")
     kfd = dev / "kfd"

@@ -192,7 +192,8 @@ def table(rows: Sequence[Sequence[str]], alignment: str, indent: int = 0) -> lis
     for row in body:
         drawn.add_row(*row)
     out = console(sys.stdout, indent)
-    if Measurement.get(out, out.options.update(max_width=UNLIMITED), drawn).minimum <= out.width:
+    unlimited = out.options.update(max_width=UNLIMITED)
+    if Measurement.get(out, unlimited, drawn).minimum <= out.width:
         return render(drawn, out)
     blocks = Table.grid(padding=(0, 2, 0, 0))
     for row in body:
@@ -321,7 +322,8 @@ class Progress:
             self.rate = Rate(self.rate.total if total is None else total, self.rate.unit)
         self.rate.add(done)
         now = time.monotonic()
-        if not self.is_shown or now - self.drawn < (self.REDRAW_S if self.live else self.LINE_S):
+        period_s = self.REDRAW_S if self.live else self.LINE_S
+        if not self.is_shown or now - self.drawn < period_s:
             return
         self.drawn = now
         if not self.live:
@@ -333,10 +335,10 @@ class Progress:
 # --- readers that exit ----------------------------------------------------------------------------
 
 
-class Copy:
-    """A text stream that is redirected to /dev/null as soon as it can no longer be written.
+class DroppingStream:
+    """A text stream whose output is dropped as soon as it can no longer be written.
 
-    Processes started after that inherit the redirection.
+    The stream is then redirected to /dev/null. Processes started after that inherit this.
     """
 
     def __init__(self, stream: Any):
@@ -351,9 +353,10 @@ class Copy:
     def flush(self) -> None:
         self._or_drop(self._stream.flush)
 
-    def _or_drop(self, do: Callable, *text: str) -> Any:
+    def _or_drop(self, method: Callable, *text: str) -> Any:
+        """Call a method of the stream. If it fails, redirect the stream to /dev/null."""
         try:
-            return do(*text)
+            return method(*text)
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -362,7 +365,7 @@ class Copy:
 
 def outlive_readers() -> None:
     """Ignore failed writes to stdout and stderr from now on."""
-    if not isinstance(sys.stdout, Copy):
-        sys.stdout = Copy(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if closed
-    if not isinstance(sys.stderr, Copy):
-        sys.stderr = Copy(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
+    if not isinstance(sys.stdout, DroppingStream):
+        sys.stdout = DroppingStream(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if closed
+    if not isinstance(sys.stderr, DroppingStream):
+        sys.stderr = DroppingStream(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115

@@ -103,7 +103,7 @@ def closing(
 
 
 def series_closing(
-    benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool
+    benchmark: str, path: Path, record: ledger.SeriesRecord, not_for_submission: bool
 ) -> list[str]:
     """Return the lines after a series: attempts, failures and reasons, ledger, next command."""
     good = record.good

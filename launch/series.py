@@ -158,7 +158,7 @@ def facts_of(
 class SeriesRunner:
     """A series that is running, and its ledger."""
 
-    def __init__(self, folder: Path, record: ledger.Record, selection: Selection):
+    def __init__(self, folder: Path, record: ledger.SeriesRecord, selection: Selection):
         self.folder = folder
         self.record = record
         self.selection = selection
@@ -309,7 +309,7 @@ def _open(
     A series of one run is never resumed. Raise ConfigError if there is no series to resume.
     """
     if not request.resume:
-        record = ledger.Record(
+        record = ledger.SeriesRecord(
             f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
             request.goal,
             facts,
@@ -378,7 +378,7 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _lacks_runs(record: ledger.Record, request: SeriesRequest) -> bool:
+def _lacks_runs(record: ledger.SeriesRecord, request: SeriesRequest) -> bool:
     """Return whether the series needs more runs.
 
     A larger NEXP reopens a closed series. The rules allow more than ten runs: of all windows of ten

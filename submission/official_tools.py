@@ -110,7 +110,8 @@ def checker_version() -> str:
 
     Raises PreflightError if it is missing, or too old to require the disclosure keys of 6.1.0.
     """
-    if not (version := version_of("mlperf-logging")):
+    version = version_of("mlperf-logging")
+    if not version:
         why = f"{sys.executable} has no mlperf-logging"
         raise PreflightError("the official compliance checker is not installed", why, INSTALL)
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
@@ -182,8 +183,10 @@ class RepeatedLines:
             for text in file:
                 # The parser's regular expression takes ten times as long as its JSON. It returns a
                 # line with one token, at its start, unchanged.
-                alone = text.startswith(token) and text.rfind(token) == 0
-                for line in [text] if alone else self.parser.strip_and_dedup([text]):
+                lines = [text]
+                if not text.startswith(token) or text.rfind(token) > 0:
+                    lines = self.parser.strip_and_dedup(lines)
+                for line in lines:
                     stripped = line.strip()
                     try:
                         yield self.parser.string_to_logline(number, stripped)

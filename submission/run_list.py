@@ -82,7 +82,7 @@ def rows_of(log_dir: Path) -> list[RunRow]:
     return sorted(rows, key=lambda row: (row.started, row.run))
 
 
-def _row(folder: Path, record: ledger.Record, attempt: int, alive: bool) -> RunRow:
+def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -> RunRow:
     start = record.starts[attempt]
     end = record.ends.get(attempt)
     run_dir = folder / start["run"]

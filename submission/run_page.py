@@ -243,8 +243,10 @@ def training_charts(run: Run) -> list[Block]:
     ]
 
 
-def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
-    """Return three sections: the facts that differ among the runs, equal facts, and their notes.
+def compared_facts(
+    runs: list[Labeled], ask_all: bool = True
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the facts that differ among the runs, and the facts that are equal, as (name, text).
 
     `ask_all`: whether a missing fact counts as a difference. If not, a run without the fact is left
     out of the comparison, because it may have ended before the fact was logged.
@@ -268,6 +270,15 @@ def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
             names = ", ".join(labels).replace(", attempt ", ", ")
             lines.append(f"{names}: {value}")
         differing.append((key, "\n".join(lines)))
+    return differing, same
+
+
+def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
+    """Return three sections: the facts that differ among the runs, equal facts, and notes.
+
+    `ask_all`: as in `compared_facts`.
+    """
+    differing, same = compared_facts(runs, ask_all)
     config = {"text": runs[0][1].config if len(runs) == 1 else "", "title": "Config, as resolved"}
     notes = []
     for label, run in runs:

@@ -226,7 +226,7 @@ def pace(ten: TenRuns) -> Pace | None:
 def result(series: Series, ten: TenRuns) -> Published:
     """Return the result of `series` in the form of a published result. `ten`: its scored runs."""
     run = series.first
-    mine = pace(ten)
+    measured = pace(ten)
     return Published(
         round="",
         benchmark=run.benchmark,
@@ -238,10 +238,10 @@ def result(series: Series, ten: TenRuns) -> Published:
         runs=len(ten.runs),
         score=ten.score,
         minutes=ten.minutes,
-        samples=mine.samples if mine else None,
-        samples_per_s=mine.samples_per_s if mine else None,
-        evaluations=mine.evaluations if mine else None,
-        evaluation_s=mine.evaluation_s if mine else None,
+        samples=measured.samples if measured else None,
+        samples_per_s=measured.samples_per_s if measured else None,
+        evaluations=measured.evaluations if measured else None,
+        evaluation_s=measured.evaluation_s if measured else None,
     )
 
 
@@ -327,7 +327,8 @@ def check_same(series: Series) -> None:
                 "a series has one submitter, one benchmark, one global batch and one system",
                 "name the logs of one series",
             )
-    seen: dict[str, Run] = {}
+    run_of_identity: dict[str, Run] = {}
+    run_of_seed: dict[int, Run] = {}
     for run in series.runs:
         if run.benchmark and run.batch is None:
             raise ConfigError(
@@ -335,7 +336,7 @@ def check_same(series: Series) -> None:
                 "the RCP test needs it",
                 "name complete logs",
             )
-        other = seen.setdefault(_identity(run), run)
+        other = run_of_identity.setdefault(_identity(run), run)
         if other is not run:
             raise ConfigError(
                 f"{run.path} is the same run as {other.path}",
@@ -345,7 +346,7 @@ def check_same(series: Series) -> None:
         seed = run.log.value("seed")
         if type(seed) is not int:
             continue
-        other = seen.setdefault(f"seed {seed}", run)
+        other = run_of_seed.setdefault(seed, run)
         if other is not run:
             series.notes.append(
                 f"{other.name} and {run.name} have the same seed {seed}:"

@@ -38,8 +38,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
     """
     ten = ten_runs(series)
     runs = [(f"attempt {run.number}", run) for run in series.runs]
-    provenance = run_page.provenance(runs, ask_all=False)
-    differing = provenance[0][1][0]["table"]
+    differing, _ = run_page.compared_facts(runs, ask_all=False)
     top = [_banner(series, ten)]
     if series.first.is_miniature:
         top.insert(0, run_page.MINIATURE_NOTICE)
@@ -54,7 +53,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
         ("Score", [{"text": "\n".join(score_lines(ten))}]),
         ("Loss of all runs", [_losses(labeled)]),
         ("Attempts", _attempts(series, ten, folder)),
-        *provenance,
+        *run_page.provenance(runs, ask_all=False),
         run_page.files(folder),
     ]
     title = f"{run_page.heading(series.runs[0])} · {plural(len(series.runs), 'attempt')}"

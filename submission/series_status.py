@@ -114,7 +114,7 @@ def ledgers(folder: Path) -> list[Path]:
     return paths
 
 
-def choose(path: Path, wanted: str) -> ledger.Record:
+def choose(path: Path, wanted: str) -> ledger.SeriesRecord:
     """Return the series that `wanted` selects from the ledger at `path` (see `ledger.choose`).
 
     Raises ConfigError if the ledger has no series, or none that matches.
@@ -127,7 +127,7 @@ def choose(path: Path, wanted: str) -> ledger.Record:
     return record
 
 
-def read_status(folder: Path, record: ledger.Record, now: datetime) -> Status:
+def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Status:
     """Return the state of the series `record` at the time `now`.
 
     `folder`: LOGDIR/<benchmark>, the directory of the ledger.
@@ -186,7 +186,9 @@ def progress(run_dir: Path) -> tuple[int | None, float | None]:
     return None, None
 
 
-def _seconds_left(record: ledger.Record, attempts: list[Attempt], now: datetime) -> float | None:
+def _seconds_left(
+    record: ledger.SeriesRecord, attempts: list[Attempt], now: datetime
+) -> float | None:
     """Estimate the seconds to the last good run: the median time between starts, for each one left.
 
     Return None before the second attempt.

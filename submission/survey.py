@@ -60,6 +60,11 @@ class ResultSet:
         return self.folder.parent.name, self.folder.name
 
     @property
+    def submitter(self) -> Path:
+        """The submitter's folder."""
+        return self.folder.parents[2]
+
+    @property
     def verdict(self) -> str:
         """CLEAN, ACCEPTED or NOT_CLEAN, as for one log.
 
@@ -72,12 +77,12 @@ class ResultSet:
                 failed += 1
             else:
                 findings += examined.findings
-        if failed > 1 or errors(self.of_the_set):
+        if failed > 1 or errors(self.set_findings):
             return check.NOT_CLEAN
         return check.verdict_of(findings)
 
     @property
-    def of_the_set(self) -> list[Finding]:
+    def set_findings(self) -> list[Finding]:
         """Findings about the logs as a set."""
         return result_set.findings(self.examined)
 
@@ -104,7 +109,7 @@ class ResultSet:
             official = examined.verdict.complaints
             ours = [finding for finding in examined.findings if finding not in official]
             counts.update({_label(finding) for finding in ours})
-        counts.update(f"set: {_label(finding)}" for finding in self.of_the_set)
+        counts.update(f"set: {_label(finding)}" for finding in self.set_findings)
         return counts
 
 
@@ -178,7 +183,7 @@ def survey(results: Path, ruleset: str | None) -> int:
     official_tools.checker_version()
     sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
     with Progress("reading results", len(sets), "sets") as progress:
-        for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
+        for submitter, group in itertools.groupby(sets, lambda each: each.submitter):
             members = list(group)
             _judge_all(submitter, members, ruleset)
             progress.advance(len(members))
@@ -187,7 +192,7 @@ def survey(results: Path, ruleset: str | None) -> int:
 
 
 def _judge_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
-    """Fill in the verdicts and scores of `sets`, which are all sets of one submitter."""
+    """Set the verdicts and scores of `sets`, which are all sets of one submitter."""
     rulesets: Counter[str] = Counter()
     for each in sets:
         for path in sorted(each.folder.glob("result_*.txt")):
@@ -210,7 +215,8 @@ def _judge_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> N
                 copy / each.folder.relative_to(submitter),
                 ignore=shutil.ignore_patterns("scaling.json"),
             )
-            description = submitter / "systems" / f"{each.name[0]}.json"
+            system, _ = each.name
+            description = submitter / "systems" / f"{system}.json"
             if description.is_file():  # without it, the package checker reports an error
                 shutil.copy(description, copy / "systems")
         verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
@@ -247,7 +253,7 @@ def table(sets: list[ResultSet]) -> list[str]:
         mark = "" if each.scores_agree else " !"
         rows.append(
             (
-                f"{each.folder.parents[2].name}/{system}",
+                f"{each.submitter.name}/{system}",
                 benchmark,
                 each.official,
                 each.verdict,

@@ -9,6 +9,8 @@ from common import terminal
 from common.command_line import Parser, meant
 from common.errors import ConfigError, StorageError, write_whole
 
+MAX_LISTED = 8  # names that an error lists
+
 
 def add_series_option(parser: Parser) -> None:
     """Add --series ID, which selects a series from the ledger."""
@@ -49,7 +51,7 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
         if name not in known:
             raise ConfigError(
                 f"{flag} {text}: unknown name {name!r}",
-                f"known names: {_some(known)}",
+                f"known names: {_first_names(known)}",
                 meant(name, known, "use one of the known names"),
             )
         if name in values:
@@ -62,11 +64,12 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
     return values
 
 
-def _some(names: Collection[str], most: int = 8) -> str:
-    """Return the first `most` of `names`, separated by commas, and the number of the others."""
-    shown = list(names)[:most]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown) + more
+def _first_names(names: Collection[str]) -> str:
+    """Return the first MAX_LISTED of `names`, separated by commas, and the number of the others."""
+    text = ", ".join(list(names)[:MAX_LISTED])
+    if len(names) > MAX_LISTED:
+        text += f" and {len(names) - MAX_LISTED} more"
+    return text
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

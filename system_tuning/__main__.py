@@ -99,6 +99,7 @@ def _change(command: str, settings: Sequence[Setting], root: Path, journal: Path
 
 
 def _ignore_signals() -> None:
+    """Ignore SIGINT, SIGTERM and SIGHUP."""
     # A signal may reach the whole process group. It is meant for the program that started this one,
     # which ends `hold` by closing the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -80,6 +80,7 @@ def _is_deep(name: str, latency_us: str) -> bool:
 
 
 def _idle_states(root: Path) -> list[File]:
+    """Return the file `disable` of every deep idle state of every CPU."""
     files = []
     # state0 (polling, on Arm WFI) must stay enabled.
     for state in sorted((root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")):

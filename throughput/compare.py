@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     report.write(
         folder,
         f"{kinds[0]}: {len(results)} results",
-        report.compared(list(zip(labels, results, strict=True))),
+        report.comparison_sections(list(zip(labels, results, strict=True))),
     )
     return 0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
 from throughput import options as shared_options
@@ -22,18 +23,27 @@ from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory
 from throughput.result import Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
 PIXELS_PER_TOKEN = 16  # per side: 8 per latent of the autoencoder, and 2 latents per token
 TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length and attends to the padding
 # The model that is measured on a CPU. Its times say nothing about the machine.
-TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))
+TINY = FluxShape(
+    double_blocks=2,
+    single_blocks=3,
+    hidden_size=64,
+    num_heads=2,
+    in_channels=16,
+    context_size=32,
+    pooled_size=24,
+    rope_axes=(8, 12, 12),
+)
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
-PART = (12, 24)  # number of double and single blocks if the full model does not fit
+SMALLER_BLOCKS = (12, 24)  # number of double and single blocks if the full model does not fit
 LIMIT_S = 1800.0  # time limit for one number of GPUs; collectives have a shorter timeout
 SHARDED_BYTES = 12  # per parameter: fp32 master weight and gradient, two bf16 moments
 
@@ -53,7 +63,7 @@ TABLES = (
             Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
             Column("images_per_s_p10", "images/s, p10", "", ".3g"),
             Column("images_per_s_p90", "images/s, p90", "", ".3g"),
-            *times(),
+            *time_columns(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
             Column("state_gib", "Weights and optimizer state", "GiB", ".1f"),
@@ -78,7 +88,9 @@ TABLES = (
             "with published numbers.",
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
-        published=(Beside("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),),
+        published=(
+            PublishedValues("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),
+        ),
     ),
     Table(
         "flux_batches",
@@ -116,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resolution",
-        type=shared_options.whole,
+        type=count,
         metavar="N",
         help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
     )
@@ -143,10 +155,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     request = request_from(options)
     for gpus in options.gpus:
         if not add_rows(request, gpus, result) and not options.layers:
-            part = replace(request.shape, double_blocks=PART[0], single_blocks=PART[1])
-            recompute = min(request.recompute_blocks, part.blocks)
-            smaller = replace(request, shape=part, recompute_blocks=recompute)
-            add_rows(smaller, gpus, result)
+            double_blocks, single_blocks = SMALLER_BLOCKS
+            shape = replace(request.shape, double_blocks=double_blocks, single_blocks=single_blocks)
+            recompute = min(request.recompute_blocks, shape.blocks)
+            add_rows(replace(request, shape=shape, recompute_blocks=recompute), gpus, result)
 
 
 def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
@@ -167,6 +179,8 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     if not request.batch:
         add_batches(row, measured.get("tried", ()), result)
     batch = measured.get("batch") or request.batch or 1
+    # A batch that fits two steps may still run out of memory in the timed ones. With --batch max,
+    # the next smaller batch is then timed.
     while "times_ms" not in measured:
         error = "out of memory"
         if measured.get("batch"):
@@ -235,7 +249,15 @@ def request_from(options: argparse.Namespace) -> FluxRequest:
     text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
     batch = 0 if options.batch == shared_options.MAX else options.batch or BATCH[device]
     return FluxRequest(
-        device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps
+        device=device,
+        shape=shape,
+        rows=side,
+        columns=side,
+        text_tokens=text_tokens,
+        batch=batch,
+        recompute_blocks=recompute,
+        warmup=options.warmup,
+        steps=options.steps,
     )
 
 

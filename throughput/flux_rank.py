@@ -28,7 +28,7 @@ from common.training.build import default_dtype
 from launch.plan.estimate import largest
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
 from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
-from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
+from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main, max_over_ranks
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # timeout of a collective
@@ -216,7 +216,7 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
     def build_all() -> None:
         model, optimizer = build(request, processes)
         if processes.world_size > 1:
-            optimizer.reduce_scatter = Unsent(
+            optimizer.reduce_scatter = LocalReduceScatter(
                 processes.shard_group,
                 None,
                 DTYPE,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
 # (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size
@@ -36,11 +36,11 @@ SHAPES = {
 }
 CPU_DIVISOR = 32  # on a CPU, each size is divided by this
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# FP8 scaling -> dimension that shares one scale; None: the whole tensor.
+# FP8 scaling -> dimension along which elements share a scale; None: one scale for the tensor.
 SCALINGS = {"tensorwise": None, "rowwise": 1}
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # size of copies within a memory
 HOST_BYTES = 2**28  # size of copies between host and device
-TIMES = times("Samples", "Median", ".3f")
+TIMES = time_columns("Samples", "Median", ".3f")
 METHOD = (
     f"Each call is timed separately: {WARMUP_MS:.0f} ms of untimed calls, then {REPEAT_MS:.0f} ms "
     "of timed ones. On a GPU, events time the calls and the L2 cache is overwritten before each "
@@ -64,7 +64,7 @@ TABLES = (
         keys=("precision", "call", "library"),
         value="average",
         formulas=("Average: mean of the TFLOP/s of all shapes, without weights.",),
-        published=(Beside("gemm_gpus", (), "tflops"),),
+        published=(PublishedValues("gemm_gpus", (), "tflops"),),
         sort="average",
     ),
     Table(
@@ -105,9 +105,9 @@ TABLES = (
             ),
         ),
         published=(
-            Beside("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
-            Beside("gemm_square", (), "tflops"),
-            Beside("gemm_libraries", (), "tflops"),
+            PublishedValues("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
+            PublishedValues("gemm_square", (), "tflops"),
+            PublishedValues("gemm_libraries", (), "tflops"),
         ),
         sort="tflops",
     ),
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     torch.manual_seed(0)
     device = options.device
     chosen = shapes(options.shape, options.device)
-    copies(device, result)
+    measure_copies(device, result)
     for shape, description in chosen.items():
         for precision, call, library in variants(device, options.precision):
             row = {
@@ -281,37 +281,49 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
     return (x / scale).to(dtype), scale
 
 
-def copies(device: str, result: Result) -> None:
+def measure_copies(device: str, result: Result) -> None:
     """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
+
+    def add(name: str, size: int, work: Callable[[], Measured]) -> None:
+        result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, work)
+
     size = COPY_BYTES[device]
+    if device == "cpu":
+        add("within host memory", size, partial(copy_within, device, size))
+        return
+    add("within device memory", size, partial(copy_within, device, size))
+    add("host to device", HOST_BYTES, copy_to_device)
+    add("device to host", HOST_BYTES, copy_to_host)
 
-    def within() -> Measured:
-        source = torch.randint(256, (size,), device=device, dtype=torch.uint8)
-        return timed(source, device, 2)
 
-    def between(to_device: bool) -> Measured:
-        host = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True)
-        return timed(host, device, 1) if to_device else timed(host.to(device), "cpu", 1)
+def copy_within(device: str, size: int) -> Measured:
+    """Time a copy of `size` bytes within the memory of `device`. Each byte counts twice."""
+    source = torch.randint(256, (size,), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return timed_copy(source, target, device, 2 * size)
 
-    # `counted`: how many times a byte counts.
-    def timed(source: Tensor, target_device: str, counted: int) -> Measured:
-        target = torch.empty(
-            source.shape,
-            dtype=source.dtype,
-            device=target_device,
-            pin_memory=device != target_device,
-        )
-        times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
-        return {"gbps": counted * source.nbytes / spread(times)["ms"] / 1e6}, times
 
-    name = "within device memory" if device == "cuda" else "within host memory"
-    result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, within)
-    if device == "cuda":
-        for name, to_device in (("host to device", True), ("device to host", False)):
-            result.attempt(
-                {"table": "copy", "copy": name, "mebibytes": HOST_BYTES >> 20},
-                partial(between, to_device),
-            )
+def copy_to_device() -> Measured:
+    """Time a copy of HOST_BYTES from pinned host memory to the GPU."""
+    source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(HOST_BYTES, device="cuda", dtype=torch.uint8)
+    return timed_copy(source, target, "cuda", HOST_BYTES)
+
+
+def copy_to_host() -> Measured:
+    """Time a copy of HOST_BYTES from the GPU to pinned host memory."""
+    source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True).to("cuda")
+    target = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    return timed_copy(source, target, "cuda", HOST_BYTES)
+
+
+def timed_copy(source: Tensor, target: Tensor, device: str, moved: int) -> Measured:
+    """Time copies on `device`. Return the values of the row, and the times in ms.
+
+    `moved`: number of bytes that a copy counts as.
+    """
+    times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
+    return {"gbps": moved / spread(times)["ms"] / 1e6}, times
 
 
 def summarize(result: Result) -> None:

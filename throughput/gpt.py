@@ -34,7 +34,7 @@ from throughput.memory import (
     require_host_memory,
 )
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
 # Largest batch of a sweep on a CPU, where a sweep must not fill the memory of the host.
@@ -52,7 +52,7 @@ COLUMNS = (
     Column("tflops_attention", "TFLOP/s, 6 N + 6 L S H", "", ".4g"),
     Column("percent", "MFU", "%", ".1f"),
     Column("memory_gb", "Memory", "GB", ".1f"),
-    *times(),
+    *time_columns(),
 )
 FORMULAS = (
     "Step: forward, mean cross-entropy, backward, fused AdamW, on random tokens. Weights, "
@@ -77,9 +77,9 @@ TABLES = (
         FORMULAS,
         plots=(Plot("bars", "TFLOP/s by model", "model", "tflops", "precision"),),
         published=(
-            Beside("gpt", ("model", "seq"), "parameters", compared=False),
-            Beside("gpt", KEYS, "tokens_per_s"),
-            Beside("gpt", KEYS, "tflops"),
+            PublishedValues("gpt", ("model", "seq"), "parameters", compared=False),
+            PublishedValues("gpt", KEYS, "tokens_per_s"),
+            PublishedValues("gpt", KEYS, "tflops"),
         ),
     ),
     Table(
@@ -90,7 +90,7 @@ TABLES = (
         "tokens_per_s",
         FORMULAS,
         plots=(Plot("lines", "Tokens/s by batch", "batch", "tokens_per_s", "model"),),
-        published=(Beside("gpt", KEYS, "tokens_per_s"),),
+        published=(PublishedValues("gpt", KEYS, "tokens_per_s"),),
     ),
 )
 

@@ -32,7 +32,7 @@ SEQUENCE = 8192  # tokens per sequence
 GIB = 1 << 30
 GPU = torch.device("cuda")
 SECONDS = 0.02  # time to measure for each kernel
-# Name, launch, and the bytes that it must move: each value is read or written once.
+# Name, launch, and the bytes that the kernel must move if each value is read or written once.
 Case = tuple[str, Callable[[], object], int]
 
 
@@ -40,7 +40,7 @@ def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*size, device="cuda", dtype=dtype)
 
 
-class Fp8:
+class Fp8Quantizers:
     """Quantizers with delayed scaling, for the kernels with a result in FP8.
 
     `transposed`: write both layouts where products need them.
@@ -57,12 +57,13 @@ class Fp8:
     @property
     def element_bytes(self) -> int:
         """Bytes of one element of a quantized tensor, in all its layouts."""
-        return FP8 * (2 if self.forward.transposed else 1)
+        layouts = 2 if self.forward.transposed else 1
+        return layouts * FP8
 
     def warmed(self, launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
-        """Return the launch, after a first step that determines its scales.
+        """Launch the kernel once, which determines its scales, and return the launch.
 
-        The single pass of later steps is therefore timed.
+        Later launches take the single pass of a later step.
         """
         launch(*arguments)
         self.scaling.step_done()
@@ -74,13 +75,13 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
 
     `transposed`: write both layouts where products need them.
     """
-    fp8 = Fp8(transposed)
+    fp8 = Fp8Quantizers(transposed)
     yield from norms(shape, tokens, fp8)
     yield from ropes(shape, tokens, fp8)
     yield from swiglus(shape, tokens, fp8)
 
 
-def norms(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+def norms(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
     """Yield the quantization of an activation, and the RMS norms."""
     hidden = shape.hidden_size
     n = tokens * hidden
@@ -106,7 +107,7 @@ def norms(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
     yield "norm backward, bf16", launch, n * 4 * BF16
 
 
-def ropes(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+def ropes(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
     """Yield RoPE and its backward."""
     heads = shape.num_heads
     kv_heads = shape.num_kv_heads
@@ -124,7 +125,7 @@ def ropes(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
     yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
 
-def swiglus(shape: ModelShape, tokens: int, fp8: Fp8) -> Iterator[Case]:
+def swiglus(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
     """Yield SwiGLU and its backward, with the input kept in bf16 or in FP8 for the backward."""
     ffn = shape.ffn_hidden_size
     n = tokens * ffn
@@ -222,8 +223,16 @@ def update(shape: ModelShape) -> Iterator[Case]:
     yield "accumulate, two ranks' mean", mean_of_two, part.numel() * (2 * FP32 + 2 * BF16)
 
 
+def title_of(shape: ModelShape, layouts: str = "") -> str:
+    """Return the beginning of a line: the hidden size, D, and the layouts of FP8 tensors."""
+    return f"D {shape.hidden_size} {layouts:16}"
+
+
 def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
-    """Print a line for each case whose name contains `only`. `copy`: bytes/s of a copy."""
+    """Print a line for each case whose name contains `only`.
+
+    `title`: beginning of the line. `copy`: bytes/s of a copy.
+    """
     for name, launch, moved in cases:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
@@ -242,13 +251,13 @@ def main() -> None:
     copy = 2 * GIB / median_s(partial(torch.empty_like(source).copy_, source), GPU, SECONDS)
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s")
     for shape, tokens, transposed in ((LLAMA31_8B, 16384, True), (LLAMA2_70B, 8192, False)):
-        title = f"D {shape.hidden_size} {'both layouts' if transposed else 'rowwise':16}"
+        title = title_of(shape, "both layouts" if transposed else "rowwise")
         report(quantizing(shape, tokens, transposed), title, copy, only)
         report(loss(shape), title, copy, only)
     qwen = shape_of("qwen3-8b")
-    report(head_norms(qwen, 16384), f"D {qwen.hidden_size} {'':16}", copy, only)
+    report(head_norms(qwen, 16384), title_of(qwen), copy, only)
     # Only for the 8B, because the matrices of the 70B are frozen.
-    report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)
+    report(update(LLAMA31_8B), title_of(LLAMA31_8B), copy, only)
 
 
 if __name__ == "__main__":

@@ -108,20 +108,20 @@ def copy_gb_per_s(source: int, target: int) -> float:
     """Return the GB/s of copies in one direction, while the other GPUs are idle."""
     import torch
 
-    there = torch.randint(256, (COPY_BYTES,), device=f"cuda:{source}", dtype=torch.uint8)
-    here = torch.empty_like(there, device=f"cuda:{target}")
+    sent = torch.randint(256, (COPY_BYTES,), device=f"cuda:{source}", dtype=torch.uint8)
+    received = torch.empty_like(sent, device=f"cuda:{target}")
 
     def seconds(repeats: int) -> float:
         for gpu in (source, target):
             torch.cuda.synchronize(gpu)
         began = time.perf_counter()
         for _ in range(repeats):
-            here.copy_(there, non_blocking=True)
+            received.copy_(sent, non_blocking=True)
         for gpu in (source, target):
             torch.cuda.synchronize(gpu)
         return time.perf_counter() - began
 
-    seconds(2)
+    seconds(2)  # warm-up
     return REPEATS * COPY_BYTES / seconds(REPEATS) / 1e9
 
 
@@ -164,7 +164,8 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
 def _draw_circle(
     axes: Axes, gpus: list[int], links: dict[tuple[int, ...], str], colors: Sequence[str]
 ) -> None:
-    color = dict(zip(dict.fromkeys(links.values()), cycle(colors), strict=False))
+    kinds = dict.fromkeys(links.values())
+    color = dict(zip(kinds, cycle(colors), strict=False))
     place: dict[int, tuple[float, float]] = {}
     for number, gpu in enumerate(gpus):
         angle = 2 * math.pi * number / len(gpus)

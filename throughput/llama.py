@@ -14,7 +14,7 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, divisions, measured_in
-from common.command_line import complete, minutes
+from common.command_line import complete, count, minutes
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
@@ -36,7 +36,7 @@ from throughput import options as shared_options
 from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
@@ -59,7 +59,7 @@ TABLES = (
             Column("settings", "Settings"),
             Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
             Column("tokens_per_s", "Tokens/s in all", "", ",.0f"),
-            *times(),
+            *time_columns(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
             Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
@@ -98,8 +98,10 @@ TABLES = (
             ),
         ),
         published=(
-            Beside("llama_fsdp", ("model", "precision", "seq"), "tflops"),
-            Beside("qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"),
+            PublishedValues("llama_fsdp", ("model", "precision", "seq"), "tflops"),
+            PublishedValues(
+                "qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"
+            ),
         ),
     ),
 )
@@ -116,9 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
     )
-    parser.add_argument(
-        "--layers", type=shared_options.whole, metavar="N", help="use only the first N layers"
-    )
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
     shared_options.add(
         parser,
         "precision",

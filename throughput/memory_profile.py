@@ -20,6 +20,7 @@ from torch import Tensor
 from common import benchmarks
 from common.errors import StorageError
 from common.html import page
+from common.html.page import Block, Section
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -31,7 +32,7 @@ PAGE = "memory.html"
 PROJECT = f"{ROOT}/"  # prefix of file names in this project's stack frames
 # Packages whose objects refer to the tensors that live as long as the run.
 PACKAGES = ("common", *benchmarks.names())
-# Kinds of allocations, which are keys in memory.json.
+# Kinds of allocations. They are keys in memory.json.
 BEFORE = "other, from before these steps"
 UNNAMED = "no frame of ours: autograd, workspaces"
 QUANTIZED = "quantized weights"
@@ -245,9 +246,8 @@ def document(history: History, counted: int, facts: dict) -> dict:
     for piece in history.peak:
         places.setdefault((piece.kind, piece.place), []).append(piece.size)
     largest = sorted(places.items(), key=lambda item: -sum(item[1]))[:LARGEST]
-    kinds = sorted(
-        ((kind, values[top]) for kind, values in history.kinds.items()), key=lambda item: -item[1]
-    )
+    kinds = [(kind, values[top]) for kind, values in history.kinds.items()]
+    kinds.sort(key=lambda item: -item[1])
     return facts | {
         "peak": history.allocated[top],
         "peak_by_torch": counted,
@@ -267,45 +267,49 @@ def write(folder: Path, history: History, profile: dict) -> str:
     Raises StorageError.
     """
     write_text(folder / SUMMARY, json.dumps(profile, indent=1) + "\n")
-    heading = _heading(profile)
-    kinds = _kinds(profile)
-    largest = _largest(profile)
-    curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
-    lines = []
-    for color, (name, values) in enumerate(curves.items()):
-        points = [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)]
-        lines.append(page.Curve(name, points, color))
-    chart = page.chart("GiB", "ms", lines, reduce=max)
-    sections = [
+    config = f"{profile['benchmark']} {profile['config']}"
+    title = f"memory · {config} · {profile['device']} · {date(profile)}"
+    write_text(folder / PAGE, page.render(title, _page_sections(history, profile)))
+    return _terminal_table(profile)
+
+
+def _page_sections(history: History, profile: dict) -> list[Section]:
+    _, peak = _heading(profile)
+    heads = ("allocated in", "held by", "GiB", "number")
+    return [
         ("Headline", [{"tiles": _tiles(profile)}]),
         ("Machine and software", [page.table((), _run_facts(profile))]),
         (
             "At the peak",
             [
-                {"notes": heading[1:]},
-                page.table(("held by", "GiB", "share"), kinds),
+                {"notes": [peak]},
+                page.table(("held by", "GiB", "share"), _kinds(profile)),
                 {"links": [SNAPSHOT, SUMMARY]},
             ],
         ),
-        ("Over the steps", [chart]),
-        (
-            "The largest at the peak",
-            [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))],
-        ),
+        ("Over the steps", [_chart(history)]),
+        ("The largest at the peak", [page.table(heads, _largest(profile), (0, 1))]),
     ]
-    what = f"{profile['benchmark']} {profile['config']}"
-    title = f"memory · {what} · {profile['device']} · {date(profile)}"
-    write_text(folder / PAGE, page.render(title, sections))
-    table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
-    return "\n".join(
-        [
-            *heading,
-            "",
-            *table,
-            "",
-            *(f"{size:>8} GiB {place} ({kind}, {n})" for place, kind, size, n in largest[:PRINTED]),
-        ]
-    )
+
+
+def _chart(history: History) -> Block:
+    """Return the chart of reserved and allocated memory, in total and by kind, over the time."""
+    values_of = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
+    curves = []
+    for color, (name, values) in enumerate(values_of.items()):
+        points = [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)]
+        curves.append(page.Curve(name, points, color))
+    return page.chart("GiB", "ms", curves, reduce=max)
+
+
+def _terminal_table(profile: dict) -> str:
+    lines = [*_heading(profile), ""]
+    for name, size, share in _kinds(profile):
+        lines.append(f"{name:<42}{size:>10}{share:>8}")
+    lines.append("")
+    for place, kind, size, count in _largest(profile)[:PRINTED]:
+        lines.append(f"{size:>8} GiB {place} ({kind}, {count})")
+    return "\n".join(lines)
 
 
 def _tiles(profile: dict) -> list[tuple[str, str]]:
@@ -329,19 +333,23 @@ def _run_facts(profile: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _heading(profile: dict) -> list[str]:
+def _heading(profile: dict) -> tuple[str, str]:
+    """Return two lines: what was profiled, and the peak."""
     what = f"MEMORY {profile['benchmark']} {profile['config']} {profile['precision']}"
     ranks = f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}"
-    peak, counted, planned = (profile[key] / GIB for key in ("peak", "peak_by_torch", "plan"))
-    return [
+    peak = profile["peak"] / GIB
+    counted = profile["peak_by_torch"] / GIB
+    planned = profile["plan"] / GIB
+    return (
         f"{what}, {ranks}, torch {profile['torch']}, {profile['steps']} steps",
         f"peak {peak:.2f} GiB of tensors "
         f"({counted:.2f} by torch's counter, which rounds up to blocks); "
         f"plan: {planned:.2f}, in {profile['moment']}",
-    ]
+    )
 
 
 def _kinds(profile: dict) -> list[tuple[str, str, str]]:
+    """Return the table's row for each kind of allocation at the peak: name, GiB and share."""
     rows = profile["kinds"] | {"fragmentation: reserved, not allocated": profile["fragmentation"]}
     return [
         (name, f"{size / GIB:.2f}", f"{size / profile['reserved']:.1%}")

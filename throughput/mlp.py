@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.command_line import count
 from throughput import options as shared_options
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}
@@ -30,7 +31,7 @@ TABLES = (
             Column("precision", "Weights, state"),
             Column("parameters", "Parameters", "", ",d"),
             Column("batch", "Batch", "", ",d"),
-            *times(format=".3f"),
+            *time_columns(format=".3f"),
             Column("samples_per_s", "Samples/s", "", ",.0f"),
             Column("tflops", "TFLOP/s", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
@@ -47,7 +48,7 @@ TABLES = (
             "not counted.",
         ),
         plots=(Plot("bars", "Samples per second", "model", "samples_per_s", "precision"),),
-        published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
+        published=(PublishedValues("mlp", ("model", "batch"), "samples_per_s"),),
     ),
 )
 
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared_options.add(
         parser,
         "warmup",
-        batch={"type": shared_options.whole, "default": 256, "metavar": "N"},
+        batch={"type": count, "default": 256, "metavar": "N"},
         steps=steps,
     )
 
@@ -106,11 +107,11 @@ def run(
         return loss
 
     times = step_ms(step, options.device, options.warmup, options.steps)
-    count = sum(parameter.numel() for parameter in parameters)
+    num_parameters = sum(parameter.numel() for parameter in parameters)
     rate = 1e3 * options.batch / spread(times)["ms"]
-    tflops = 6 * count * rate / 1e12
+    tflops = 6 * num_parameters * rate / 1e12
     values = {
-        "parameters": count,
+        "parameters": num_parameters,
         "samples_per_s": rate,
         "tflops": tflops,
         "percent": result.percent(tflops, precision),

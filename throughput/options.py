@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from common.command_line import meant
+from common.command_line import count, meant
 from common.errors import ConfigError
 from common.hardware import Probe
 from common.known_issues import installed
@@ -16,20 +16,14 @@ from launch.torch_build import require_fitting_torch
 MAX = "max"  # --batch max: the largest batch that fits
 
 
-def whole(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
-
-
-def whole_or_max(text: str) -> int | str:
-    return MAX if text == MAX else whole(text)
+def count_or_max(text: str) -> int | str:
+    """Parse an argument that is MAX or a whole number of at least 1."""
+    return MAX if text == MAX else count(text)
 
 
 def counts(text: str) -> list[int]:
-    """Parse whole numbers of at least 1, separated by commas."""
-    return [whole(part) for part in text.split(",")]
+    """Parse an argument of whole numbers of at least 1, separated by commas."""
+    return [count(part) for part in text.split(",")]
 
 
 COMMON: dict[str, dict[str, Any]] = {
@@ -38,9 +32,9 @@ COMMON: dict[str, dict[str, Any]] = {
         "default": "bf16",
         "help": "precision of the matrix products",
     },
-    "seq": {"type": whole, "metavar": "N", "help": "tokens per sequence"},
+    "seq": {"type": count, "metavar": "N", "help": "tokens per sequence"},
     "batch": {
-        "type": whole_or_max,
+        "type": count_or_max,
         "metavar": "N|max",
         "help": "batch per GPU, or max for the largest that fits",
     },
@@ -51,13 +45,13 @@ COMMON: dict[str, dict[str, Any]] = {
         "help": "numbers of GPUs to measure, such as 1,2,4 (default: 1)",
     },
     "warmup": {
-        "type": whole,
+        "type": count,
         "metavar": "N",
         "default": 5,
         "help": "number of untimed steps before the timed ones (default: %(default)s)",
     },
     "steps": {
-        "type": whole,
+        "type": count,
         "metavar": "N",
         "default": 20,
         "help": "number of timed steps (default: %(default)s)",

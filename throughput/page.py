@@ -161,7 +161,7 @@ def _links(axes: Axes, drawing: Drawing) -> None:
 def _roofline(axes: Axes, drawing: Drawing) -> None:
     """Draw the points and the roofs of the machine. Without a peak, the only roof is the bandwidth.
 
-    `drawing.roofs`:
+    Form of `drawing.roofs`:
 
         {"bandwidth": [name, bytes per second / 1e12], "peaks": [[name, TFLOP/s], ...]}
     """
@@ -177,24 +177,7 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
             markersize=4,
             label=by,
         )
-    xs = [x for x, _, _ in drawing.points]
-    left = min(xs) / 8
-    right = max(xs) * 2
-    name, bandwidth = drawing.roofs["bandwidth"]
-    peaks = [level for _, level in drawing.roofs["peaks"]]
-    top = max(peaks or [left * bandwidth, *(y for _, y, _ in drawing.points)])
-    ridge = min(right, top / bandwidth)
-    axes.plot(
-        [min(left, ridge / 4), ridge],
-        [bandwidth * min(left, ridge / 4), bandwidth * ridge],
-        color=INK,
-        linewidth=1,
-        label=name,
-    )
-    for style, (name, level) in zip(("--", ":", "-."), drawing.roofs["peaks"], strict=False):
-        axes.plot(
-            [level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name
-        )
+    _draw_roofs(axes, drawing)
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -204,3 +187,26 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
     axes.set_xlabel(drawing.labels[0])
     axes.set_ylabel(drawing.labels[1])
     axes.grid(which="major")
+
+
+def _draw_roofs(axes: Axes, drawing: Drawing) -> None:
+    """Draw a rising line for the bandwidth, and a horizontal line for each peak."""
+    xs = [x for x, _, _ in drawing.points]
+    ys = [y for _, y, _ in drawing.points]
+    left = min(xs) / 8
+    right = max(xs) * 2
+    name, bandwidth = drawing.roofs["bandwidth"]
+    peaks = drawing.roofs["peaks"]
+    if peaks:
+        top = max(level for _, level in peaks)
+    else:
+        top = max(left * bandwidth, *ys)
+    ridge = min(right, top / bandwidth)  # intensity at which the bandwidth's line ends
+    start = min(left, ridge / 4)
+    axes.plot(
+        [start, ridge], [bandwidth * start, bandwidth * ridge], color=INK, linewidth=1, label=name
+    )
+    for style, (name, level) in zip(("--", ":", "-."), peaks, strict=False):
+        axes.plot(
+            [level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name
+        )

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from throughput.tables import Beside, Column
+from throughput.tables import Column, PublishedValues
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,22 @@ def _table(fields: dict[str, Any]) -> PublishedTable:
     return PublishedTable(fields["title"], fields["source"], tuple(fields["notes"]), columns, rows)
 
 
-def beside(row: dict[str, Any], wanted: Beside, gpu: str) -> str:
-    """Return the published values of the rows of `gpu` that agree with `row`, or a dash."""
+def values_text(row: dict[str, Any], wanted: PublishedValues, gpu: str) -> str:
+    """Return the published values for `gpu` that belong to a measured `row` as text, or a dash.
+
+    Several values are separated by semicolons.
+    """
     table = tables()[wanted.table]
     column = table.column(wanted.value)
-    values = [column.text(other) for other in matching(row, wanted, gpu)]
+    values = [column.text(other) for other in matching_rows(row, wanted, gpu)]
     return "; ".join(values) or "-"
 
 
-def matching(row: dict[str, Any], wanted: Beside, gpu: str) -> list[dict[str, Any]]:
-    """Return the published rows of `gpu` that agree with `row` and have the wanted value."""
+def matching_rows(row: dict[str, Any], wanted: PublishedValues, gpu: str) -> list[dict[str, Any]]:
+    """Return the published rows of `gpu` that agree with a measured `row` in `wanted.match`.
+
+    Rows without a value of column `wanted.value` are left out.
+    """
     rows = []
     for other in tables()[wanted.table].rows:
         same = all(other[key] == row.get(key) for key in wanted.match)

@@ -90,7 +90,7 @@ def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
     return most.tolist()
 
 
-class Unsent(NcclReduceScatter):
+class LocalReduceScatter(NcclReduceScatter):
     """A reduce-scatter without communication, for measurements.
 
     Each rank uses its rows of its own gradient as if they were the mean over all ranks. Computation

@@ -80,22 +80,28 @@ def sections(data: dict[str, Any]) -> list[Section]:
 
     They are machine and software, each measured table, and the published tables of the same GPU.
     """
-    made = [facts([("", data)])]
-    for table in data["tables"]:
-        made += measured(table, data)
-    return made + others(data["tables"], {gpu_kind(data)})
+    return [
+        facts_section([("", data)]),
+        *measured_sections(data),
+        *published_sections(data["tables"], {gpu_kind(data)}),
+    ]
 
 
-def others(tables: Iterable[Table], gpus: set[str]) -> list[Section]:
-    """Return the published tables that `tables` name, each once, with the rows of `gpus`."""
-    names = dict.fromkeys(wanted.table for table in tables for wanted in table.published)
-    made = [of_published(name, gpus) for name in names]
-    return [section for section in made if section.rows]
+def published_sections(tables: Iterable[Table], gpus: set[str]) -> list[Section]:
+    """Return the published tables that `tables` name, each once, with the rows of `gpus`.
+
+    Tables without such rows are left out.
+    """
+    names: dict[str, None] = {}
+    for table in tables:
+        names |= dict.fromkeys(wanted.table for wanted in table.published)
+    sections = [published_section(name, gpus) for name in names]
+    return [section for section in sections if section.rows]
 
 
-def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
+def facts_section(results: list[tuple[str, dict[str, Any]]]) -> Section:
     """Return a section with a row for each fact and a column for each (label, result)."""
-    columns = [described(data) for _, data in results]
+    columns = [facts_of(data) for _, data in results]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple(
         (
@@ -108,7 +114,7 @@ def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
     return Section("Machine and software", "", heads, (False,) * len(heads), rows)
 
 
-def described(data: dict[str, Any]) -> dict[str, str]:
+def facts_of(data: dict[str, Any]) -> dict[str, str]:
     """Return date, command, machine and versions of a result, name -> text."""
     known: dict[str, Any] = {}
     if "started" in data:
@@ -129,45 +135,47 @@ def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def measured(table: Table, data: dict[str, Any]) -> list[Section]:
-    """Return the section of a table as a list, which is empty if the table has no rows.
+def measured_sections(data: dict[str, Any]) -> list[Section]:
+    """Return a section for each table of a result that has rows."""
+    sections = []
+    for table in data["tables"]:
+        rows = rows_of(table, data)
+        if rows:
+            sections.append(_measured_section(table, rows, data))
+    return sections
 
-    For a failed row, the error replaces the value.
-    """
-    rows = rows_of(table, data)
-    if not rows:
-        return []
+
+def _measured_section(table: Table, rows: list[dict[str, Any]], data: dict[str, Any]) -> Section:
+    """Return the section of a table with these rows. In a failed row, the error is the value."""
     parts: list[tuple[str, bool, list[str]]] = []  # head, whether the cells are numbers, cells
     for column in table.columns:
-        failed = [row.get("error", "") if column.key == table.value else "" for row in rows]
-        cells = [error or column.text(row) for error, row in zip(failed, rows, strict=True)]
-        parts += [
-            (column.head, bool(column.format), cells),
-            *beside(column, table, rows, gpu_kind(data)),
-        ]
+        cells = []
+        for row in rows:
+            error = row.get("error") if column.key == table.value else None
+            cells.append(error or column.text(row))
+        parts.append((column.head, bool(column.format), cells))
+        parts += published_columns(column, table, rows, gpu_kind(data))
     drawings = []
     for plot in table.plots:
-        drawing = drawn(plot, table, rows, data["notes"])
+        drawing = drawing_of(plot, table, rows, data["notes"])
         if drawing:
             drawings.append(drawing)
     heads, numbers, columns = zip(*parts, strict=True)
-    return [
-        Section(
-            table.title,
-            "measured here",
-            heads,
-            numbers,
-            tuple(zip(*columns, strict=True)),
-            table.formulas,
-            tuple(drawings),
-        )
-    ]
+    return Section(
+        table.title,
+        "measured here",
+        heads,
+        numbers,
+        tuple(zip(*columns, strict=True)),
+        table.formulas,
+        tuple(drawings),
+    )
 
 
-def beside(
+def published_columns(
     column: Column, table: Table, rows: list[dict[str, Any]], gpu: str
 ) -> list[tuple[str, bool, list[str]]]:
-    """Return the columns with values published for `gpu` that stand to the right of `column`.
+    """Return the columns to the right of `column`, with the values published for `gpu`.
 
     They stand beside the column with the same key or, if there is none, beside the column of the
     table's value.
@@ -178,14 +186,14 @@ def beside(
         beside_key = wanted.value if wanted.value in keys else table.value
         if not wanted.match or column.key != beside_key:
             continue
-        cells = [published.beside(row, wanted, gpu) for row in rows]
+        cells = [published.values_text(row, wanted, gpu) for row in rows]
         if set(cells) != {"-"}:
             head = published.tables()[wanted.table].column(wanted.value).head
             parts.append((f"{head}, published", False, cells))
     return parts
 
 
-def drawn(
+def drawing_of(
     plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
 ) -> Drawing | None:
     """Return the drawing of `plot`, or None if no row has all of its values."""
@@ -209,7 +217,7 @@ def _has(row: dict[str, Any], key: str) -> bool:
     return row.get(key) not in (None, "")
 
 
-def of_published(name: str, gpus: set[str]) -> Section:
+def published_section(name: str, gpus: set[str]) -> Section:
     """Return the section of the published table `name`, with the rows of `gpus`."""
     table = published.tables()[name]
     rows = []
@@ -230,13 +238,13 @@ def of_published(name: str, gpus: set[str]) -> Section:
 # --- several results ------------------------------------------------------------------------------
 
 
-def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
+def comparison_sections(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
     """Return the sections that compare results of the same measurement, given as (label, result).
 
     For each combination of a table's `keys`, they show the `value` in each result, and its ratio to
     that in the first result.
     """
-    made = [facts(results)]
+    sections = [facts_section(results)]
     labels = [label for label, _ in results]
     tables = {table.name: table for _, data in results for table in data["tables"]}
     for table in tables.values():
@@ -245,8 +253,9 @@ def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
         for rows in keyed:
             keys |= dict.fromkeys(rows)
         if keys:
-            made.append(_side_by_side(table, labels, keyed, list(keys)))
-    return made + others(tables.values(), {gpu_kind(data) for _, data in results})
+            sections.append(_side_by_side(table, labels, keyed, list(keys)))
+    gpus = {gpu_kind(data) for _, data in results}
+    return sections + published_sections(tables.values(), gpus)
 
 
 def _by_keys(table: Table, data: dict[str, Any]) -> dict[tuple, dict]:
@@ -271,19 +280,14 @@ def _side_by_side(
     cells = []
     for key in keys:
         matching = [rows.get(key, {}) for rows in keyed]
+        own_key = dict(zip(table.keys, key, strict=True))
+        line = [column.text(own_key) for column in named]
+        line += [row["error"] if "error" in row else value.text(row) for row in matching]
         first = matching[0].get(table.value)
-        ratios = [
-            {"ratio": row[table.value] / first} if first and row.get(table.value) else {}
-            for row in matching[1:]
-        ]
-        values = [row["error"] if "error" in row else value.text(row) for row in matching]
-        cells.append(
-            (
-                *(column.text(dict(zip(table.keys, key, strict=True))) for column in named),
-                *values,
-                *map(ratio.text, ratios),
-            )
-        )
+        for row in matching[1:]:
+            has_both = first and row.get(table.value)
+            line.append(ratio.text({"ratio": row[table.value] / first} if has_both else {}))
+        cells.append(tuple(line))
     points = []
     for label, rows in zip(labels, keyed, strict=True):
         for key in keys:
@@ -303,12 +307,12 @@ def _side_by_side(
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write(folder: Path, title: str, made: list[Section]) -> None:
+def write(folder: Path, title: str, sections: list[Section]) -> None:
     """Write table.md and page.html into `folder`, and print where they are.
 
     page.html is written only if jinja2 and matplotlib are installed. Raises StorageError.
     """
-    write_text(folder / "table.md", markdown(title, made))
+    write_text(folder / "table.md", markdown(title, sections))
     try:
         from throughput import page  # needs jinja2 and matplotlib, which may be missing
     except ModuleNotFoundError as error:
@@ -319,7 +323,7 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
             f"install it and run throughput compare {folder}"
         )
         return
-    write_text(folder / "page.html", page.html(title, made))
+    write_text(folder / "page.html", page.html(title, sections))
     print(f"result: {folder}, table.md, page.html")
 
 
@@ -350,10 +354,10 @@ def write_text(path: Path, text: str) -> None:
         ) from None
 
 
-def markdown(title: str, made: list[Section]) -> str:
+def markdown(title: str, sections: list[Section]) -> str:
     """Return the sections as Markdown, for table.md."""
     parts = [f"# {title}\n"]
-    for section in made:
+    for section in sections:
         parts.append(f"## {section.title}\n")
         if section.mark:
             parts.append(f"{section.mark[:1].upper()}{section.mark[1:]}.\n")
@@ -363,6 +367,6 @@ def markdown(title: str, made: list[Section]) -> str:
     return "\n".join(parts)
 
 
-def relabeled(made: list[Section], what: str) -> list[Section]:
+def with_prefix(sections: list[Section], what: str) -> list[Section]:
     """Return the sections with `what` before each title, for a page with several measurements."""
-    return [replace(section, title=f"{what}: {section.title}") for section in made]
+    return [replace(section, title=f"{what}: {section.title}") for section in sections]

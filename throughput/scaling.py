@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from common.command_line import complete
+from common.command_line import complete, count
 from common.errors import Interrupted, OutOfMemory, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
@@ -28,7 +28,7 @@ from throughput import options as shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
-from throughput.tables import Beside, Column, Plot, Table, times
+from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 LIMIT_S = 900.0  # time limit for one number of GPUs; collectives have a shorter timeout
@@ -63,7 +63,7 @@ SCALING = Table(
         Column("memory_gb", "Memory per GPU", "GB", ".1f"),
         Column("batch", "Batch per GPU", "", ",d"),
         Column("seq", "Sequence", "", ",d"),
-        *times(),
+        *time_columns(),
         Column("alone_ms", "Step without reduction", "ms", ".1f"),
     ),
     keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
@@ -85,8 +85,8 @@ SCALING = Table(
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
-        Beside("scaling_7b", ("model", "gpus"), "tokens_per_s"),
-        Beside("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
+        PublishedValues("scaling_7b", ("model", "gpus"), "tokens_per_s"),
+        PublishedValues("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
     ),
 )
 COLLECTIVES = Table(
@@ -95,7 +95,7 @@ COLLECTIVES = Table(
     (
         Column("name", "Collective"),
         Column("mib", "Size", "MiB", ",.4g"),
-        *times("Calls", "Time", ".3f"),
+        *time_columns("Calls", "Time", ".3f"),
         Column("algorithm_gb_per_s", "Algorithm bandwidth", "GB/s", ".4g"),
         Column("bus_gb_per_s", "Bus bandwidth", "GB/s", ".4g"),
     ),
@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "precision",
         "seq",
         gpus=numbers,
-        batch={"type": shared_options.whole, "metavar": "N", "help": "batch of the GPT per GPU"},
+        batch={"type": count, "metavar": "N", "help": "batch of the GPT per GPU"},
     )
     shared_options.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
 
@@ -167,14 +167,14 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     for name, value in sorted(os.environ.items()):
         if name.startswith(("NCCL_", "RCCL_")):
             result.data["machine"][name] = value
-    counts = options.gpus or [count for count in (1, 2, 4, 8) if count <= available]
-    for count in sorted(counts):
-        processes = "process" if count == 1 else "processes"
-        print(f"starting {count} {processes} ...", file=sys.stderr, flush=True)
-        measured, error = run_ranks(request, count)
+    counts = options.gpus or [gpus for gpus in (1, 2, 4, 8) if gpus <= available]
+    for gpus in sorted(counts):
+        processes = "process" if gpus == 1 else "processes"
+        print(f"starting {gpus} {processes} ...", file=sys.stderr, flush=True)
+        measured, error = run_ranks(request, gpus)
         for strategy in PART_OF_STRATEGY:
-            add_steps(strategy, model, request, count, measured, error, result)
-        add_collectives(count, measured.get("collectives", []), result)
+            add_steps(strategy, model, request, gpus, measured, error, result)
+        add_collectives(gpus, measured.get("collectives", []), result)
     if options.device == "cuda" and available > 1:
         add_links(available, result)
 
@@ -208,14 +208,14 @@ def default_gpt(memory_bytes: int) -> str:
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
 
 
-def run_ranks(request: ScalingRequest, count: int) -> tuple[dict[str, Any], RunError | None]:
-    """Measure on `count` ranks. Return their measurements and error as `ranks.run_ranks` does.
+def run_ranks(request: ScalingRequest, gpus: int) -> tuple[dict[str, Any], RunError | None]:
+    """Measure on `gpus` ranks. Return their measurements and error as `ranks.run_ranks` does.
 
     On a CPU each rank has one thread. Raises Interrupted.
     """
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         request.write(Path(name) / ranks.REQUEST)
-        return ranks.run_ranks(Path(name), count, ["throughput.scaling_rank", name], {}, LIMIT_S)
+        return ranks.run_ranks(Path(name), gpus, ["throughput.scaling_rank", name], {}, LIMIT_S)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -321,10 +321,10 @@ def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) 
         result.add(row, call["times_ms"])
 
 
-def add_links(count: int, result: Result) -> None:
-    """Add the rows of table "links" for `count` GPUs, and a row for each part that failed."""
+def add_links(gpus: int, result: Result) -> None:
+    """Add the rows of table "links" for `gpus` GPUs, and a row for each part that failed."""
     vendor = "amd" if torch.version.hip else "nvidia"
-    names, why = links.read_names(vendor, os.environ, count)
+    names, why = links.read_names(vendor, os.environ, gpus)
     with tempfile.TemporaryDirectory(prefix="links-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "throughput.links", str(folder / "copies.json")]

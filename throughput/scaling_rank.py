@@ -32,7 +32,7 @@ from common.training.loop import train_step as llama_step
 from common.training.warmup import synthetic_batches
 from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
 from throughput.memory import free_memory, peak_bytes
-from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
+from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main, max_over_ranks
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels
@@ -134,7 +134,7 @@ def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
         rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size
     )
     step = partial(llama_step, assembly, batches, Batching(ranks, 1), LEARNING_RATE, processes)
-    unsent = Unsent(
+    unsent = LocalReduceScatter(
         processes.shard_group,
         None,
         optimizer.shards[0].parameter.dtype,

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench_cudagraph
 
 from common import benchmarks, known_issues
+from common.command_line import count
 from common.engines import ATTENTION, REPEATED_HEADS, SDPA, VARIABLES
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
@@ -37,7 +38,6 @@ from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
-from throughput import options as shared_options
 
 SECONDS = 0.02  # time to measure for each candidate
 # Op of common/training/kernel_cases.py -> the function that returns its launch settings.
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--micro-batch",
-        type=shared_options.whole,
+        type=count,
         metavar="N",
         help="sequences per micro-batch (default: 2, or 1 for LoRA)",
     )
@@ -222,9 +222,9 @@ def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
     for key in ("warps", "rows", *tile):
         yield from ({key: factor} for factor in (0.5, 2.0))
     if op.startswith(LOOPS):
-        yield from ({"stages": count} for count in (1, 2, 3))
+        yield from ({"stages": stages} for stages in (1, 2, 3))
     if arch.startswith("gfx"):
-        yield from ({"waves_per_eu": count} for count in (1, 2, 4))
+        yield from ({"waves_per_eu": waves} for waves in (1, 2, 4))
 
 
 def changed_tile(tile: Tile, change: Mapping[str, float]) -> Tile:

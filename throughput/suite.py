@@ -313,13 +313,15 @@ def sections(
     command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
     made = []
     if results:
-        made.append(report.facts([("", next(iter(results.values())) | {"command": command})]))
+        made.append(
+            report.facts_section([("", next(iter(results.values())) | {"command": command})])
+        )
     made.append(parts_section(folder, ended, results))
     for name, data in results.items():
-        tables = [part for table in data["tables"] for part in report.measured(table, data)]
-        made += report.relabeled(tables, name)
-    tables_of_all = [table for data in results.values() for table in data["tables"]]
-    return made + report.others(tables_of_all, {report.gpu_kind(data) for data in results.values()})
+        made += report.with_prefix(report.measured_sections(data), name)
+    tables = [table for data in results.values() for table in data["tables"]]
+    gpus = {report.gpu_kind(data) for data in results.values()}
+    return made + report.published_sections(tables, gpus)
 
 
 def headline(

@@ -34,7 +34,9 @@ class Column:
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
 
-def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tuple[Column, ...]:
+def time_columns(
+    count: str = "Steps", title: str = "Step", format: str = ",.1f"
+) -> tuple[Column, ...]:
     """Return the columns for the values that `spread` (throughput/timing.py) returns.
 
     `count`: title of the number of samples. `title` and `format`: those of the median in ms.
@@ -65,11 +67,12 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A table of published.json that is shown below a measured table.
+class PublishedValues:
+    """The table of published.json that is shown below a measured table.
 
-    If a published row is of the same GPU kind and agrees with a measured row in the keys `match`,
-    its value of column `value` is also shown next to the measured one. `compared`: whether
+    `table`: name of the published table. `match`: keys in which a published row must agree with a
+    measured one. If it does, and is of the same GPU kind, its value of column `value` is also shown
+    next to the measured one. () to show the published table only. `compared`: whether
     `suite --against` compares the two values.
     """
 
@@ -96,7 +99,7 @@ class Table:
     value: str
     formulas: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
-    published: tuple[Beside, ...] = ()
+    published: tuple[PublishedValues, ...] = ()
     sort: str = ""
     larger_is_better: bool = True
 
@@ -109,11 +112,11 @@ class Table:
 
         Raises TypeError or KeyError if a field is missing or unknown.
         """
-        beside = (part | {"match": tuple(part["match"])} for part in fields["published"])
+        published = (part | {"match": tuple(part["match"])} for part in fields["published"])
         converted = {
             "columns": tuple(Column(**part) for part in fields["columns"]),
             "plots": tuple(Plot(**part) for part in fields["plots"]),
-            "published": tuple(Beside(**part) for part in beside),
+            "published": tuple(PublishedValues(**part) for part in published),
             "keys": tuple(fields["keys"]),
             "formulas": tuple(fields["formulas"]),
         }

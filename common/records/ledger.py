@@ -51,8 +51,8 @@ NO_LOCKS = (
 
 
 @dataclass
-class Record:
-    """A series in the ledger."""
+class SeriesRecord:
+    """The lines of one series in the ledger."""
 
     id: str
     goal: int  # number of good runs
@@ -147,8 +147,11 @@ def lock(descriptor: int, wait: bool) -> bool:
 
     `wait`: wait for the other process instead. On file systems without locks, return True.
     """
+    operation = fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, operation)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -179,7 +182,7 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
     return False
 
 
-def choose(path: Path, wanted: str) -> Record | None:
+def choose(path: Path, wanted: str) -> SeriesRecord | None:
     """Return the series of the ledger at `path` whose ID begins with `wanted`.
 
     If `wanted` is "", return the newest series with more than one run, else the newest one, else
@@ -199,14 +202,14 @@ def choose(path: Path, wanted: str) -> Record | None:
     return candidates[-1] if candidates else None
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path) -> list[SeriesRecord]:
     """Return all series, oldest first. Truncated and invalid lines are skipped."""
-    records: dict[str, Record] = {}
+    records: dict[str, SeriesRecord] = {}
     lines, _ = json_lines.read(path)
     for line in filter(_is_valid, lines):
         name = line["series"]
         if line["event"] == "series":
-            records[name] = Record(name, line["goal"], line["facts"])
+            records[name] = SeriesRecord(name, line["goal"], line["facts"])
         elif name in records:
             records[name].add(line)
     return list(records.values())
@@ -218,12 +221,15 @@ def _is_valid(line: dict) -> bool:
     A series must be a valid file name, and a run the name of a directory next to the ledger.
     """
     event = line.get("event")
-    if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
+    if not isinstance(event, str) or event not in LINES:
         return False
-    if not ID.fullmatch(line["series"]):
+    series = line.get("series")
+    if not isinstance(series, str) or not ID.fullmatch(series):
         return False
     for key, kind in LINES[event].items():
         if type(line.get(key)) is not kind:
             return False
-    run = line.get("run", "r")
+    if "run" not in LINES[event]:
+        return True
+    run = line["run"]
     return Path(run).name == run and "\0" not in run

@@ -22,9 +22,9 @@ from common.records.json_lines import is_number
 TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # the byte order mark of UTF-8, read as latin-1
 STRUCTURE = re.compile(r"_start$|_stop$|^eval_")  # keys that mark the parts of a run
-MOST = 10_000  # records of any other key that are kept in memory, about 10 MB
+MAX_KEPT = 10_000  # records that are kept in memory of any other key, about 10 MB
 HEAD_BYTES = 4096  # bytes read to detect the type of a file
-DO = "name MLPerf result logs, as text"
+NAME_LOGS = "name MLPerf result logs, as text"
 MAGIC = {  # first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -85,7 +85,7 @@ class Log:
                 yield record
 
     def all(self, key: str) -> list[Event]:
-        """Return the records of `key`. If it is not in STRUCTURE, at most the first MOST."""
+        """Return the records of `key`. If it is not in STRUCTURE, at most the first MAX_KEPT."""
         return self.by_key.get(key, [])
 
     def first(self, key: str) -> Event | None:
@@ -102,11 +102,14 @@ class Log:
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
-    """Return a log with all records of the keys in STRUCTURE and the first MOST of any other key.
+    """Return a log with all records of the keys in STRUCTURE, and the first MAX_KEPT of any other.
+
+    `Log.every` yields the remaining records too.
 
     `repeated`: keep all records of these keys instead, and the first one of any other key.
+    `Log.every` then yields only these.
 
-    `Log.every` yields the remaining records too. Raises ConfigError as `events` does.
+    Raises ConfigError as `events` does.
     """
     kept: list[Event] = []
     bad: list[BadLine] = []
@@ -119,7 +122,7 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
         count = counts.get(record.key, 0) + 1
         counts[record.key] = count
         if repeated is None:
-            keep = count <= MOST or STRUCTURE.search(record.key) is not None
+            keep = count <= MAX_KEPT or STRUCTURE.search(record.key) is not None
             complete = complete and keep
         else:
             keep = count == 1 or record.key in repeated
@@ -131,12 +134,14 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 def events(path: Path) -> Iterator[Event | BadLine]:
     """Yield the records of `path`. Raises ConfigError if it cannot be read or is not text."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is not a regular file", "a pipe or a device may never end", DO)
+        raise ConfigError(
+            f"{path} is not a regular file", "a pipe or a device may never end", NAME_LOGS
+        )
     try:
         with path.open("rb") as binary:
             head = binary.read(HEAD_BYTES)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}", error.strerror or str(error), DO) from None
+        raise ConfigError(f"cannot read {path}", error.strerror or str(error), NAME_LOGS) from None
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             raise ConfigError(
@@ -145,7 +150,9 @@ def events(path: Path) -> Iterator[Event | BadLine]:
                 "decompress it first",
             )
     if not head:
-        raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
+        raise ConfigError(
+            f"{path} is empty", "a run writes its first line when it starts", NAME_LOGS
+        )
     line_feeds = 0
     returns = 0
     # latin-1, as in the official parser: every byte is a valid character. newline="" splits lines

@@ -27,13 +27,13 @@ from common.hardware import MAX_GPUS, identify, probe
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from launch.plan import estimate as plan
-from launch.plan import scaling
+from launch.plan import scaling, scaling_table
 from launch.plan.arrangements import Arrangement, arrangements, workload_of
 from launch.plan.estimate import gib
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 
-LORA_RANK = 16  # the benchmark's rank
+LORA_RANK = 16  # the rank of the benchmark llama2_70b_lora
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).
 TOKENS_PER_WEIGHT = 20
 
@@ -109,7 +109,7 @@ def parser() -> Parser:
         help="calculate the days for the training tokens on 1 to 512 GPUs, each with --batch "
         "sequences a step",
     )
-    scaling.add_options(group)
+    scaling_table.add_options(group)
     group.add_argument("--json", action="store_true", help="with --scaling: print JSON")
     group = parser.add_argument_group("MFU of a measured step")
     group.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
@@ -191,7 +191,7 @@ def _request(options: argparse.Namespace) -> ModelRequest:
     if options.gpu:
         kind = _kind(options.gpu)
     else:
-        kind, visible = _of_this_machine()
+        kind, visible = _gpus_of_this_machine()
         gpus = options.gpus or visible
     tokens = options.train_tokens
     if tokens is None and not options.lora:
@@ -220,7 +220,7 @@ def _kind(name: str) -> GpuKind:
     return KINDS[name]
 
 
-def _of_this_machine() -> tuple[GpuKind, int]:
+def _gpus_of_this_machine() -> tuple[GpuKind, int]:
     """Return the kind and number of this machine's visible GPUs. Raises ConfigError without one."""
     gpus = probe()
     kind = identify(gpus, os.environ.get("GPU_KIND", ""))
@@ -242,7 +242,7 @@ def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
     Return 0, or 12 if no number of GPUs fits. Raises ConfigError without a number of tokens, a
     bandwidth or the GPU's peaks.
     """
-    scaling.require_bandwidth(options.network)
+    scaling_table.require_bandwidth(options.network)
     if not request.kind.efficiency:
         raise ConfigError(
             f"--scaling: the speed of {request.kind.name} is unknown",
@@ -262,7 +262,7 @@ def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
         "Whether a batch of that size needs more tokens is not calculated.",
     ]
     points = scaling_points(request, options.network)
-    scaling.show(request.name, request.kind, scaling.MODEL_HEAD, points, options, more)
+    scaling_table.show(request.name, request.kind, scaling_table.MODEL_HEAD, points, options, more)
     return 0 if any(points.values()) else OutOfMemory.exit_code
 
 
@@ -379,11 +379,9 @@ def verdict(request: ModelRequest, chosen: Arrangement) -> str:
     most = sorted(chosen.memory.parts.items(), key=lambda part: -part[1])[:2]
     why = " and ".join(f"{name} ({gib(size):.1f} GiB)" for name, size in most)
     ways = [way for way, changed in _changed(request) if changed.fitting()]
-    do = (
-        f"It would fit with {', or with '.join(ways)}."
-        if ways
-        else "No single change makes it fit."
-    )
+    do = "No single change makes it fit."
+    if ways:
+        do = f"It would fit with {', or with '.join(ways)}."
     others = []
     for each in request.arrangements():
         if not each.is_supported and plan.fits(each.memory, request.kind):
@@ -395,24 +393,27 @@ def verdict(request: ModelRequest, chosen: Arrangement) -> str:
 
 
 def _changed(request: ModelRequest) -> Iterator[tuple[str, ModelRequest]]:
-    """Yield requests that differ in one option, with that option's text on the command line."""
+    """Yield changes that may make the model fit: the option to give, and the changed request."""
     if request.batch > 1:
         yield "--batch 1", replace(request, batch=1)
-    if length := _longest(request):
+    length = _longest(request)
+    if length:
         yield f"--seq {length}", replace(request, sequence_length=length)
     if request.precision == "bf16":
         yield "--precision fp8", replace(request, precision="fp8")
     else:
         yield "--precision bf16", replace(request, precision="bf16")
-    more = (replace(request, gpus=gpus) for gpus in range(request.gpus + 1, MAX_GPUS + 1))
-    if enough := next((each for each in more if each.fitting()), None):
-        yield f"--gpus {enough.gpus}", enough
-    larger = sorted(
-        (kind for kind in KINDS.values() if kind.memory_bytes > request.kind.memory_bytes),
-        key=lambda kind: kind.memory_bytes,
-    )
-    if kind := next((kind for kind in larger if replace(request, kind=kind).fitting()), None):
-        yield f"--gpu {kind.name}", replace(request, kind=kind)
+    for gpus in range(request.gpus + 1, MAX_GPUS + 1):
+        on_more_gpus = replace(request, gpus=gpus)
+        if on_more_gpus.fitting():
+            yield f"--gpus {gpus}", on_more_gpus
+            break
+    larger = [kind for kind in KINDS.values() if kind.memory_bytes > request.kind.memory_bytes]
+    for kind in sorted(larger, key=lambda kind: kind.memory_bytes):
+        on_larger_gpus = replace(request, kind=kind)
+        if on_larger_gpus.fitting():
+            yield f"--gpu {kind.name}", on_larger_gpus
+            break
     if not request.lora_rank:
         lora = replace(request, lora_rank=LORA_RANK)
         length = 0 if lora.fitting() else _longest(lora)

@@ -31,7 +31,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
 from common.paths import ROOT
 from common.records import published, rcp
-from launch.plan import any_model, scaling
+from launch.plan import any_model, scaling_table
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive, overrides_of
@@ -51,7 +51,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     """Print the plan of one config or of all. Return 0, or 12 if a config does not fit."""
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
-        return scaling.main(root, benchmark, options)
+        return scaling_table.main(root, benchmark, options)
     require_config(root, benchmark, options)
     overrides = overrides_of(options.set)
     path = None
@@ -106,12 +106,12 @@ def parser(benchmark: str = "") -> Parser:
     which.add_argument("--all", action="store_true", help="plan every config of the benchmark")
     parser.add_argument(
         "--scaling",
-        choices=scaling.KINDS,
+        choices=KINDS,
         metavar="GPU",
         help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch; "
         "for a benchmark without reference runs: minutes of the run that --config describes",
     )
-    scaling.add_options(parser)
+    scaling_table.add_options(parser)
     add_set_option(parser, config_keys(benchmark))
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object with the numbers by config name"

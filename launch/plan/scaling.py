@@ -1,10 +1,14 @@
-"""Time to the target, or for a number of tokens, against the number of GPUs: `plan --scaling`.
+"""Time to the target, or for a number of tokens, against the number of GPUs.
+
+`plan --scaling` prints it (launch/plan/scaling_table.py).
 
 Everything is calculated. Each row of a benchmark is one number of GPUs with the global batch that
-reaches the target first. Three effects decide. A GPU needs at least one sequence, so the batch
-grows with the GPUs. A larger batch needs more sequences to the target (the reference's runs, RCPs).
-Gradients cross the links between GPUs; the part that the backward does not hide is added to the
-step.
+reaches the target first. Three effects decide:
+
+- A GPU needs at least one sequence, so the batch grows with the GPUs.
+- A larger batch needs more sequences to the target (the reference's runs, RCPs).
+- Gradients cross the links between GPUs. The time that the backward does not hide is added to the
+  step.
 
 A config of `open_llama` keeps its global batch and its sequences. A model without a config keeps
 the sequences of a GPU, so its global batch grows with the GPUs.
@@ -16,30 +20,23 @@ nodes, per step an all-gather within the node. Standard library only.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from common.benchmarks import Rules, closed, divisions, rules_of
-from common.command_line import Parser
+from common.benchmarks import Rules, rules_of
 from common.config import ANY_GPU, RunConfig
-from common.errors import ConfigError, OutOfMemory, write_whole
-from common.gpu_kinds import KINDS, GpuKind
-from common.html import page as html
-from common.html.page import Curve
+from common.errors import ConfigError, OutOfMemory
+from common.gpu_kinds import GpuKind
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import load_or_derive, overrides_of
+from launch.plan.derive_config import load_or_derive
 from launch.plan.estimate import BYTES, Workload
-from launch.plan.tables import table
 
 LARGEST = 512  # GPUs
-DAY = 24 * 60  # minutes
 # GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
 ON_TRAYS = ("GB200", "GB300")
 RACK = 72  # GPUs that NVLink connects across trays
@@ -53,44 +50,9 @@ LINK_PEAKS = {
 # (docs/results.md). Assumed for every kind and for the network.
 LINK_SHARE = 316.4 / 450.0
 NETWORK_GB_S = 50.0  # per GPU between nodes: one network card of 400 Gbit/s for each GPU, assumed
-# Watts of a card at its limit, from data sheets, without host and network.
-BOARD_WATTS = {
-    "MI300X": 750,
-    "MI325X": 1000,
-    "MI350X": 1000,
-    "MI355X": 1400,
-    "H100": 700,
-    "H200": 700,
-    "B200": 1000,
-    "GB200": 1200,
-}
 BACKWARD_SHARE = 2 / 3  # share of the backward in the time of a forward and backward
 # Twice the GPUs should save at least this share of the time. Below it, scaling has stopped paying.
 PAYING_SAVING = 0.25
-
-HEAD = [
-    "GPUs",
-    "global batch",
-    "learning rate",
-    "sequences to target",
-    "tok/s/GPU",
-    "step ms",
-    "links ms",
-    "minutes",
-    "GPU-hours",
-    "kWh",
-]
-# Columns of a model without a config, which is trained on a number of tokens.
-MODEL_HEAD = [
-    "GPUs",
-    "global batch",
-    "tok/s/GPU",
-    "step ms",
-    "links ms",
-    "days",
-    "GPU-hours",
-    "kWh",
-]
 
 
 @dataclass(frozen=True)
@@ -152,8 +114,8 @@ def exposed_seconds(
     gpus = config.gpus_per_node
     nodes = config.nodes
     shape = work.shape
-    modules = shape.num_layers + 2  # and embedding and head
-    in_node = LINK_PEAKS[kind.description[5]] * LINK_SHARE * 1e9
+    modules = shape.num_layers + 2  # the blocks, embedding and head
+    in_node = LINK_PEAKS[kind.interconnect] * LINK_SHARE * 1e9
     in_rack = kind.name in ON_TRAYS and config.world_size <= RACK
     between = in_node if in_rack else network_gb_s * LINK_SHARE * 1e9
     if work.lora_rank:
@@ -290,157 +252,6 @@ def best_points(
                 continue
         best[gpus] = min(points, key=lambda each: each.minutes, default=None)
     return best
-
-
-def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
-    """Print the table of `BENCHMARK plan --scaling`, and write its page.
-
-    Return 0, or 12 if no number of GPUs fits.
-
-    Raises ConfigError if the network's bandwidth is not positive, and for a benchmark without
-    reference runs if no config is given.
-    """
-    require_bandwidth(options.network)
-    kind = KINDS[options.scaling]
-    name = benchmark
-    if options.all:
-        raise ConfigError(
-            "--scaling with --all", "they are different tables", "leave out one of them"
-        )
-    if benchmark in closed():
-        if options.config is not None or options.set:
-            raise ConfigError(
-                "--scaling with --config or --set",
-                f"each number of GPUs gets its own config of {benchmark}",
-                "leave out --config and --set",
-            )
-        rules = divisions(benchmark)["closed"]
-        best = best_points(root, benchmark, kind, rules, options.network)
-    elif options.config is None:
-        raise ConfigError(
-            f"{benchmark} plan --scaling needs a config",
-            f"{benchmark} has no reference runs; a config says how many sequences are trained",
-            "add --config FILE",
-        )
-    else:
-        path = Path(options.config)
-        overrides = overrides_of(options.set)
-        best = points_of_file(root, benchmark, path, kind, overrides, options.network)
-        name = f"{benchmark}, {path.name},"
-    last = last_paying(best)
-    more = []
-    if last is not None:
-        more = [f"Up to {last} GPUs, twice the GPUs save at least {PAYING_SAVING:.0%} of the time."]
-    show(name, kind, HEAD, best, options, more)
-    return 0 if any(best.values()) else OutOfMemory.exit_code
-
-
-def add_options(parser: Parser | argparse._ArgumentGroup) -> None:
-    """Add the options of --scaling."""
-    parser.add_argument(
-        "--network",
-        type=float,
-        default=NETWORK_GB_S,
-        metavar="GB/S",
-        help="with --scaling: network bandwidth of one GPU between nodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
-    )
-
-
-def require_bandwidth(network_gb_s: float) -> None:
-    """Raise ConfigError if the network's bandwidth is not positive."""
-    if not network_gb_s > 0:
-        raise ConfigError(
-            f"--network {network_gb_s:g} is not a bandwidth",
-            "it must be greater than 0",
-            "give GB/s per GPU",
-        )
-
-
-def show(
-    name: str,
-    kind: GpuKind,
-    head: list[str],
-    best: Mapping[int, ScalingPoint | None],
-    options: argparse.Namespace,
-    more: Sequence[str] = (),
-) -> None:
-    """Print the table with the columns `head`, as JSON with --json, and write the page of --page.
-
-    `name`: what is trained. `more`: further lines below the table.
-    """
-    rows = [row(gpus, each, head) for gpus, each in best.items()]
-    below = [*remarks(best), *more]
-    if options.json:
-        print(json.dumps([dict(zip(head, each, strict=True)) for each in rows], indent=1))
-    else:
-        print(f"{name} on {kind.name}, {options.network:g} GB/s per GPU between nodes\n")
-        print(table(head, rows))
-        print("", *below, sep="\n")
-    if options.page:
-        write_whole(options.page, page(name, kind, head, best, below).encode())
-
-
-def remarks(best: Mapping[int, ScalingPoint | None]) -> list[str]:
-    """Return the lines below the table: its marks and its assumptions."""
-    lines = [
-        "Calculated, not measured. The costs of a step that do not shrink with its sequences, such "
-        "as the optimizer's, are not counted.",
-    ]
-    if any(point and not point.measured for point in best.values()):
-        lines.insert(
-            0, "* interpolated between the reference's batches, or continued beyond the largest"
-        )
-    return lines
-
-
-def page(
-    name: str,
-    kind: GpuKind,
-    head: list[str],
-    best: Mapping[int, ScalingPoint | None],
-    below: list[str],
-) -> str:
-    """Return the HTML page: table, and the time and GPU-hours over the number of GPUs."""
-    points = [each for each in best.values() if each]
-    unit = "days" if "days" in head else "minutes"
-    scale = DAY if unit == "days" else 1
-    times = Curve(unit, [(each.gpus, each.minutes / scale) for each in points], dots=True)
-    hours = Curve("GPU-hours", [(each.gpus, each.gpu_hours) for each in points], 1, dots=True)
-    rows = [row(gpus, each, head) for gpus, each in best.items()]
-    blocks = [
-        {"notes": below},
-        html.table(head, rows, words=()),
-        html.chart(unit, "GPUs", [times]),
-        html.chart("GPU-hours", "GPUs", [hours]),
-    ]
-    return html.render(f"{name} on 1 to {max(best)} {kind.name}", [("Scaling", blocks)])
-
-
-def row(gpus: int, point: ScalingPoint | None, head: Sequence[str] = HEAD) -> list[str]:
-    """Return the table row of `point` with the columns `head`."""
-    if point is None:
-        cells = {"GPUs": str(gpus), "minutes": "does not fit", "days": "does not fit"}
-        return [cells.get(name, "-") for name in head]
-    config = point.config
-    watts = BOARD_WATTS.get(config.gpu)
-    star = "" if point.measured else "*"
-    cells = {
-        "GPUs": str(gpus),
-        "global batch": f"{config.global_batch_size}",
-        "learning rate": f"{config.opt_base_learning_rate:.2g}{star}",
-        "sequences to target": f"{point.samples:,.0f}{star}",
-        "tok/s/GPU": f"{point.tokens_per_s_per_gpu:,.0f}",
-        "step ms": f"{point.step_s * 1e3:,.0f}",
-        "links ms": f"{point.exposed_s * 1e3:,.1f}",
-        "minutes": f"{point.minutes:,.1f}",
-        "days": f"{point.minutes / DAY:.3g}",
-        "GPU-hours": f"{point.gpu_hours:,.1f}",
-        "kWh": "-" if watts is None else f"{point.gpu_hours * watts / 1e3:,.1f}",
-    }
-    return [cells[name] for name in head]
 
 
 def last_paying(best: Mapping[int, ScalingPoint | None]) -> int | None:

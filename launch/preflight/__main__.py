@@ -71,7 +71,7 @@ SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 @dataclass(frozen=True)
 class PreflightRequest:
-    """The run that the machine is checked for. Without a config, it would use all visible GPUs."""
+    """The run that the machine is checked for. Without a config, it uses all visible GPUs."""
 
     kind: str  # name of the GPU kind, or CPU
     count: int  # processes on this node
@@ -106,9 +106,10 @@ def examine(benchmark: str, rest: list[str]) -> None:
     verdict = overall(rows)
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
     print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
-    if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
+    refused = [row.check for row in rows if row.verdict == "refuse"]
+    if refused:
         raise PreflightError(
-            f"this machine is not ready for the run: {refused}",
+            f"this machine is not ready for the run: {', '.join(refused)}",
             "these checks refuse it",
             "follow the advice below the table",
         )
@@ -189,22 +190,23 @@ def check(
         ], []
     request = requested_run(options, environment, kind, len(found.devices))
     rows = [request.row]
-    fits = True
+    can_measure = True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
         presence.append(host.judge_torch_build(found, installed(found.driver), environment))
         presence.append(host.judge_compiler(environment))
-        rows = rows + presence
-        fits = overall(presence) != "refuse"
+        rows += presence
+        can_measure = overall(presence) != "refuse"
     else:
         found = Probe("none")
         kind = None
     rows += host_rows(options.benchmark, request, environment)
-    not_measured = skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
     ranks: list[Measured] = []
-    measured_rows = [not_measured]
-    if fits:
-        ranks, measured_rows = measured(request, found, kind, options, environment)
+    measured_rows = [
+        skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
+    ]
+    if can_measure:
+        ranks, measured_rows = measure(request, found, kind, options, environment)
     rows.append(host.judge_software())
     if found.driver:
         rows.append(CheckRow("driver", "ok", found.driver))
@@ -305,7 +307,7 @@ def host_rows(
 # --- measurements --------------------------------------------------------------------------------
 
 
-def measured(
+def measure(
     request: PreflightRequest,
     found: Probe,
     kind: GpuKind | None,
@@ -319,23 +321,19 @@ def measured(
         file=sys.stderr,
         flush=True,
     )
-    during: list[gpus.Stats] = []
+    readings: list[gpus.Stats] = []  # of the driver
 
-    def read() -> gpus.Stats:
+    def read() -> None:
+        reading: gpus.Stats = []
         if kind:
             with contextlib.suppress(DriverError):
-                return read_gpus(found.vendor, [each.address for each in found.devices], HEALTH)
-        return []
+                addresses = [device.address for device in found.devices]
+                reading = read_gpus(found.vendor, addresses, HEALTH)
+        readings.append(reading)
 
-    before = read()
-    ranks = run_ranks(
-        request,
-        seconds,
-        environment,
-        lambda: during.append(read()),
-        cpus_of_ranks(found, request.count),
-    )
-    after = read()
+    read()
+    ranks = run_ranks(request, seconds, environment, read, cpus_of_ranks(found, request.count))
+    read()
     rows = [judge_ranks(ranks, request.count)]
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
@@ -344,7 +342,7 @@ def measured(
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen_by_torch) == request.count:
         is_grace = found.vendor == "nvidia" and platform.machine() == "aarch64"
-        rows += health_rows(seen_by_torch, kind, [before, *during, after], is_grace)
+        rows += health_rows(seen_by_torch, kind, readings, is_grace)
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
@@ -400,7 +398,7 @@ def run_ranks(
     request: PreflightRequest,
     seconds: float,
     environment: Mapping[str, str],
-    meanwhile: Callable[[], object],
+    meanwhile: Callable[[], None],
     cpus: Sequence[str] = (),
 ) -> list[Measured]:
     """Run one measuring process per GPU and return the measurements.
@@ -418,8 +416,13 @@ def run_ranks(
         command = torchrun(folder, request.count, arguments, cpus=cpus)
         # torchrun leaves an empty folder in TMPDIR.
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}
+
+        def sample_and_continue() -> bool:
+            meanwhile()
+            return False
+
         ending = supervise(
-            command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr
+            command, env, folder, stop=sample_and_continue, poll_s=SAMPLE_S, stdout=sys.stderr
         )
         if ending.signal_number:
             raise Interrupted(ending.signal_number)

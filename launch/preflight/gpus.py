@@ -18,6 +18,8 @@ from launch.preflight.measured import UNITS, Measured
 # Result of common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks;
 # [] if the driver does not respond.
 Stats = list[dict]
+# Verdict on one GPU and the reason; None if the driver does not report the value.
+Finding = tuple[str, str] | None
 USED_GIB = 2  # preflight's own CUDA or HIP context uses about 0.5 GiB of an idle card
 BUSY_PERCENT = (1, 10)  # limits for warn and refuse; an idle card reports 0
 
@@ -49,10 +51,6 @@ def judge_presence(
     ]
 
 
-# Verdict on one GPU and the reason; None if the driver does not report the value.
-Finding = tuple[str, str] | None
-
-
 def _per_gpu(
     check: str,
     expected: str,
@@ -62,7 +60,8 @@ def _per_gpu(
     good: str,
 ) -> CheckRow:
     """Return one row from the findings on all GPUs. `good`: its value if all are ok."""
-    if unknown := findings.count(None):
+    unknown = findings.count(None)
+    if unknown:
         return skipped(
             check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected
         )
@@ -98,7 +97,7 @@ def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
     return _per_gpu("GPUs as torch sees them", expected, do, ranks, findings, ranks[0].name)
 
 
-def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
+def _values(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
     """Return the value `name` for each rank's GPU, None where the driver does not report it."""
     return [stats[rank.rank].get(name) if stats else None for rank in ranks]
 
@@ -126,7 +125,7 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
 
 def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
     """Judge whether the GPUs were idle before the measurements."""
-    percents = _of(ranks, before, "utilization_percent")
+    percents = _values(ranks, before, "utilization_percent")
     findings = [
         None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %")
         for percent in percents
@@ -143,9 +142,9 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
     Corrected errors are common, but should not appear during the measurement.
     """
     findings: list[Finding] = []
-    uncorrected_now = _of(ranks, after, "uncorrected_errors")
-    corrected_before = _of(ranks, before, "corrected_errors")
-    corrected_now = _of(ranks, after, "corrected_errors")
+    uncorrected_now = _values(ranks, after, "uncorrected_errors")
+    corrected_before = _values(ranks, before, "corrected_errors")
+    corrected_now = _values(ranks, after, "corrected_errors")
     for uncorrected, then, now in zip(
         uncorrected_now, corrected_before, corrected_now, strict=True
     ):
@@ -169,7 +168,7 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
     for rank in ranks:
         reported = []
         for stats in during:
-            [reasons] = _of([rank], stats, "throttle")
+            [reasons] = _values([rank], stats, "throttle")
             if reasons is not None:
                 reported.append(reasons)
         faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
@@ -278,7 +277,7 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
             rows.append(skipped(table, f"{_range(values, unit)}: no reference speed for {kind}"))
         else:
             expected = f">= {TABLE[0]:.0%} of {speed:g} {unit}"
-            references = [speed for _ in values]
+            references = [speed] * len(values)
             rows.append(_not_slower(table, expected, ranks, name, references, TABLE))
     return rows
 

@@ -24,6 +24,7 @@ from common.errors import LAUNCHED, Hang, Interrupted
 PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own grace period (KillWait) is 30 s
+KILL_S = 10.0  # for SIGKILL, which is repeated until no process is left
 STACK_S = 2.0  # for the ranks to write stacks and collectives; they check every half second
 ORPHANS_S = 8.0  # for ranks to end by themselves after torchrun was killed (training/guard.py)
 # Share of the configured limit after which the launcher reports a hang. The ranks' collectives time
@@ -270,15 +271,17 @@ def processes_of(run_dir: Path) -> list[int]:
     return pids
 
 
-def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
-    """Send SIGKILL to every process of the run in `run_dir` until none is left.
+def kill_processes_of(run_dir: Path, grace_s: float = 0.0) -> None:
+    """Send SIGKILL to every process of the run in `run_dir`, until none is left or for KILL_S.
 
-    `grace_s`: seconds in which the processes may end by themselves first. `limit_s`: seconds after
-    that in which SIGKILL is repeated.
+    `grace_s`: seconds before the first SIGKILL, in which the processes may end by themselves.
     """
-    began = time.monotonic()
-    while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:
-        if time.monotonic() >= began + grace_s:
+    end_of_grace = time.monotonic() + grace_s
+    while time.monotonic() < end_of_grace + KILL_S:
+        pids = processes_of(run_dir)
+        if not pids:
+            return
+        if time.monotonic() >= end_of_grace:
             for pid in pids:
                 _kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -223,7 +223,7 @@ def test_a_signal_while_a_good_run_is_checked(project, tmp_path):
 def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
     tmp_path, capfd, error, kind, words
 ):
-    record = ledger.Record("s", 1, {"commit": None})
+    record = ledger.SeriesRecord("s", 1, {"commit": None})
     selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
     line = series.SeriesRunner(tmp_path, record, selection)
     line.append("series", started="", goal=1, facts={})

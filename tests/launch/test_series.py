@@ -273,7 +273,7 @@ def test_what_cannot_be_requested(environment, max_failures, resume):
 
 
 def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
-    record = ledger.Record("s", 10, {}, {1: {"seed": 7}})
+    record = ledger.SeriesRecord("s", 10, {}, {1: {"seed": 7}})
     drawn = iter([7, 7, 8])
     monkeypatch.setattr(
         series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None
@@ -282,7 +282,7 @@ def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
 
 
 def test_resume_says_everything_that_changed(tmp_path):
-    record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
+    record = ledger.SeriesRecord("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
         series.resume_series(
             series.SeriesRunner(tmp_path, record, None),

@@ -309,7 +309,7 @@ def test_the_published_number_stands_beside_the_whole_model_only():
     whole, part = (
         flux.row_of(flux.request_from(options(layers=layers)), 8) for layers in (None, [12, 24])
     )
-    values = [published.beside(row, wanted, "MI300X") for row in (whole, part)]
+    values = [published.values_text(row, wanted, "MI300X") for row in (whole, part)]
     assert values == ["4.51", "-"]
 
 

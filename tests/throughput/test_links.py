@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from throughput import links, page, scaling
-from throughput.report import drawn
+from throughput.report import drawing_of
 
 pytestmark = pytest.mark.quick
 
@@ -137,7 +137,7 @@ def test_a_pair_has_what_the_driver_says_and_what_was_measured():
 
 def test_the_picture_shows_each_gpu_link_and_speed():
     copies = [[i, j, 100.0 + 10 * i + j, True] for i, j in OF_NVIDIA]
-    drawing = drawn(scaling.LINKS.plots[0], scaling.LINKS, links.rows(OF_NVIDIA, copies), {})
+    drawing = drawing_of(scaling.LINKS.plots[0], scaling.LINKS, links.rows(OF_NVIDIA, copies), {})
     svg = str(page.svg(drawing))
     texts = [part.partition("<")[0] for part in svg.split(">")]
     assert texts.count("0") == texts.count("2") == 3  # in the circle, at a row and at a column

@@ -10,7 +10,7 @@ from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
 from throughput import compare, report, result
 from throughput.result import Result
-from throughput.tables import Beside, Column, Drawing, Plot, Table
+from throughput.tables import Column, Drawing, Plot, PublishedValues, Table
 from throughput.timing import kernel_ms, spread, step_ms
 
 pytestmark = pytest.mark.quick
@@ -32,7 +32,7 @@ TABLE = Table(
         Plot("bars", "Bars", "model", "samples_per_s", "precision"),
         Plot("lines", "Lines", "batch", "ms", "model"),
     ),
-    published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
+    published=(PublishedValues("mlp", ("model", "batch"), "samples_per_s"),),
     sort="samples_per_s",
 )
 ROW = {"model": "4096-8192-8192-4096", "precision": "bf16", "batch": 256}
@@ -300,7 +300,7 @@ def test_bars_of_one_model_are_told_apart_by_further_columns():
     rows = [
         {"model": "8b", "seq": seq, "rate": 1e7 / seq, "precision": "bf16"} for seq in (4096, 8192)
     ]
-    drawing = report.drawn(
+    drawing = report.drawing_of(
         plot, table, [*rows, {"model": "8b", "seq": 16384, "error": "out of memory"}], {}
     )
     assert drawing is not None and [x for x, _, _ in drawing.points] == ["8b, 4,096", "8b, 8,192"]

@@ -19,7 +19,7 @@ from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, page, report, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
-from throughput.ranks import Unsent
+from throughput.ranks import LocalReduceScatter
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
 
@@ -123,7 +123,7 @@ def test_the_second_step_leaves_out_the_reduction(tmp_path):
 def own_rows(processes, folder):
     gradient = torch.arange(10.0).view(5, 2) * (1 + processes.rank)
     shard = Shard(torch.nn.Parameter(gradient), gradient, gradient, torch.zeros(3, 2))
-    unsent = Unsent(processes.shard_group, None, torch.float32, accumulate_reference)
+    unsent = LocalReduceScatter(processes.shard_group, None, torch.float32, accumulate_reference)
     unsent.start([shard], [gradient])
     unsent.start([shard], [gradient])
     return shard.gradient
@@ -268,7 +268,7 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
     rows_of(result, {gpus: found_in(100.0) for gpus in (1, 2, 4, 8)})
     powers_of_two = {}
     for table in (scaling.SCALING, scaling.COLLECTIVES):
-        drawing = report.drawn(table.plots[0], table, report.rows_of(table, result.data), {})
+        drawing = report.drawing_of(table.plots[0], table, report.rows_of(table, result.data), {})
         powers_of_two[table.name] = "2^{" in page.svg(drawing)
     assert powers_of_two == {"scaling": False, "collectives": True}
 

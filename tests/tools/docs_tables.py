@@ -19,6 +19,8 @@ from common.records.published import RESULTS
 from common.text_tables import markdown
 from launch.plan import scaling
 from launch.plan.command import all_table, kinds_table, target_line
+from launch.plan.scaling_table import HEAD as SCALING_HEAD
+from launch.plan.scaling_table import row as scaling_row
 from launch.profilers import TOOLS
 from tests.tools import settings_tables
 
@@ -378,7 +380,7 @@ def scaling_check_table() -> str:
 def scaling_table(benchmark: str, gpu: str) -> str:
     rules = divisions(benchmark)["closed"]
     best = scaling.best_points(ROOT, benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
-    return markdown(scaling.HEAD, [scaling.row(gpus, point) for gpus, point in best.items()])
+    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in best.items()])
 
 
 def profilers_table() -> str:

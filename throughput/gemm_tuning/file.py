@@ -16,12 +16,12 @@ from pathlib import Path
 from common.errors import ConfigError, StorageError
 
 PREFIX = "PYTORCH_TUNABLEOP_"
-AGAIN = "tune again, see docs/gemm_tuning.md"
+TUNE_AGAIN = "tune again, see docs/gemm_tuning.md"
 Key = tuple[str, str]  # operation with dtypes and layouts, parameters with sizes and strides
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedFile:
     """The content of a tuned file."""
 
     validators: dict[str, str]  # library -> version
@@ -56,7 +56,7 @@ def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
     return per_gpu(env[PREFIX + "FILENAME"], gpus)
 
 
-def read_tuned(path: Path) -> Tuned:
+def read_tuned(path: Path) -> TunedFile:
     """Return the content of the tuned file at `path`.
 
     Raises ConfigError if it is missing, lacks versions or solutions, or has a line that torch would
@@ -71,15 +71,17 @@ def read_tuned(path: Path) -> Tuned:
             solutions[parts[0], parts[1]] = (parts[2], parts[3] if len(parts) > 3 else "")
         else:
             raise ConfigError(
-                f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", AGAIN
+                f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", TUNE_AGAIN
             )
     if not validators or not solutions:
         missing = "library versions" if not validators else "solutions"
-        raise ConfigError(f"{path} has no {missing}", "it is truncated or not a tuned file", AGAIN)
-    return Tuned(validators, solutions)
+        raise ConfigError(
+            f"{path} has no {missing}", "it is truncated or not a tuned file", TUNE_AGAIN
+        )
+    return TunedFile(validators, solutions)
 
 
-def write_tuned(path: Path, tuned: Tuned) -> None:
+def write_tuned(path: Path, tuned: TunedFile) -> None:
     """Write a tuned file atomically. Raises StorageError."""
     lines = [f"Validator,{name},{version}" for name, version in sorted(tuned.validators.items())]
     lines += [
@@ -94,7 +96,7 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
         temporary.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write {path}: {error.strerror}",
-            "",
+            "an existing file at this path is unchanged",
             "free space, or name another file with --out",
         ) from None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.errors import PreflightError
 from throughput.gemm_tuning.file import (
     Key,
-    Tuned,
+    TunedFile,
     per_gpu,
     read_tuned,
     require_same_versions,
@@ -39,7 +39,14 @@ DTYPES |= {
 }
 # Dequantization scales of the two operands. A gradient whose amax is 1e-12 has the scale 448 /
 # 1e-12, whose inverse is 2e-15.
-EXTREME_SCALES = ((1.0, 1.0), (1e-15, 1.0), (1.0, 1e-15), (1e15, 1.0), (1.0, 1e15), (1e-15, 1e-15))
+EXTREME_SCALES: tuple[tuple[float, float], ...] = (
+    (1.0, 1.0),
+    (1e-15, 1.0),
+    (1.0, 1e-15),
+    (1e15, 1.0),
+    (1.0, 1e15),
+    (1e-15, 1e-15),
+)
 
 
 def versions() -> dict[str, str]:
@@ -75,7 +82,10 @@ def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dty
     if op is None or sizes is None:
         return None
     n, m, k, ldb, lda = (int(size) for size in sizes.groups())
-    a_dtype, b_dtype, out = (DTYPES[op[i] or op[1]] for i in (1, 2, 3))
+    a_dtype = DTYPES[op[1]]
+    # A name with one dtype has it for both operands and the result.
+    b_dtype = DTYPES[op[2] or op[1]]
+    out = DTYPES[op[3] or op[1]]
     generator = torch.Generator(device).manual_seed(0)
 
     def stored(
@@ -116,11 +126,10 @@ def fault(key: Key, device: torch.device) -> str:
         return "the numerical check does not cover this operation"
     a, b, out = call
 
-    # In fp64, because squares of 1e-30 underflow in fp32.
-    def relative_error(computed: Tensor, truth: Tensor) -> float:
-        return float((computed.double() - truth).norm() / truth.norm())
-
-    for pair in EXTREME_SCALES if a.dtype.itemsize == 1 else EXTREME_SCALES[:1]:
+    pairs = EXTREME_SCALES
+    if a.dtype.itemsize > 1:  # scales apply to FP8 operands only
+        pairs = EXTREME_SCALES[:1]
+    for pair in pairs:
         scale_a, scale_b = (torch.tensor(scale, device=device) for scale in pair)
         truth = ((a.float() * scale_a) @ (b.float() * scale_b)).double()
         known = len(results())
@@ -138,6 +147,11 @@ def fault(key: Key, device: torch.device) -> str:
     return ""
 
 
+def relative_error(computed: Tensor, truth: Tensor) -> float:
+    """Return |computed - truth| / |truth|, in fp64, because squares of 1e-30 underflow in fp32."""
+    return float((computed.double() - truth).norm() / truth.norm())
+
+
 def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Iterator[str]:
     """Tune and check every GEMM of `recorded`, then write `out` once for each GPU of a node.
 
@@ -146,7 +160,7 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
     """
     validators = versions()
     files = per_gpu(out, gpus)
-    solutions = dict[Key, tuple[str, str]]()
+    solutions: dict[Key, tuple[str, str]] = {}
     if files[0].exists():
         before = read_tuned(files[0])
         require_same_versions(files[0], before.validators, validators)
@@ -170,12 +184,13 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
             "nothing was written",
         )
     for path in files:
-        write_tuned(path, Tuned(validators, solutions))
+        write_tuned(path, TunedFile(validators, solutions))
     count = sum(key in solutions for key in recorded)
     yield f"{count} of {len(recorded)} GEMMs tuned and checked; {files[0]} has {len(solutions)}"
 
 
 def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
+    """Let TunableOp tune the recorded GEMMs. Return its table, as `results` does."""
     tunable.enable(True)
     tunable.tuning_enable(True)
     tunable.record_untuned_enable(False)

@@ -48,9 +48,10 @@ class Agent:
         commands: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(commands,), daemon=True).start()
         while True:
-            command = json.loads(commands.get())
+            arguments = json.loads(commands.get())
             try:
-                answer = getattr(self, f"do_{command.pop('do')}")(**command)
+                method = getattr(self, f"do_{arguments.pop('do')}")
+                answer = method(**arguments)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), flush=True)

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import ConfigError, PreflightError, write_whole
+from common.errors import ConfigError, PreflightError
 from common.terminal import inform
 from launch.job import PORT
-from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
-from launch.preflight.nodes import judge, kernel_log, page, under_torchrun
+from launch.preflight.check_row import CheckRow, skipped
+from launch.preflight.nodes import judge, kernel_log, under_torchrun
 from launch.preflight.nodes.judge import Pair
 from launch.preflight.nodes.remote import Remote, agent_command, at_once, close, node_names
+from launch.preflight.nodes.report import Report, text, write
 
 # Time limits in seconds.
 FACTS_S = 60.0  # for an agent to start and read its facts
@@ -33,7 +32,8 @@ PROBE_S = 60.0  # for the measurement of a link
 COLLECTIVE_S = 180.0  # for imports, the start of the process group and both collectives
 SECONDS = 2.0  # for which each link and each collective is measured
 QUICK_SECONDS = 0.5  # the same with --quick
-# Variables of the user that the checks of one node read. All nodes get them.
+NO_ANSWER = "check that the node and its sshd run"  # advice
+# Variables of the user that the checks of one node read. They are sent to all nodes.
 SENT_VARIABLES = (
     "DATADIR",
     "MODEL",
@@ -43,52 +43,6 @@ SENT_VARIABLES = (
     "GPU_KIND",
     "ALLOW_KNOWN_ISSUES",
 )
-
-
-@dataclass
-class Report:
-    """Results of all checks. Rates are in Gb/s."""
-
-    nodes: list[str]
-    rows: dict[str, list[CheckRow]]  # node -> rows
-    cluster: list[CheckRow] = field(default_factory=list)  # rows about the network
-    facts: dict[str, dict] = field(default_factory=dict)  # node -> facts.read
-    links: dict[Pair, dict] = field(default_factory=dict)  # (from, to) -> links.probe
-    pairs: dict[Pair, float] = field(default_factory=dict)  # two nodes -> rate of their all-reduce
-    proposal: dict[str, str] = field(default_factory=dict)  # variables proposed for NCCL and RCCL
-    # The user's own variables of NCCL and RCCL. They take precedence over the proposal.
-    nccl: dict[str, str] = field(default_factory=dict)
-
-    def passes(self, node: str) -> bool:
-        """Return whether no check of `node` refuses it."""
-        return overall(self.rows[node]) != "refuse"
-
-    @property
-    def passing(self) -> list[str]:
-        """The nodes that pass."""
-        return [node for node in self.nodes if self.passes(node)]
-
-    def reasons(self, node: str) -> list[str]:
-        """Return why `node` fails: the rows that refuse it."""
-        return [f"{row.check}: {row.value}" for row in self.rows[node] if row.verdict == "refuse"]
-
-    @property
-    def rates(self) -> dict[Pair, float]:
-        """Rate of each measured link in Gb/s."""
-        return {pair: link["gbit_s"] for pair, link in self.links.items() if "gbit_s" in link}
-
-    def as_dict(self) -> dict:
-        """Return the content of nodes.json."""
-        return {
-            "passing": self.passing,
-            "failing": {node: self.reasons(node) for node in self.nodes if not self.passes(node)},
-            "rows": {node: [asdict(row) for row in rows] for node, rows in self.rows.items()},
-            "cluster": [asdict(row) for row in self.cluster],
-            "links": [{"from": a, "to": b, **link} for (a, b), link in self.links.items()],
-            "pairs": [{"nodes": pair, "all-reduce": rate} for pair, rate in self.pairs.items()],
-            "proposal": self.proposal,
-            "facts": self.facts,
-        }
 
 
 def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
@@ -123,10 +77,11 @@ def check(
     remotes: Sequence[Remote], options: argparse.Namespace, environment: Mapping[str, str]
 ) -> Report:
     """Return the report of all phases. No phase starts with a node that failed before."""
-    report = Report([remote.name for remote in remotes], {remote.name: [] for remote in remotes})
-    report.nccl = {
-        name: value for name, value in environment.items() if name.startswith(("NCCL_", "RCCL_"))
-    }
+    nodes = [remote.name for remote in remotes]
+    report = Report(nodes, {node: [] for node in nodes})
+    for name, value in environment.items():
+        if name.startswith(("NCCL_", "RCCL_")):
+            report.nccl[name] = value
 
     def passing() -> list[Remote]:
         return [remote for remote in remotes if report.passes(remote.name)]
@@ -137,10 +92,10 @@ def check(
     seconds = QUICK_SECONDS if options.quick else SECONDS
     port = master_port(environment)
     if len(passing()) > 1:
-        rounds_to_do = len(passing()) - 1
-        inform(f"links      measuring between {len(passing())} nodes in {rounds_to_do} rounds ...")
+        count = len(passing())
+        inform(f"links      measuring between {count} nodes in {count - 1} rounds ...")
         measure_links(report, passing(), port, seconds)
-        judge_links(report)
+        add_link_rows(report)
     if len(passing()) > 1:
         inform(f"collective measuring all-reduce and all-to-all on {len(passing())} nodes ...")
         measure_collectives(report, passing(), port, seconds)
@@ -172,33 +127,42 @@ def check_each(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> None:
-    """Ask every node for its facts, and then for the rows of its own checks."""
+    """Ask every node for its facts, and then for the rows of its own checks. Add them to `report`.
+
+    All nodes work at the same time.
+    """
     arguments = [options.benchmark] if options.benchmark else []
     if options.config:
         arguments += ["--config", str(Path(options.config).absolute())]
     if options.device:
         arguments += ["--device", options.device]
-    arguments += [f"--{name}" for name in ("quick", "miniature") if getattr(options, name)]
+    if options.quick:
+        arguments.append("--quick")
+    if options.miniature:
+        arguments.append("--miniature")
     sent = {name: environment[name] for name in SENT_VARIABLES if name in environment}
 
     def ask(remote: Remote) -> dict:
         facts = remote.ask(FACTS_S, "facts")
         limit_s = options.deadline
-        message = {"arguments": arguments, "environment": sent, "limit_s": limit_s}
-        return {"facts": facts, "check": remote.ask(limit_s + LISTEN_S, "check", **message)}
+        rows = remote.ask(
+            limit_s + LISTEN_S, "check", arguments=arguments, environment=sent, limit_s=limit_s
+        )
+        return {"facts": facts, "check": rows}
 
     answers, failures = at_once(remotes, ask)
     for node, why in failures.items():
-        report.rows[node].append(
-            CheckRow("answer", "refuse", why, "an answer", "check that the node and its sshd run")
-        )
+        report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
     for node, answer in answers.items():
         rows = report.rows[node]
         error = answer["facts"].get("error") or answer["check"].get("error")
-        rows.append(graded("answer", error or "answered", "", "see above", refuse=bool(error)))
         if error:
+            do = "run preflight on this node by itself, which prints all its messages"
+            rows.append(CheckRow("answer", "refuse", error, "", do))
             continue
-        facts = report.facts[node] = answer["facts"]
+        rows.append(CheckRow("answer", "ok", "answered"))
+        facts = answer["facts"]
+        report.facts[node] = facts
         if options.device == "cpu":
             facts["gpus"] = 0
         rows += [CheckRow(**row) for row in answer["check"]["rows"]]
@@ -222,9 +186,12 @@ def compare(report: Report) -> None:
 def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds: float) -> None:
     """Measure every link between the nodes, in both directions."""
     ports = [port, port + 1]
-    listeners, failures = at_once(remotes, lambda r: r.ask(LISTEN_S, "listen", ports=ports))
+    listeners, failures = at_once(
+        remotes, lambda remote: remote.ask(LISTEN_S, "listen", ports=ports)
+    )
     for node, listener in listeners.items():
-        used = "; ".join(f"{p}: {why}" for p, why in listener.get("errors", {}).items())
+        errors = listener.get("errors", {})
+        used = "; ".join(f"{used_port}: {why}" for used_port, why in errors.items())
         if used or "error" in listener:
             failures[node] = used or listener["error"]
     for node, why in failures.items():
@@ -236,20 +203,22 @@ def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds:
     def probe(remote: Remote) -> dict:
         target = targets[remote.name]
         free_port = listeners[target.name]["free_port"]
-        message = {"host": target.host, "ports": ports, "free_port": free_port}
-        return remote.ask(PROBE_S, "probe", **message, seconds=seconds)
+        return remote.ask(
+            PROBE_S, "probe", host=target.host, ports=ports, free_port=free_port, seconds=seconds
+        )
 
     for distance in range(1, len(ready)):
         for index, remote in enumerate(ready):
             targets[remote.name] = ready[(index + distance) % len(ready)]
-        answers, failures = at_once([r for r in ready if report.passes(r.name)], probe)
+        senders = [remote for remote in ready if report.passes(remote.name)]
+        answers, failures = at_once(senders, probe)
         for node, answer in answers.items():
             report.links[node, targets[node].name] = answer
         for node, why in failures.items():
-            report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", ""))
+            report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
 
 
-def judge_links(report: Report) -> None:
+def add_link_rows(report: Report) -> None:
     """Add the rows about ports, clocks and links: some for each node, some for the network."""
     nodes = list(dict.fromkeys(node for pair in report.links for node in pair))
     why = judge.unreachable(report.links)
@@ -259,13 +228,14 @@ def judge_links(report: Report) -> None:
         report.rows[node].append(judge.judge_ports(node, culprits, why))
         report.rows[node].append(judge.judge_clock(node, report.links))
         report.rows[node].append(slow[node])
-    interfaces = {
-        start: link["interface"] for (start, _), link in report.links.items() if "address" in link
-    }
-    speeds = [
-        report.facts[node]["interfaces"].get(name, {}).get("gbit_s", 0)
-        for node, name in interfaces.items()
-    ]
+    interfaces = {}  # node -> the interface over which it sends
+    for (start, _), link in report.links.items():
+        if "address" in link:
+            interfaces[start] = link["interface"]
+    speeds = []  # of these interfaces, in Gb/s; 0 if unknown
+    for node, name in interfaces.items():
+        facts = report.facts[node]["interfaces"].get(name, {})
+        speeds.append(facts.get("gbit_s", 0))
     interface = next(iter(interfaces.values()), "")
     passing = {node: report.facts[node] for node in report.passing}
     used = {node: interfaces.get(node, "") for node in passing}
@@ -384,7 +354,7 @@ def collective(
 
     answers, failures = at_once([remote for group in groups for remote in group], ask)
     for node, why in failures.items():
-        report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", ""))
+        report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
     results = []
     for group in groups:
         names = [remote.name for remote in group]
@@ -394,37 +364,3 @@ def collective(
                 errors.append(f"{name}: {error}")
         results.append({"error": "; ".join(errors)} if errors else answers[names[0]])
     return results
-
-
-# --- results --------------------------------------------------------------------------------------
-
-
-def write(report: Report, folder: Path) -> None:
-    """Write the lists of passing and failing nodes, the page, and nodes.json. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    failing = [node for node in report.nodes if not report.passes(node)]
-    passing_lines = [f"{node}\n" for node in report.passing]
-    failing_lines = [f"{node}\t{'; '.join(report.reasons(node))}\n" for node in failing]
-    files = {
-        "passing_nodes.txt": "".join(passing_lines),
-        "failing_nodes.txt": "".join(failing_lines),
-        "nodes.json": json.dumps(report.as_dict(), indent=1),
-        "nodes.html": page.page(report.as_dict()),
-    }
-    for name, content in files.items():
-        write_whole(folder / name, content.encode())
-
-
-def text(report: Report) -> str:
-    """Return the report as text: each node with its reasons and warnings, and the network's table.
-
-    The last lines export the proposed variables.
-    """
-    lines = []
-    for node in report.nodes:
-        lines.append(f"{'PASS' if report.passes(node) else 'FAIL'}  {node}")
-        lines += [f"      {reason}" for reason in report.reasons(node)]
-        warnings = [row for row in report.rows[node] if row.verdict == "warn"]
-        lines += [f"      warn: {row.check}: {row.value}" for row in warnings]
-    proposed = [f"export {name}={shlex.quote(value)}" for name, value in report.proposal.items()]
-    return "\n".join([*lines, "", table(report.cluster), *proposed])

@@ -37,7 +37,8 @@ def differences(facts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, P
     for name in names:
         most = usual(values.get(name, "") for values in facts.values())
         for node, values in facts.items():
-            if (here := values.get(name, "")) != most:
+            here = values.get(name, "")
+            if here != most:
                 different[node][name] = (here, most)
     return different
 
@@ -117,7 +118,7 @@ def judge_ports(node: str, culprits: Mapping[str, list[Pair]], why: Mapping[Pair
     links_by_reason: dict[str, list[str]] = {}
     for start, to in pairs:
         links_by_reason.setdefault(why[start, to], []).append(f"{start} -> {to}")
-    value = "; ".join(f"{why} ({', '.join(links)})" for why, links in links_by_reason.items())
+    value = "; ".join(f"{text} ({', '.join(links)})" for text, links in links_by_reason.items())
     do = "open MASTER_PORT, the next port and the kernel's free ports in the firewall of this node"
     return graded("ports", value or "reachable", "reachable", do, refuse=bool(pairs))
 
@@ -141,7 +142,8 @@ def judge_links(
     do = "check cable, switch port, speed and errors of this node's interface (ethtool)"
     bad: dict[str, set[Pair]] = {"refuse": set(), "warn": set()}
     for pair, rate in rates.items():
-        if (verdict := worst(1 - rate / healthy, SLOW)) != "ok":
+        verdict = worst(1 - rate / healthy, SLOW)
+        if verdict != "ok":
             bad[verdict].add(pair)
     culprits = {verdict: blamed(pairs, nodes) for verdict, pairs in bad.items()}
     rows = {}
@@ -225,14 +227,15 @@ def proposal(
         devices[node] = ",".join(names)
     variables = {}
     rows = []
-    for check, variable, chosen in (
-        ("interface", "NCCL_SOCKET_IFNAME", interfaces),
-        ("RDMA devices", "NCCL_IB_HCA", devices),
+    # `missing`: the row's text if no node has a value.
+    for check, variable, chosen, missing in (
+        ("interface", "NCCL_SOCKET_IFNAME", interfaces, "none found: NCCL chooses one itself"),
+        ("RDMA devices", "NCCL_IB_HCA", devices, "none found: NCCL uses TCP"),
     ):
         values = {value for value in chosen.values() if value}
         each = "; ".join(f"{node} {value or 'none'}" for node, value in chosen.items())
         if not values:
-            rows.append(skipped(check, "none found; NCCL uses TCP" if devices else "unknown"))
+            rows.append(skipped(check, missing if chosen else "no node passes"))
         elif len(set(chosen.values())) == 1:
             variables[variable] = "=" + values.pop()
             rows.append(CheckRow(check, "ok", f"{variable}={variables[variable]}"))

@@ -76,11 +76,15 @@ def _serve(connection: socket.socket) -> None:
 
 
 def probe(host: str, ports: Sequence[int], free_port: int, seconds: float) -> dict:
-    """Measure the link to the listener of `host`.
+    """Measure the link to the listener of `host`. Return a dict with these keys:
 
-    The result has `port_errors` (port -> why it cannot be reached). If `free_port` can be reached,
-    it also has the rate in Gb/s, the round trip in s, the other node's clock minus this one's in s
-    with its uncertainty, and the local address of the link.
+    port_errors    port -> why it cannot be reached, for `ports`
+    error          why nothing was measured; without it, all of the following are there
+    gbit_s         rate in Gb/s
+    trip_s         median round trip
+    clock_s        the other node's clock minus this one's
+    clock_error_s  uncertainty of clock_s
+    address        local address of the link
     """
     every_port = [*ports, free_port]
     with ThreadPoolExecutor(len(every_port)) as pool:
@@ -126,12 +130,17 @@ def ping(host: str, port: int) -> dict:
             sent = time.time()
             start = time.perf_counter()
             connection.sendall(PING)
-            there = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))[0]
+            [other_clock] = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))
             trip = time.perf_counter() - start
-            trips.append((trip, there - (sent + trip / 2)))
-    fastest, clock = min(trips)
+            trips.append((trip, other_clock - (sent + trip / 2)))
+    fastest, clock_difference = min(trips)
     median = statistics.median(trip for trip, _ in trips)
-    return {"trip_s": median, "clock_s": clock, "clock_error_s": fastest / 2, "address": local}
+    return {
+        "trip_s": median,
+        "clock_s": clock_difference,
+        "clock_error_s": fastest / 2,
+        "address": local,
+    }
 
 
 def send(host: str, port: int, seconds: float) -> float:
@@ -147,7 +156,8 @@ def send(host: str, port: int, seconds: float) -> float:
             while time.perf_counter() < until:
                 connection.sendall(chunk)
             connection.shutdown(socket.SHUT_WR)
-            return struct.unpack("q", connection.recv(8, socket.MSG_WAITALL))[0]
+            [received] = struct.unpack("q", connection.recv(8, socket.MSG_WAITALL))
+            return received
 
     start = time.perf_counter()
     with ThreadPoolExecutor(STREAMS) as pool:

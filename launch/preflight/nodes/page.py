@@ -17,6 +17,7 @@ def page(result: dict) -> str:
 
 
 def sections(result: dict) -> list[Section]:
+    """Return the sections of the page: nodes, network, matrices, and the rows of each node."""
     nodes = list(result["rows"])
     rates = {(link["from"], link["to"]): link["gbit_s"] for link in _measured(result)}
     trips = {(link["from"], link["to"]): link["trip_s"] * 1e6 for link in _measured(result)}
@@ -44,10 +45,12 @@ def sections(result: dict) -> list[Section]:
 
 
 def _measured(result: dict) -> list[dict]:
+    """Return the links whose rate was measured."""
     return [link for link in result["links"] if "gbit_s" in link]
 
 
 def _verdict(node: str, result: dict) -> list[str]:
+    """Return the node's row in the table of nodes: name, PASS or FAIL, warnings or reasons."""
     reasons = result["failing"].get(node)
     if reasons is None:
         warnings = [row["check"] for row in result["rows"][node] if row["verdict"] == "warn"]

@@ -28,7 +28,7 @@ CONNECT_S = 10  # for ssh to connect
 
 
 class NodeFailed(Exception):
-    """A node did not answer, or its agent ended, as the message says."""
+    """A node did not answer, or its agent ended. The message says which."""
 
 
 def node_names(text: str) -> list[str]:
@@ -54,7 +54,7 @@ def node_names(text: str) -> list[str]:
     if wrong or len(set(names)) < len(names) or len(names) < 2:
         raise ConfigError(
             f"--nodes {text}: {wrong[0] if wrong else 'at least two different hosts are needed'}",
-            "each host is a name or an address",
+            "each host must be a name or an address",
             "write --nodes host1,host2; without --nodes this machine alone is checked",
         )
     return names
@@ -73,7 +73,7 @@ def agent_command(launcher: str, node: str, environment: Mapping[str, str]) -> l
     paths = f"PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}"
     shell = f"cd {root} && {paths} exec {python} -m launch.preflight.nodes.agent"
     if not launcher and under_torchrun.is_rank(environment):
-        return under_torchrun.command(node, environment)
+        return under_torchrun.agent_command(node, environment)
     if not launcher:
         launcher = "srun" if environment.get("SLURM_JOB_ID") else "ssh"
     if launcher == "ssh":
@@ -129,7 +129,10 @@ class Remote:
         self.answers.put(None)
 
     def ask(self, limit_s: float, do: str, /, **message: Any) -> dict:
-        """Send a command to the agent and return its answer."""
+        """Send the command `do` to the agent, and return its answer.
+
+        Raises NodeFailed if the agent has ended, or does not answer within `limit_s` seconds.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **message}) + "\n")
@@ -192,7 +195,9 @@ def at_once(
                 answers[name] = future.result()
             except NodeFailed as error:
                 failures[name] = str(error)
-            except BaseException:  # Ctrl-C: without its agent no thread waits any longer
+            except BaseException:
+                # On Ctrl-C, end the agents: otherwise the pool waits for the threads, which wait
+                # for answers.
                 close(remotes)
                 raise
     return answers, failures

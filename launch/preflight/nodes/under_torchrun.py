@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 WAIT_S = 7200.0  # the lifetime of an agent
 # Ports of the check under torchrun, whose own store listens on MASTER_PORT.
 PORT_OFFSET = 2
-# Variables of torchrun that another torchrun, which an agent starts, must not inherit.
-PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
-VARIABLES = ("RANK", "WORLD_SIZE")
+# Variables of torchrun, and their prefixes. An agent must not inherit them: it starts another
+# torchrun.
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -40,21 +41,25 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
 
 
-def own_variables(environment: Mapping[str, str]) -> list[str]:
+def torchrun_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of torchrun's variables in `environment`."""
-    return [name for name in environment if name in VARIABLES or name.startswith(PREFIXES)]
+    return [
+        name
+        for name in environment
+        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)
+    ]
 
 
-def agent(environment: Mapping[str, str]) -> list[str]:
+def local_agent_command(environment: Mapping[str, str]) -> list[str]:
     """Return the command of this node's agent, which does not see torchrun's variables."""
-    unset = [word for name in own_variables(environment) for word in ("-u", name)]
+    unset = [word for name in torchrun_variables(environment) for word in ("-u", name)]
     return ["env", *unset, sys.executable, "-m", "launch.preflight.nodes.agent"]
 
 
-def command(node: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the command on rank 0 that talks to the agent of `node`."""
+def agent_command(node: str, environment: Mapping[str, str]) -> list[str]:
+    """Return the command that rank 0 starts to talk to the agent of `node`."""
     if is_here(node):
-        return agent(environment)
+        return local_agent_command(environment)
     return [sys.executable, "-m", "launch.preflight.nodes.under_torchrun", "ask", node]
 
 
@@ -87,7 +92,7 @@ def name_of_this_node(names: Sequence[str]) -> str:
     return own[0]
 
 
-def store(environment: Mapping[str, str]) -> TCPStore:
+def connect_to_store(environment: Mapping[str, str]) -> TCPStore:
     """Return a client of torchrun's store."""
     from torch.distributed import TCPStore
 
@@ -100,16 +105,17 @@ def store(environment: Mapping[str, str]) -> TCPStore:
 
 
 def serve(names: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start this node's agent and pass it what rank 0 asks, until an empty line.
+    """Start this node's agent, and pass commands and answers between it and rank 0.
 
-    Only the first rank of a node does so. Raises ConfigError if `names` lacks this node.
+    Return when rank 0 sends an empty line. On a node with several ranks, all but the first return
+    at once. Raises ConfigError if `names` lacks this node.
     """
     if environment.get("LOCAL_RANK", "0") != "0":
         return
     name = name_of_this_node(names)
-    messages = store(environment)
+    messages = connect_to_store(environment)
     process = subprocess.Popen(
-        agent(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        local_agent_command(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin and process.stdout
     number = 0
@@ -123,8 +129,8 @@ def serve(names: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def ask(name: str, environment: Mapping[str, str]) -> None:
-    """Pass lines of stdin to the agent of node `name`, and print its answers."""
-    messages = store(environment)
+    """Pass lines of stdin to the agent of node `name`, and print its answers, on rank 0."""
+    messages = connect_to_store(environment)
     number = 0
     for line in sys.stdin:
         messages.set(f"{name}/ask/{number}", line)
@@ -133,7 +139,7 @@ def ask(name: str, environment: Mapping[str, str]) -> None:
         if not answer:  # the agent has ended
             break
         print(answer, end="", flush=True)
-    messages.set(f"{name}/ask/{number}", "")
+    messages.set(f"{name}/ask/{number}", "")  # ends the agent
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from throughput.gemm_tuning import cli, file
 from throughput.gemm_tuning import tune as tuner
 from throughput.gemm_tuning.file import (
     PREFIX,
-    Tuned,
+    TunedFile,
     configured,
     per_gpu,
     read_recorded,
@@ -65,7 +65,7 @@ FP8_ROWS = (
 def tuned_file(path, *keys, **validators):
     write_tuned(
         path,
-        Tuned(
+        TunedFile(
             validators or VERSIONS, {key: ("Gemm_Hipblaslt_17", "0.01") for key in keys or (MM,)}
         ),
     )
@@ -73,7 +73,7 @@ def tuned_file(path, *keys, **validators):
 
 
 def test_a_tuned_file_is_read_as_it_was_written(tmp_path):
-    tuned = Tuned(VERSIONS, {MM: ("Gemm_Hipblaslt_17", "0.0188931"), WGRAD: ("Default", "")})
+    tuned = TunedFile(VERSIONS, {MM: ("Gemm_Hipblaslt_17", "0.0188931"), WGRAD: ("Default", "")})
     write_tuned(tmp_path / "new" / "a.csv", tuned)
     assert read_tuned(tmp_path / "new" / "a.csv") == tuned
     lines = (tmp_path / "new" / "a.csv").read_text().splitlines()
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(file.Path, "write_text", full)
     with pytest.raises(StorageError, match="No space left"):
-        write_tuned(path, Tuned(VERSIONS, {WGRAD: ("Default", "")}))
+        write_tuned(path, TunedFile(VERSIONS, {WGRAD: ("Default", "")}))
     assert path.read_text() == old and list(tmp_path.iterdir()) == [path]
 
 
