@@ -239,7 +239,7 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
 
 @pytest.mark.parametrize("normed", [False, True], ids=["o", "qkv"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
+def test_lora_adapter_kernels_are_as_exact_as_plain_torch(normed, p):
     """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the
     same mask; the quantized gradient bit for bit.
     """

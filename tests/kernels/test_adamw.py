@@ -140,11 +140,11 @@ def test_bias_corrections_are_exact_to_fp32(t, betas):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
-def test_reference(dtype, case):
+def test_the_reference_agrees_with_fp64_and_torch(dtype, case):
     check("reference", (37, 130), "cpu", dtype, case)
 
 
-def test_reference_skips():
+def test_the_reference_changes_no_byte_when_told_to_skip():
     check_skip("reference", "cpu", torch.bfloat16)
 
 
@@ -160,19 +160,19 @@ if DEVICE.type == "cuda":  # Triton's interpreter truncates to bf16 instead of r
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape, dtype", SHAPES, ids=str)
-def test_kernel(shape, dtype, case):
+def test_the_kernel_agrees_with_fp64_and_torch(shape, dtype, case):
     check("triton", shape, DEVICE, dtype, case)
 
 
-def test_kernel_skips():
+def test_the_kernel_changes_no_byte_when_told_to_skip():
     check_skip("triton", DEVICE, torch.float16)
 
 
-def test_kernel_at_rate_zero():
+def test_the_kernel_at_learning_rate_zero_changes_no_bit_of_a_weight():
     check_rate_zero("triton", DEVICE)
 
 
-def test_an_empty_shard_is_nothing_to_do():
+def test_an_empty_shard_is_accepted():
     by_us("triton", *start((0, 7), DEVICE), *CASES[0], torch.float16)
 
 

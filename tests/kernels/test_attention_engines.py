@@ -195,7 +195,7 @@ def each(request, monkeypatch):
     return chosen(request.param, monkeypatch)
 
 
-def test_output_and_gradients_of_grouped_heads_with_32_bit_atomics(aiter):
+def test_aiter_gives_sdpas_output_and_gradients_with_32_bit_atomics(aiter):
     torch.manual_seed(0)
     packed = torch.randn(2, 32, 8, 16)  # heads are views of one projection, as in a block
     leaves = [x.requires_grad_() for x in packed.split([4, 2, 2], 2)]
@@ -203,7 +203,7 @@ def test_output_and_gradients_of_grouped_heads_with_32_bit_atomics(aiter):
     assert aiter.calls == [("forward", 0), ("backward", True, False, 0)]
 
 
-def test_flash_attention_4_takes_a_blocks_views_as_they_are(flash_attention, monkeypatch):
+def test_flash_attention_4_gets_the_views_of_a_block_without_a_copy(flash_attention, monkeypatch):
     torch.manual_seed(0)
     shape = MINIATURE.shape
     projection, called = torch.randn(2, 32, shape.qkv_size), flash_attention.flash_attn_func
@@ -242,7 +242,7 @@ def check(leaves, compute):
 SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
 
 
-def test_the_self_test_runs_it_and_names_it(each):
+def test_the_self_test_runs_and_names_the_pinned_engine(each):
     result = self_test.SelfTestResult()
     decibels = [
         measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)
@@ -253,7 +253,7 @@ def test_the_self_test_runs_it_and_names_it(each):
     assert each.calls
 
 
-def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
+def test_the_self_test_finds_an_infinite_gradient_of_aiter(aiter, monkeypatch):
     right = aiter.fmha_v3_bwd
 
     def overflows(*tensors, **options):
@@ -266,7 +266,7 @@ def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
     assert bad == ["attention backward dQ"]
 
 
-def test_without_the_variable_it_is_not_asked(each, monkeypatch):
+def test_an_engine_that_is_not_pinned_is_not_called(each, monkeypatch):
     monkeypatch.delenv("ATTENTION_ENGINE")
     with attention_backends("cpu"):
         causal_attention(*(torch.randn(1, 8, 2, 16) for _ in range(3)))
@@ -283,7 +283,7 @@ def test_without_the_variable_it_is_not_asked(each, monkeypatch):
         ("transformer_engine", SimpleNamespace(), "DotProductAttention"),
     ],
 )
-def test_refused_without_the_package_or_its_functions(monkeypatch, name, package, why):
+def test_an_engine_without_its_package_or_its_functions_is_refused(monkeypatch, name, package, why):
     chosen(name, monkeypatch)
     module, _, _ = STAND_INS[name]
     monkeypatch.setitem(sys.modules, module, package)

@@ -83,23 +83,23 @@ def check(arch, forms):
     )
 
 
-def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch, forms):
+def test_every_kernel_compiles_without_spills_and_within_the_shared_memory(arch, forms):
     check(arch, forms)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", OTHER_TRITONS)
 @pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch.startswith("gfx")])
-def test_every_kernel_compiles_for_amd_with_triton(version, arch):
+def test_every_kernel_compiles_for_amd_with_other_versions_of_triton(version, arch):
     check(arch, compiled_forms(arch, version))
 
 
-def test_spills_are_found_for(forms):
+def test_a_kernel_that_spills_is_found(forms):
     assert [form["spills"] > 0 for form in forms if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
 
 
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
-def test_no_loop_is_pipelined_by_default_on(arch, forms):
+def test_no_loop_is_pipelined_by_default(arch, forms):
     """Triton 3.7 and 3.8 miscompile such loops.
 
     The single stage of the settings (below) applies only to loops that name a number.
@@ -107,7 +107,7 @@ def test_no_loop_is_pipelined_by_default_on(arch, forms):
     assert not [form["kernel"] for form in forms if form["pipelined"]]
 
 
-def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
+def test_cross_entropy_reads_and_writes_16_bytes_at_a_time(forms):
     """Its speed is that of memory.
 
     Forward: eight columns per thread and tile row; backward: two times eight.
@@ -132,7 +132,7 @@ def test_both_layouts_come_from_one_tile_on_amd_alone(arch, forms):
     assert len(both) == (5 if arch.startswith("gfx") else 0)
 
 
-def test_adamw_exchanges_nothing_between_threads_on(forms):
+def test_adamw_exchanges_nothing_between_threads(forms):
     """The store of the bf16 copy must not change the layout of the fp32 ones."""
     assert {form["shared"] for form in forms if form["kernel"] == "_adamw_kernel"} == {0}
 

@@ -27,7 +27,7 @@ def tokens(count, rows=20):
 
 @pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_kernel_adds_what_torch_finds_dense(count, ranks):
+def test_added_rows_equal_torchs_dense_gradient(count, ranks):
     ids, gradient = tokens(count), normal(count, COLUMNS, seed=1)
     start = normal(ROWS, COLUMNS, seed=2)
     dense = torch.ops.aten.embedding_dense_backward(gradient.double(), ids, 20, -1, False)

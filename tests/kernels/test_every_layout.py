@@ -59,7 +59,7 @@ def test_nothing_is_transposed_and_the_products_are_the_same(on, arch):
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_120", "gfx942", "gfx950"])
-def test_other_gpus_are_not_asked(on, arch, monkeypatch):
+def test_other_gpus_keep_both_layouts_without_a_trial_product(on, arch, monkeypatch):
     on(arch)
     monkeypatch.setattr(fp8, "product", pytest.fail)
     assert not takes_every_layout(CPU)
@@ -74,7 +74,7 @@ def refuses(*_, **__):
 @pytest.mark.parametrize(
     "multiply", [refuses, lambda a, b, **_: torch.zeros(32, 32)], ids=["refused", "wrong"]
 )
-def test_one_product_decides(on, multiply, monkeypatch):
+def test_a_refused_or_wrong_trial_product_keeps_both_layouts(on, multiply, monkeypatch):
     on("sm_100")
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     assert not takes_every_layout(CPU)

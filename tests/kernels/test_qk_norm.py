@@ -93,7 +93,7 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     assert nothing == () and torch.equal(frozen.rowwise, ours[0].rowwise)
 
 
-def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
+def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded.
 
     The weights' gradients are the same in all.
@@ -127,7 +127,7 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
             scaling.step_done()
 
 
-def test_the_pass_for_the_amax_writes_nothing_else():
+def test_the_pass_for_the_amax_writes_only_the_amax():
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
     before, weights = (
@@ -168,7 +168,7 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     )
 
 
-def test_without_its_norm_it_is_rope():
+def test_with_heads_of_unit_norm_and_weights_of_one_only_rope_remains():
     """Heads of mean square 1, weights 1: what is left is the rotation."""
     batch, sequence, heads, kv_heads, head_dim = SHAPES[2]
     cos, sin = tables(sequence, head_dim // 2)

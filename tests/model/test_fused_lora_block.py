@@ -38,7 +38,7 @@ def fix_masks(plain, fused, monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.0, P])
-def test_it_computes_what_autograd_does(dropout, monkeypatch):
+def test_output_and_gradients_are_those_of_autograd(dropout, monkeypatch):
     plain = plain_block(dropout=dropout)
     fused = fused_block(plain, dropout)
     if dropout:
@@ -109,7 +109,7 @@ def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
     )
 
 
-def test_backward_runs_once():
+def test_a_second_backward_is_refused():
     x, d_out, tables = data()
     out = fused_block(plain_block())(x.requires_grad_(), *tables)
     out.backward(d_out, retain_graph=True)
@@ -136,7 +136,7 @@ def test_dropout_is_drawn_anew_each_time_and_only_in_training():
     )
 
 
-def test_evaluation_keeps_nothing(monkeypatch):
+def test_an_evaluation_saves_nothing_for_backward(monkeypatch):
     x, _, tables = data()
     block = fused_block(plain_block()).eval()
     kept = []
@@ -151,7 +151,7 @@ def test_evaluation_keeps_nothing(monkeypatch):
     assert isinstance(kept[1][1], SavedByLoraBlock)
 
 
-def test_what_the_base_is_asked_for():
+def test_each_pass_requests_and_releases_the_weights_of_its_layer_once():
     x, d_out, tables = data()
     block = fused_block(plain_block(), layer=7)
     results(block, x, d_out, tables)
@@ -179,7 +179,7 @@ def storages(saved):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_it_keeps_as_many_bytes_as_it_says(in_fp8):
+def test_saved_tensors_take_the_stated_bytes_per_token(in_fp8):
     x, _, tables = data(dtype=torch.bfloat16, batch=1, sequence=256)
     block = fused_block(plain_block(dtype=torch.bfloat16), P, in_fp8)
     _, saved = block.run(x, *tables, True)
@@ -191,7 +191,7 @@ def test_it_keeps_as_many_bytes_as_it_says(in_fp8):
     assert sum(found.values()) == 256 * saved_bytes_per_token(SMALL, RANK, in_fp8)
 
 
-def test_bytes_of_the_70b():
+def test_saved_bytes_per_token_of_the_70b():
     assert saved_bytes_per_token(LLAMA2_70B, 16, True) == 127_304
     assert saved_bytes_per_token(LLAMA2_70B, 16, False) == 127_304 + 57_344
 

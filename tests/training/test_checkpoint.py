@@ -286,7 +286,9 @@ def saved_fp8(run_dir):
     ]
 
 
-def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch):
+def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
+    processes, tmp_path, monkeypatch
+):
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
     monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
@@ -294,7 +296,7 @@ def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch
     assert_continues(whole, rest, 5)
 
 
-def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
+def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
     folder, _, _ = shared
     log = records(folder / "run_on/result.txt")
     (line,) = [record for record in log if record["key"] == "resumed"]
@@ -323,7 +325,7 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
 # --- when, and beside what
 
 
-def test_when_is_evaluations_or_seconds():
+def test_the_checkpoint_option_takes_evaluations_or_seconds():
     assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
     for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
         with pytest.raises(ConfigError, match="--checkpoint"):
@@ -337,7 +339,7 @@ def made(processes, tmp_path):
     )
 
 
-def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
+def test_saves_come_every_second_evaluation_or_every_ten_seconds(made, monkeypatch):
     monkeypatch.setattr(
         checkpoint.dcp,
         "async_save",
@@ -388,7 +390,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(
     )
 
 
-def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
+def test_a_save_holds_the_weights_of_the_moment_it_began(made, tmp_path, monkeypatch):
     gate, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(
         checkpoint, "write_file", lambda *rest, **options: (gate.wait(30), write(*rest, **options))
@@ -458,7 +460,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
 
 
-def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monkeypatch):
+def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
     monkeypatch.setattr(
         checkpoint,
         "write_file",
@@ -473,7 +475,7 @@ def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monke
     heartbeat.write.assert_called_with(1, "checkpoint")
 
 
-def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):
+def test_files_of_a_killed_save_are_not_part_of_the_next_save(processes, tmp_path):
     """The killed run may have had more ranks, and its last file may be cut off."""
     left = tmp_path / FOLDER / f"step_00000003{PARTIAL}"
     left.mkdir(parents=True)
@@ -521,7 +523,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "args", "said"), REFUSED, ids=[row[2] for row in REFUSED])
-def test_another_run_is_refused(made, copied, changes, args, said):
+def test_continuing_with_another_config_or_seed_is_refused(made, copied, changes, args, said):
     if changes.get("linear"):  # its shape is no FP8 shape
         with pytest.raises(ConfigError, match=said):
             require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
@@ -550,7 +552,7 @@ def test_what_only_concerns_speed_may_change(copied):
     }
 
 
-def test_no_checkpoint_is_said(tmp_path):
+def test_a_folder_without_a_complete_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path / "nowhere")
     assert "does not exist" in missing.value.why
@@ -560,13 +562,13 @@ def test_no_checkpoint_is_said(tmp_path):
     assert "complete" in missing.value.why
 
 
-def test_of_two_the_newer_one_is_taken(copied):
+def test_the_newest_checkpoint_is_loaded(copied):
     folder, _ = newest(copied)
     shutil.copytree(folder, folder.with_name("step_00000005"))
     assert newest(copied)[0] == folder
 
 
-def test_configs_without_checkpoints():
+def test_checkpoints_on_two_nodes_are_refused():
     with pytest.raises(ConfigError, match="one node"):
         require_possible(run_config(nodes=2))
 

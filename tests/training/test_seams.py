@@ -189,7 +189,7 @@ def assert_is_sgd(step):
         torch.testing.assert_close(step["after"][name], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_one_rank(processes, plugged, tmp_path):
+def test_one_rank_trains_and_continues_with_the_new_rule_and_format(processes, plugged, tmp_path):
     write_data(tmp_path / "data")
     begun, rest = sittings(tmp_path, 1)
     assert_continues(begun, rest)
@@ -213,7 +213,7 @@ def test_one_rank(processes, plugged, tmp_path):
     )
 
 
-def test_two_ranks(plugged, tmp_path):
+def test_two_ranks_train_and_continue_with_the_new_rule_and_format(plugged, tmp_path):
     write_data(tmp_path / "data")
     ranks = call_on_ranks(2, "test_seams:on_two_ranks", tmp_path)
     assert_continues(*ranks[0]["sittings"])
@@ -226,7 +226,7 @@ def test_two_ranks(plugged, tmp_path):
     )
 
 
-def test_each_changes_what_is_computed(processes, plugged, tmp_path):
+def test_the_new_rule_and_the_new_format_each_change_the_losses(processes, plugged, tmp_path):
     write_data(tmp_path / "data")
     runs = [
         run(tmp_path / "adamw", tmp_path / "data"),
