@@ -15,7 +15,7 @@ EPS = 1e-3  # large enough that forgetting it shows
 FORWARDS = [engine[0] for engine in qk_norm.IMPLEMENTATIONS.values()]
 BACKWARDS = [engine[1] for engine in qk_norm.IMPLEMENTATIONS.values()]
 LONG = (1, 280, 1, 1, 16)  # more rows than one program takes
-HALF_PRECISION = {torch.float32: 2e-6, torch.float16: 1e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def weights_of(head_dim, dtype):
@@ -53,7 +53,7 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
         assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:]), (
             "the values stay"
         )
-        assert error(ours.view_as(unpacked)[:, :, :turned], truth) < HALF_PRECISION[dtype]
+        assert error(ours.view_as(unpacked)[:, :, :turned], truth) < TOLERANCE[dtype]
         again = qkv.clone()
         assert function(
             again, weights, EPS, cos, sin, heads, kv_heads, False
@@ -83,10 +83,10 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     for quantized, d_weights in (plain, ours):
         d_qkv = quantized.rowwise.view_as(upstream)
         assert d_qkv.dtype == dtype and quantized.columnwise is None and quantized.scale is None
-        assert error(d_qkv[:, :, :turned], leaves[0].grad) < HALF_PRECISION[dtype]
+        assert error(d_qkv[:, :, :turned], leaves[0].grad) < TOLERANCE[dtype]
         assert torch.equal(d_qkv[:, :, turned:], parts[2]), "copied"
         for d_weight, leaf in zip(d_weights, leaves[1:], strict=True):
-            assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < HALF_PRECISION[dtype]
+            assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < TOLERANCE[dtype]
     frozen, nothing = qk_norm.qk_norm_rope_backward_triton(
         parts, before, weights, EPS, cos, sin, None, weight_grad=False
     )

@@ -25,7 +25,7 @@ def sittings(processes, folder):
     return [vars(facts(folder / name)) for name in ("run", "on")]
 
 
-def test_it_continues_bit_for_bit(processes, tmp_path):
+def test_a_lora_run_continues_bit_for_bit(processes, tmp_path):
     whole, rest = sittings(processes, tmp_path)
     begin = len(whole["losses"]) - len(rest["losses"])
     assert (
