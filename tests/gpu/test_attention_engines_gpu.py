@@ -68,10 +68,8 @@ def decibels_of(name, shape, length, draw, backends):
 
     With two sequences, of which the last is compared: also the stride between them must be right.
     """
-    projection, d_out = (
-        draw(2, length, shape.qkv_size),
-        draw(2, length, shape.num_heads, shape.head_dim),
-    )
+    projection = draw(2, length, shape.qkv_size)
+    d_out = draw(2, length, shape.num_heads, shape.head_dim)
     with backends:
         out, (q, k, v) = attend(shape, projection, keep=True)
         evaluated, _ = attend(shape, projection, keep=False)

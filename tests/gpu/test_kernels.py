@@ -80,11 +80,9 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
         (swiglu_quantized_triton, swiglu_quantized_backward_triton),
     ):
         scaling = DelayedScaling()
-        quantizer, gradient, kept_quantizer = (
-            scaling.quantizer(),
-            scaling.quantizer(gradient=True),
-            scaling.quantizer(transposed=False),
-        )
+        quantizer = scaling.quantizer()
+        gradient = scaling.quantizer(gradient=True)
+        kept_quantizer = scaling.quantizer(transposed=False)
         scaling.allocate(device)
         for step in range(2):  # two passes, then one
             h, kept = forward(gate_up, quantizer, kept_quantizer if keeps else None)
@@ -191,10 +189,8 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     qkv = torch.randn(batch * sequence, all_heads * head_dim, device=device, dtype=torch.bfloat16)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     truth = rope_reference(unpacked[:1, :, :turned].double(), cos, sin)
-    plain, ours = (
-        rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads),
-        rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads),
-    )
+    plain = rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads)
+    ours = rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads)
     errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
     assert errors[1] <= 2 * errors[0]
     assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
@@ -249,13 +245,11 @@ def test_lora_adapter_kernels_are_as_exact_as_plain_torch(normed, p):
     def normal(*shape, std=1.0):
         return (std * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
 
-    x, a, b, g, d_n = (
-        normal(rows, inputs),
-        normal(rank, inputs, std=0.01),
-        normal(outputs, rank),
-        normal(rows, outputs),
-        normal(rows, inputs),
-    )
+    x = normal(rows, inputs)
+    a = normal(rank, inputs, std=0.01)
+    b = normal(outputs, rank)
+    g = normal(rows, outputs)
+    d_n = normal(rows, inputs)
     norm = (
         lora.Norm(torch.rand(rows, generator=generator, device="cuda") + 0.5, normal(inputs))
         if normed
@@ -322,10 +316,8 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     if torch.cuda.mem_get_info()[0] < 22 * size:
         pytest.skip("needs 48 GB of free GPU memory")
     weight, m, v = (torch.zeros(size, device="cuda") for _ in range(3))
-    gradient, rounded = (
-        torch.ones(size, device="cuda"),
-        torch.empty(size, dtype=torch.bfloat16, device="cuda"),
-    )
+    gradient = torch.ones(size, device="cuda")
+    rounded = torch.empty(size, dtype=torch.bfloat16, device="cuda")
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -404,17 +396,13 @@ def test_accumulate_adds_what_the_reference_adds(shape):
     parts = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
     ours = theirs = None
     for part in parts:
-        ours, theirs = (
-            accumulate.accumulate_triton(ours, part),
-            accumulate.accumulate_reference(theirs, part),
-        )
+        ours = accumulate.accumulate_triton(ours, part)
+        theirs = accumulate.accumulate_reference(theirs, part)
     assert torch.equal(ours, theirs)
     for others in (1, 3):
         more = torch.randn(others, *shape, device="cuda").bfloat16()
-        ours, theirs = (
-            accumulate.accumulate_triton(ours, parts[0], more),
-            accumulate.accumulate_reference(theirs, parts[0], more),
-        )
+        ours = accumulate.accumulate_triton(ours, parts[0], more)
+        theirs = accumulate.accumulate_reference(theirs, parts[0], more)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -423,11 +411,9 @@ def test_an_embeddings_rows_are_added_as_the_dense_gradient_is_and_always_in_one
     rows, tokens = 128256, 8192 * ranks
     ids = torch.randint(rows, (tokens,), device="cuda")
     ids[torch.rand(tokens, device="cuda") < 0.05] = rows // 2  # as a frequent word
-    gradient, first, count = (
-        torch.randn(tokens, 4096, device="cuda").bfloat16(),
-        rows // 4,
-        rows // 2,
-    )
+    gradient = torch.randn(tokens, 4096, device="cuda").bfloat16()
+    first = rows // 4
+    count = rows // 2
     dense = (
         torch.zeros(rows, 4096, device="cuda", dtype=torch.float64).index_add_(
             0, ids, gradient.double()

@@ -143,12 +143,10 @@ def main() -> None:
         if child.poll() is None:
             target, number = child.pid, signal.SIGTERM
             if args.kill_rank is not None:
-                target, number = (
-                    json.loads((run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text())[
-                        "pid"
-                    ],
-                    signal.SIGKILL,
-                )
+                target = json.loads(
+                    (run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text()
+                )["pid"]
+                number = signal.SIGKILL
             hit = time.time()
             os.kill(target, number)
     code = child.wait()

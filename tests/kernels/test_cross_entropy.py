@@ -118,11 +118,9 @@ def test_the_kernel_is_as_exact_as_plain_torch(shape, dtype, randn, random_label
 
 
 def test_upstream_gradients_and_labels_may_have_any_strides(randn, random_labels):
-    logits, batch, weights = (
-        randn(3, 4, 500),
-        random_labels(500, 3, 2, 4),
-        tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0),
-    )
+    logits = randn(3, 4, 500)
+    batch = random_labels(500, 3, 2, 4)
+    weights = tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0)
     labels = batch.unbind(1)[1]  # cut from the batch as the loop cuts them
     assert not labels.is_contiguous()
     compare(logits, labels, weights[:3], "contiguous")

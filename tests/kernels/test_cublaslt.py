@@ -20,16 +20,18 @@ DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 
 
 class StandIn:
-    """Algorithm i of `times` takes times[i] ms; those in `inexact` return another last bit."""
+    """A fake cuBLASLt.
+
+    Its algorithm i takes times[i] ms. Algorithms in `inexact` change the last element. Each product
+    returns `status` (0: success).
+    """
 
     def __init__(self, times=(3.0, 2.0, 1.0), inexact=(), status=0):
-        self.times, self.inexact, self.status, self.objects, self.launched = (
-            times,
-            inexact,
-            status,
-            {},
-            [],
-        )
+        self.times = times
+        self.inexact = inexact
+        self.status = status
+        self.objects = {}
+        self.launched = []
 
     def make(self, out, **facts):
         out._obj.value = len(self.objects) + 1

@@ -238,22 +238,16 @@ def test_products_match_fp32_products_of_the_stored_values():
     The error of two casts is bounded against the true products.
     """
     scaling = DelayedScaling()
-    x_quantizer, w_quantizer, g_quantizer = (
-        scaling.quantizer(),
-        scaling.quantizer(weight=True),
-        scaling.quantizer(gradient=True),
-    )
+    x_quantizer = scaling.quantizer()
+    w_quantizer = scaling.quantizer(weight=True)
+    g_quantizer = scaling.quantizer(gradient=True)
     scaling.allocate(CPU)
-    x, w, g = (
-        normal(48, 64).bfloat16(),
-        normal(32, 64, seed=1).bfloat16(),
-        normal(48, 32, seed=2).bfloat16(),
-    )
-    n, weight, gradient = (
-        quantize_reference(x, x_quantizer),
-        quantize_reference(w, w_quantizer),
-        quantize_reference(g, g_quantizer),
-    )
+    x = normal(48, 64).bfloat16()
+    w = normal(32, 64, seed=1).bfloat16()
+    g = normal(48, 32, seed=2).bfloat16()
+    n = quantize_reference(x, x_quantizer)
+    weight = quantize_reference(w, w_quantizer)
+    gradient = quantize_reference(g, g_quantizer)
     for ours, stored, true, bound in (
         (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
         (

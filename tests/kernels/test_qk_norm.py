@@ -38,10 +38,8 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
-    qkv, weights = (
-        normal(batch * sequence, all_heads * head_dim, dtype=dtype),
-        weights_of(head_dim, dtype),
-    )
+    qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
+    weights = weights_of(head_dim, dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     truth = truth_of(
         unpacked[:, :, :turned].double(), [weight.double() for weight in weights], cos, sin, heads
@@ -100,10 +98,8 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
     """
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = (
-        normal(batch * sequence, (heads + kv_heads) * head_dim),
-        weights_of(head_dim, torch.float32),
-    )
+    before = normal(batch * sequence, (heads + kv_heads) * head_dim)
+    weights = weights_of(head_dim, torch.float32)
     upstream = normal(batch, sequence, heads + 2 * kv_heads, head_dim, seed=4)
     scaling, (quantizer,) = unrounded({"gradient": True})
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
@@ -130,10 +126,8 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
 def test_the_pass_for_the_amax_writes_only_the_amax():
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = (
-        normal(batch * sequence, (heads + kv_heads) * head_dim),
-        weights_of(head_dim, torch.float32),
-    )
+    before = normal(batch * sequence, (heads + kv_heads) * head_dim)
+    weights = weights_of(head_dim, torch.float32)
     parts = parts_of(normal(batch, sequence, heads + 2 * kv_heads, head_dim), heads, kv_heads)
     whole = qk_norm.qk_norm_rope_backward_triton(parts, before, weights, EPS, cos, sin, None)[
         0

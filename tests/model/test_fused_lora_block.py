@@ -15,6 +15,7 @@ from fused_lora import (
     results,
     saved_bytes_per_token,
 )
+from signal_to_noise import sqnr_db
 
 from common.kernels import fp8
 from common.kernels.lora import Dropout, keep_mask
@@ -55,10 +56,6 @@ def test_output_and_gradients_are_those_of_autograd(dropout, monkeypatch):
         assert (found[name] - value).norm() < 1e-5 * value.norm(), name
 
 
-def decibels(truth, value):
-    return float(20 * torch.log10(truth.double().norm() / (truth.double() - value.double()).norm()))
-
-
 @pytest.mark.parametrize("fnuz", [False, True], ids=["ocp", "fnuz"])
 def test_fp8_stays_near_bf16(fnuz, monkeypatch):
     if fnuz:
@@ -74,7 +71,7 @@ def test_fp8_stays_near_bf16(fnuz, monkeypatch):
     exact["output"] -= x  # without the residual stream, which passes by all FP8
     found["output"] -= x
     for name in exact:
-        assert decibels(exact[name], found[name]) >= 20, name
+        assert sqnr_db(found[name], exact[name]) >= 20, name
     assert not any(quantizer.transposed for quantizer in vars(block.quantizers).values()), (
         "no product reads a transposed activation or gradient"
     )

@@ -139,10 +139,8 @@ def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_bytes_come_back_though_their_memory_is_used_again():
     device, shape = torch.device("cuda", torch.cuda.current_device()), (64, 1 << 20)
-    offloader, differ = (
-        ActivationOffloader(6, shape, torch.uint8, device),
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
+    offloader = ActivationOffloader(6, shape, torch.uint8, device)
+    differ = torch.zeros((), dtype=torch.int64, device=device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

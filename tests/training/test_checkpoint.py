@@ -126,10 +126,8 @@ def on_two_ranks(processes, folder):
 def on_three_ranks(processes, folder):
     """Continue a run of two ranks, and a model whose norms leave the third rank without a row."""
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
-    config, rules = (
-        run_config(**SIZES, gpus_per_node=3),
-        replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0)),
-    )
+    config = run_config(**SIZES, gpus_per_node=3)
+    rules = replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
     saving = checkpoints_of(processes, folder / "narrow", config, rules)
     as_after(saving, 7).offer(7, evaluated=True)
     saving.finish()

@@ -93,11 +93,9 @@ def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
         1,
         TINY.shape.vocab_size,
     )
-    base, end, warmup = (
-        config.opt_base_learning_rate,
-        0.1 * config.opt_base_learning_rate,
-        config.opt_learning_rate_warmup_steps,
-    )
+    base = config.opt_base_learning_rate
+    end = 0.1 * config.opt_base_learning_rate
+    warmup = config.opt_learning_rate_warmup_steps
     losses, norms, rates = [], [], []
     for step in range(len(plain.losses)):
         windows = torch.tensor(
@@ -468,12 +466,9 @@ class Scripted(torch.nn.Module):
 
     def __init__(self, losses: list[float]):
         super().__init__()
-        # 9.9: warm-up.
-        self.shape, self.max_sequence_length, self.losses = (
-            CLOSED.shape,
-            CLOSED.sequence_length,
-            iter([9.9, *losses]),
-        )
+        self.shape = CLOSED.shape
+        self.max_sequence_length = CLOSED.sequence_length
+        self.losses = iter([9.9, *losses])  # the first one is that of the warm-up
         self.weight = torch.nn.Parameter(torch.ones(1, 1))
 
     def forward(self, tokens, labels):

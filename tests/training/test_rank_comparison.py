@@ -109,10 +109,8 @@ def test_equal_ranks_are_recorded_and_not_shown(tmp_path):
 def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_more(tmp_path):
     """The mean of the last five counts; what is said on the screen is said once."""
     screen = io.StringIO()
-    ranks, said = (
-        RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2),
-        [],
-    )
+    ranks = RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2)
+    said = []
     for ms in (0.2, 0.24, *[0.2] * 13, *[0.22] * 6, *[0.2] * 6):
         ranks.processes.others = (0.0, *[0.2] * 6, ms)
         said.append(ranks.compare(1, 8, 0.0))

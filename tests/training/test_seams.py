@@ -241,10 +241,8 @@ def test_the_new_rule_and_the_new_format_each_change_the_losses(processes, plugg
 
 
 def test_a_frozen_base_is_read_in_the_format(processes, plugged):
-    rounded, plain = (
-        tiny.lora_steps(processes, linear="rounded12"),
-        tiny.lora_steps(processes),
-    )
+    rounded = tiny.lora_steps(processes, linear="rounded12")
+    plain = tiny.lora_steps(processes)
     assert rounded["losses"] != plain["losses"] and rounded["losses"] == pytest.approx(
         plain["losses"], rel=0.05
     )

@@ -326,7 +326,9 @@ def plot(files: list[Path], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stack", choices=("ours", "megatron", "plot"))
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--out", type=Path, required=True)
