@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def decibels(quantized: QuantizedTensor, truth: torch.Tensor) -> float:
-    """Of signal to noise, in the rows that `truth` has."""
+    """Return the SQNR in dB of the rows that `truth` has."""
     return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.scale, truth)
 
 
@@ -63,8 +63,9 @@ def test_quantize_stores_what_torch_computes(shape, gradient):
 @pytest.mark.parametrize("keeps", [False, True], ids=["keeps bf16", "keeps fp8"])
 @pytest.mark.parametrize("num_rows, ffn", [(16384, 14336), (8192, 28672), (300, 208)])
 def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
-    """All bytes but 1e-4 of them: sigmoids that differ in the last bit meet a rounding boundary now
-    and then.
+    """All bytes are equal except for at most 1e-4 of them.
+
+    A sigmoid that differs in the last bit is now and then on the other side of a rounding boundary.
     """
     device = torch.device("cuda")
     gate_up = torch.randn(num_rows, 2 * ffn, device=device, dtype=torch.bfloat16)
@@ -120,10 +121,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
             for gradient in (False, True, False, True)
         ]
         scaling.allocate(x.device)
-    for growth in (
-        1,
-        2,
-    ):  # in two passes; then in one, with values that saturate under the scale of the first
+    # The first step takes two passes. The second takes one, with values that saturate under the
+    # scale of the first.
+    for growth in (1, 2):
         weight = weight * growth
         r_x, r_n, r_rstd = rms_norm.add_rms_norm_reference(x, branch, weight, 1e-5, quantizers[0])
         residual, n, rstd = rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, quantizers[2])
@@ -236,8 +236,9 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
 @pytest.mark.parametrize("normed", [False, True], ids=["o", "qkv"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_lora_adapter_kernels_are_as_exact_as_plain_torch(normed, p):
-    """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the
-    same mask; the quantized gradient bit for bit.
+    """At the 70B's sizes, errors against fp64 are within twice those of plain torch in bf16.
+
+    All have the same dropout mask. The quantized gradient is plain torch's bit for bit.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     rows, inputs, outputs, rank = 8192, 8192, 10240 if normed else 8192, 16
@@ -292,8 +293,9 @@ def test_lora_adapter_kernels_are_as_exact_as_plain_torch(normed, p):
     "size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str
 )
 def test_products_by_cublaslt_are_torchs(monkeypatch, tmp_path, size):
-    """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as
-    a result in bf16 can be.
+    """In FP8 the results are equal bit for bit, whichever algorithm is the fastest.
+
+    In bf16 they are as exact as a result in bf16 can be, in each layout.
     """
     m, n, k = size
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
@@ -303,7 +305,7 @@ def test_products_by_cublaslt_are_torchs(monkeypatch, tmp_path, size):
     plain = product(a, b.t(), *scales)
     a_wide, b_wide = a.double()[:SLICE], b.double()[:SLICE]
     monkeypatch.setenv("MATMUL_ENGINE", "cublaslt")
-    for _ in range(2):  # while it chooses, and as it goes on
+    for _ in range(2):  # the first call chooses an algorithm
         assert torch.equal(product(a, b.t(), *scales), plain)
     for left in (a.bfloat16(), a.bfloat16().t().contiguous().t()):
         for right in (b.bfloat16().t(), b.bfloat16().t().contiguous()):
@@ -342,8 +344,9 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_cross_entropy_is_as_exact_as_plain_torch(shape):
-    """Three sequences of 128,256 are past 2**31 logits, where 32-bit offsets end; 50,257 is no
-    multiple of anything.
+    """Three sequences of 128,256 have more than 2**31 logits, beyond 32-bit offsets.
+
+    50,257 is not a multiple of any tile.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     original = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(
