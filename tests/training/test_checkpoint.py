@@ -101,13 +101,16 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
 
 
 def as_after(checkpoints, steps: int):
-    """The same, whose optimizer counts `steps`: a checkpoint of other steps is refused."""
+    """Return `checkpoints` with the optimizer's step count set to `steps`.
+
+    A checkpoint whose step differs from the optimizer's is refused as damaged.
+    """
     checkpoints.assembly.optimizer.update.steps.fill_(steps)
     return checkpoints
 
 
-def sittings(folder, name, ranks, rules=TINY, **options):
-    """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
+def run_and_continue(folder, name, ranks, rules=TINY, **options):
+    """Train with checkpoints, then continue from the one of step 6. Return both `trained`."""
     whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
     return whole, trained(
         folder / f"{name}_on",
@@ -120,7 +123,7 @@ def sittings(folder, name, ranks, rules=TINY, **options):
 
 
 def on_two_ranks(processes, folder):
-    return sittings(folder, "run", 2)
+    return run_and_continue(folder, "run", 2)
 
 
 def on_three_ranks(processes, folder):
@@ -148,13 +151,13 @@ def on_three_ranks(processes, folder):
 
 
 def fp8_on_two_ranks(processes, folder):
-    return sittings(folder, "run", 2, FP8_RULES, **BF16_MOMENTS)
+    return run_and_continue(folder, "run", 2, FP8_RULES, **BF16_MOMENTS)
 
 
 def lora_on_two_ranks(processes, folder):
-    from test_lora_checkpoint import sittings
+    from test_lora_checkpoint import run_and_continue
 
-    return sittings(processes, folder / "lora")
+    return run_and_continue(processes, folder / "lora")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +171,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_pairs(tmp_path_factory):
-    """The same of two ranks in FP8, with moments in bf16, and of LoRA."""
+    """Two ranks in FP8 with moments in bf16, and two of LoRA: folder, results of each."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_data(folder / "data", FP8_RULES)
     (folder / "lora").mkdir()
@@ -179,7 +182,7 @@ def other_pairs(tmp_path_factory):
 
 
 def assert_continues(whole, rest, steps):
-    """`rest` is what `whole` logged after so many steps; `whole` learned meanwhile."""
+    """Check that `rest` has the values of `whole` after `steps` steps, bit for bit."""
     assert len(rest["losses"]) == len(whole["losses"]) - steps > 0
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][steps:], key
@@ -191,7 +194,7 @@ def assert_continues(whole, rest, steps):
 
 def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tmp_path):
     write_data(tmp_path / "data")
-    whole, rest = sittings(tmp_path, "run", 1)
+    whole, rest = run_and_continue(tmp_path, "run", 1)
     assert_continues(whole, rest, 6)
     plain = trained(tmp_path / "plain", tmp_path)
     assert (
@@ -290,7 +293,7 @@ def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
     monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
-    whole, rest = sittings(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
+    whole, rest = run_and_continue(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
 
 
@@ -338,10 +341,14 @@ def made(processes, tmp_path):
 
 
 def test_saves_come_every_second_evaluation_or_every_ten_seconds(made, monkeypatch):
+    def begin_save(*args, **options):
+        saved.append(checkpoints.step)
+        return mock.Mock(done=lambda: False)
+
     monkeypatch.setattr(
         checkpoint.dcp,
         "async_save",
-        lambda *args, **options: (saved.append(checkpoints.step), mock.Mock(done=lambda: False))[1],
+        begin_save,
     )
     monkeypatch.setattr(Checkpoints, "finish", lambda self: None)
     saved = []
@@ -501,7 +508,7 @@ def test_another_failure_of_a_save_is_not_called_a_full_disk(made, monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(shared):
-    """A run of one rank's folder with a checkpoint; to be copied, not changed."""
+    """The directory of a run of two ranks with a checkpoint. Tests copy it and do not change it."""
     return shared[0] / "run"
 
 
@@ -589,11 +596,12 @@ def change_facts(**changes):
     )
 
 
+# name -> (function that damages a checkpoint's folder, words of the reason; "": any reason)
 DAMAGE = {
     "a bit flipped": (flip, "not those that were saved"),
-    "a file cut short": (cut, "."),
-    "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), "."),
-    "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), "."),
+    "a file cut short": (cut, ""),
+    "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), ""),
+    "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), ""),
     "facts cut short": (
         lambda folder: (folder / FACTS).write_text((folder / FACTS).read_text()[:50]),
         FACTS,
@@ -602,8 +610,8 @@ DAMAGE = {
     "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
     "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
     "one rank more": (change_facts(ranks=3), "3 ranks"),
-    "another seed": (change_facts(seed=2), "."),
-    "other steps": (change_facts(step=3, samples=36), "."),
+    "another seed": (change_facts(seed=2), ""),
+    "other steps": (change_facts(step=3, samples=36), ""),
     "no step": (change_facts(step=0, samples=0), "are not those of 0 steps"),
     "other samples": (change_facts(samples=84), "are not those of 6 steps"),
     "steps as text": (change_facts(step="6"), "wrong type"),
@@ -615,7 +623,7 @@ DAMAGE = {
     ),
     "pickle in place of safetensors": (
         lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"),
-        ".",
+        "",
     ),
 }
 
@@ -628,8 +636,7 @@ def test_damage_is_refused(made, copied, name):
     with pytest.raises(WeightsError, match="is damaged") as failure:
         made(continues=copied, **({"seed": 2} if name == "another seed" else {})).load()
     assert failure.value.exit_code == 16 and str(folder) in failure.value.what
-    if said != ".":
-        assert said in failure.value.why
+    assert said in failure.value.why
 
 
 def test_no_file_of_a_checkpoint_is_pickle(saved):
