@@ -15,20 +15,23 @@ from common.kernels.architecture import Tile
 from common.kernels.quantize import STORE
 from common.paths import ROOT
 
-SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
+SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py; it proves that spills are detected
 
 
 def triton_functions(path: Path) -> list[str]:
-    return [
-        node.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
+    """Return the names of the functions of a file that have the decorator triton.jit."""
+    names_found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any("triton.jit" in decorator for decorator in decorators):
+            names_found.append(node.name)
+    return names_found
 
 
 def kernels() -> dict[str, str]:
-    """Name of each Triton kernel -> its module."""
+    """Return the name of each Triton kernel of common/kernels -> its module."""
     return {
         name: module.__name__
         for module in kernel_modules()
