@@ -45,9 +45,10 @@ DOCUMENT = 2000  # tokens of a document of the 8B
 def write_base(
     folder: Path, shape: ModelShape, *, files: int = FILES, more: Path | None = None, keep: int = 0
 ) -> int:
-    """Write the checkpoint; returns its bytes.
+    """Write the base weights in bf16 as `files` safetensors files. Return their bytes.
 
-    Values repeat: every tensor is cut out of one pool, each at another place.
+    Every tensor is cut out of one pool of values, each at another place. With `more`, files after
+    the first `keep` bytes are written to that folder, and `folder` has links to them.
     """
     shapes = tensor_shapes(shape, FUSED)
     sizes = {name: int(np.prod(size)) for name, size in shapes.items()}
@@ -86,7 +87,7 @@ def write_base(
 
 
 def text_bytes(least: int) -> bytes:
-    """At least `least` bytes of Python sources, repeated where this machine has fewer."""
+    """Return at least `least` bytes of Python sources, repeated if this machine has fewer."""
     found = bytearray()
     for root in dict.fromkeys((sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))):
         for path in Path(root).rglob("*.py"):
@@ -97,7 +98,7 @@ def text_bytes(least: int) -> bytes:
 
 
 def write_reports(data_dir: Path, rules: lora_rules.Rules) -> None:
-    """Both splits of `llama2_70b_lora`."""
+    """Write both splits of `llama2_70b_lora`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     count, length = rules.train_samples + rules.eval_samples, rules.sequence_length
     ids = (
@@ -113,7 +114,7 @@ def write_reports(data_dir: Path, rules: lora_rules.Rules) -> None:
 
 
 def write_tokens(data_dir: Path, rules: pretraining_rules.Rules, tokens: int) -> None:
-    """Both pairs of `llama31_8b`: `tokens` to train on, and enough to evaluate on."""
+    """Write both pairs of `llama31_8b`: `tokens` to train on, and enough to evaluate on."""
     data_dir.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
     pool = (rules.shape.vocab_size * random.random(min(tokens, 1 << 26) + DOCUMENT) ** 3).astype(

@@ -45,7 +45,7 @@ UNTIMED = 30  # steps without events, to compare the step time with
 
 
 class HostEvent:
-    """In place of torch.cuda.Event on a CPU."""
+    """Replacement of torch.cuda.Event on a CPU."""
 
     def __init__(self, enable_timing: bool):
         self.at = 0.0
@@ -61,8 +61,9 @@ class HostEvent:
 
 
 class ExtraWork:
-    """`count` products before the forward of each block, inside of what BlockTimes measures if it
-    was made before this.
+    """Compute `count` products before the forward of each block that trains.
+
+    Create BlockTimes first. Its timed interval then includes the products.
     """
 
     def __init__(self, blocks, device: torch.device):
@@ -81,7 +82,7 @@ class ExtraWork:
             torch.mm(self.a, self.a, out=self.out)
 
     def milliseconds(self) -> float:
-        """Of one product, when the GPU is busy with them."""
+        """Return the time of one product while the GPU computes nothing else."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.work(200)
         begin.record()
@@ -163,13 +164,13 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
             + "  ".join(f"{ratio:.4f}" for ratio in looks[-1])
             + (f"  slow: {slow}" if slow else "")
         )
-        named += [(number, slow)] * bool(slow)
+        if slow:
+            named.append((number, slow))
         if number == options.at:
             means = [statistics.fmean(ratios) for ratios in zip(*looks, strict=True)]
             slowest = means.index(max(means))
-            extra.count = (
-                round(options.late / 100 * mine[0] / one_ms) if processes.rank == slowest else 0
-            )
+            if processes.rank == slowest:
+                extra.count = round(options.late / 100 * mine[0] / one_ms)
             say(
                 f"from here on rank {slowest} has {options.late:g} % more to do in each block of "
                 f"{mine[0]:.3f} ms, products of {one_ms:.4f} ms"
@@ -178,7 +179,7 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
 
 
 def time_of(step, count: int, processes) -> float:
-    """Milliseconds of one of `count` steps."""
+    """Return the mean milliseconds of a step, over `count` steps."""
     processes.barrier()
     began = time.perf_counter()
     for _ in range(count):

@@ -28,7 +28,7 @@ both_shapes = pytest.mark.parametrize(
 
 @both_shapes
 def test_repeated_heads_are_as_exact_as_sdpas_grouped_ones(rules, monkeypatch):
-    """By the same kernels, torch's flash ones: no result may be 1 dB further from fp32."""
+    """Both use torch's flash kernels. No result may be 1 dB further from fp32."""
     found = {}
     for name in (SDPA, REPEATED_HEADS):
         monkeypatch.setenv(VARIABLE, name)
@@ -64,14 +64,12 @@ def test_a_package_is_as_exact_as_sdpa(name, rules, monkeypatch):
 
 
 def decibels_of(name, shape, length, draw, backends):
-    """Return dB of out, dQ, dK, dV; the backend that runs must begin with `name`.
+    """Return the SQNR in dB of out, dQ, dK and dV. The backend that runs must begin with `name`.
 
-    With two sequences, of which the last is compared: also the stride between them must be right.
+    The batch has two sequences, and the last is compared. So the stride between them matters too.
     """
-    projection, d_out = (
-        draw(2, length, shape.qkv_size),
-        draw(2, length, shape.num_heads, shape.head_dim),
-    )
+    projection = draw(2, length, shape.qkv_size)
+    d_out = draw(2, length, shape.num_heads, shape.head_dim)
     with backends:
         out, (q, k, v) = attend(shape, projection, keep=True)
         evaluated, _ = attend(shape, projection, keep=False)

@@ -15,8 +15,9 @@ FITS, TOO_MUCH = 4, 8  # batches: the last rank is left the memory midway betwee
 
 
 def outputs_and_gradients(model: Flux, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """fp32, all in one vector on the CPU; each tensor scaled to length 1, so that none outweighs
-    the others.
+    """Return the output and the gradients of all parameters in one fp32 vector on the CPU.
+
+    Each tensor is scaled to length 1, so that none outweighs the others.
     """
     generator = torch.Generator().manual_seed(1)
     drawn = [
@@ -42,8 +43,9 @@ def copy_of(weights: dict[str, torch.Tensor], device: str, dtype: torch.dtype) -
 
 
 def compare_backends(device: str) -> tuple[float, float]:
-    """Errors of bf16 with the backend that a run takes, and with attention in plain products,
-    against fp32 on a CPU.
+    """Return the relative errors of bf16 against fp32 on a CPU.
+
+    The first is with the attention backend that a run takes, the second with plain products.
     """
     torch.manual_seed(2)
     weights = {name: value.bfloat16() for name, value in Flux(SMALL).state_dict().items()}
@@ -66,9 +68,12 @@ def test_attention_is_as_exact_as_plain_products():
 
 
 def search(processes, folder):
-    """From 4 images on the peak grows by about 1 GiB an image, so FITS has 2 GiB to spare, for what
-    torch's cache cannot use, and TOO_MUCH lacks 2: counted on fake tensors, 11.9 GiB of one rank
-    for 4 and 15.7 for 8. Below, the optimizer's gradients set it: 10.0 and 10.1 for 1 and 2.
+    """Search the largest batch on every rank. The last rank has too little memory for TOO_MUCH.
+
+    From 4 images on, the peak grows by about 1 GiB an image. Counted on fake tensors, one rank
+    needs 11.9 GiB for 4 and 15.7 GiB for 8. So FITS has 2 GiB to spare, for what torch's cache
+    cannot use, and TOO_MUCH lacks 2 GiB. For fewer images, the optimizer's gradients set the peak:
+    10.0 GiB for 1 and 10.1 GiB for 2.
     """
     request = FluxRequest(
         "cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2
@@ -85,8 +90,9 @@ def search(processes, folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_search_ends_where_a_gpu_runs_out_of_memory(tmp_path, ranks):
-    """With two, the second runs out while the first has room: nobody hangs, and what failed leaves
-    its memory to the next try.
+    """No rank hangs, and a failed try leaves its memory to the next one.
+
+    With two ranks, the second runs out of memory while the first has enough.
     """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -94,7 +100,9 @@ def test_the_search_ends_where_a_gpu_runs_out_of_memory(tmp_path, ranks):
     batch, tried = found[0]["batch"], dict(found[0]["tried"])
     fits, too_much = found[0]["roomy"]
     assert fits < too_much and FITS <= batch < TOO_MUCH
-    assert all((peak is None) == (size > batch) for size, peak in tried.items())
+    for size, peak in tried.items():
+        ran_out = peak is None
+        assert ran_out == (size > batch)
     assert 0 < found[0]["memory_bytes"] < too_much
     assert len(found[0]["times_ms"]) == 2 and all(
         of_rank["times_ms"] == found[0]["times_ms"] for of_rank in found

@@ -1,4 +1,4 @@
-"""The files of the rehearsal, in small: a run's own readers accept them."""
+"""Test that a run's own readers accept the files of full_size_files.py, made small."""
 
 import numpy as np
 from full_size_files import write_base, write_reports, write_tokens

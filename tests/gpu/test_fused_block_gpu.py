@@ -20,9 +20,11 @@ from common.model.llama import Head, Llama
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
-    """The whole block at the 8B's width. Both engines cast the same numbers to the same formats:
-    Triton may not be 1 dB further from fp32 than plain torch is, nor may the two differ by more
-    than two such errors that know nothing of each other, 3 dB.
+    """Compare both kernel engines with fp32, for the whole block at the 8B's width.
+
+    Both engines cast the same numbers to the same formats. Triton may not be 1 dB further from fp32
+    than plain torch is. The two may differ by at most the sum of two independent errors of that
+    size, which is 3 dB.
     """
     shape = replace(
         TINY.shape,
@@ -51,13 +53,11 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
 
     def results(block, seed):
         generator = torch.Generator("cuda").manual_seed(seed)
-        x, d_out = (
-            torch.randn(2, 1024, 4096, generator=generator, device="cuda")
-            .bfloat16()
-            .to(block.down.weight.dtype)
-            for _ in "xd"
-        )
-        x.requires_grad_()
+        x = torch.randn(2, 1024, 4096, generator=generator, device="cuda")
+        d_out = torch.randn(2, 1024, 4096, generator=generator, device="cuda")
+        dtype = block.down.weight.dtype
+        x = x.bfloat16().to(dtype).requires_grad_()
+        d_out = d_out.bfloat16().to(dtype)
         block.zero_grad()
         out = block(x, *tables)
         out.backward(1e-4 * d_out)
@@ -73,15 +73,14 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
             scaling.step_done()
     report, too_far = [], []
     for name, value in results(truth, 2).items():
-        plain_db, triton_db, apart_db = (
-            sqnr_db(a.float(), b.float())
-            for a, b in ((plain[name], value), (triton[name], value), (triton[name], plain[name]))
-        )
+        plain_db = sqnr_db(plain[name].float(), value.float())
+        triton_db = sqnr_db(triton[name].float(), value.float())
+        apart_db = sqnr_db(triton[name].float(), plain[name].float())
         report.append(
             f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart "
             f"{apart_db:5.1f}"
         )
-        # Of so few numbers the ratio itself is uncertain by 0.3 dB.
+        # The weights of norms have so few numbers that the ratio itself is uncertain by 0.3 dB.
         margin = 1 if value.ndim > 1 else 2
         if triton_db < plain_db - margin or apart_db < plain_db - 3:
             too_far.append(name)
@@ -93,8 +92,9 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
 def test_both_engines_of_the_lora_block_compute_the_same(in_fp8):
-    """The whole block at width 1024 with the same masks, Triton against plain torch on the same
-    GPU: only rounding separates them.
+    """Triton and plain torch on the same GPU, for the whole block at width 1024, with equal masks.
+
+    Only rounding separates them.
     """
     plain = lora.plain_block(lora.WIDE, torch.bfloat16).to("cuda")
     x, d_out, tables = lora.data(lora.WIDE, torch.bfloat16, sequence=256)

@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def decibels(quantized: QuantizedTensor, truth: torch.Tensor) -> float:
-    """Of signal to noise, in the rows that `truth` has."""
+    """Return the SQNR in dB of the rows that `truth` has."""
     return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.scale, truth)
 
 
@@ -63,8 +63,9 @@ def test_quantize_stores_what_torch_computes(shape, gradient):
 @pytest.mark.parametrize("keeps", [False, True], ids=["keeps bf16", "keeps fp8"])
 @pytest.mark.parametrize("num_rows, ffn", [(16384, 14336), (8192, 28672), (300, 208)])
 def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
-    """All bytes but 1e-4 of them: sigmoids that differ in the last bit meet a rounding boundary now
-    and then.
+    """All bytes are equal except for at most 1e-4 of them.
+
+    A sigmoid that differs in the last bit is now and then on the other side of a rounding boundary.
     """
     device = torch.device("cuda")
     gate_up = torch.randn(num_rows, 2 * ffn, device=device, dtype=torch.bfloat16)
@@ -80,11 +81,9 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
         (swiglu_quantized_triton, swiglu_quantized_backward_triton),
     ):
         scaling = DelayedScaling()
-        quantizer, gradient, kept_quantizer = (
-            scaling.quantizer(),
-            scaling.quantizer(gradient=True),
-            scaling.quantizer(transposed=False),
-        )
+        quantizer = scaling.quantizer()
+        gradient = scaling.quantizer(gradient=True)
+        kept_quantizer = scaling.quantizer(transposed=False)
         scaling.allocate(device)
         for step in range(2):  # two passes, then one
             h, kept = forward(gate_up, quantizer, kept_quantizer if keeps else None)
@@ -122,10 +121,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
             for gradient in (False, True, False, True)
         ]
         scaling.allocate(x.device)
-    for growth in (
-        1,
-        2,
-    ):  # in two passes; then in one, with values that saturate under the scale of the first
+    # The first step takes two passes. The second takes one, with values that saturate under the
+    # scale of the first.
+    for growth in (1, 2):
         weight = weight * growth
         r_x, r_n, r_rstd = rms_norm.add_rms_norm_reference(x, branch, weight, 1e-5, quantizers[0])
         residual, n, rstd = rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, quantizers[2])
@@ -191,10 +189,8 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     qkv = torch.randn(batch * sequence, all_heads * head_dim, device=device, dtype=torch.bfloat16)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     truth = rope_reference(unpacked[:1, :, :turned].double(), cos, sin)
-    plain, ours = (
-        rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads),
-        rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads),
-    )
+    plain = rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads)
+    ours = rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads)
     errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
     assert errors[1] <= 2 * errors[0]
     assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
@@ -239,9 +235,10 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
 
 @pytest.mark.parametrize("normed", [False, True], ids=["o", "qkv"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
-    """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the
-    same mask; the quantized gradient bit for bit.
+def test_lora_adapter_kernels_are_as_exact_as_plain_torch(normed, p):
+    """At the 70B's sizes, errors against fp64 are within twice those of plain torch in bf16.
+
+    All have the same dropout mask. The quantized gradient is plain torch's bit for bit.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     rows, inputs, outputs, rank = 8192, 8192, 10240 if normed else 8192, 16
@@ -249,13 +246,11 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
     def normal(*shape, std=1.0):
         return (std * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
 
-    x, a, b, g, d_n = (
-        normal(rows, inputs),
-        normal(rank, inputs, std=0.01),
-        normal(outputs, rank),
-        normal(rows, outputs),
-        normal(rows, inputs),
-    )
+    x = normal(rows, inputs)
+    a = normal(rank, inputs, std=0.01)
+    b = normal(outputs, rank)
+    g = normal(rows, outputs)
+    d_n = normal(rows, inputs)
     norm = (
         lora.Norm(torch.rand(rows, generator=generator, device="cuda") + 0.5, normal(inputs))
         if normed
@@ -298,8 +293,9 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
     "size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str
 )
 def test_products_by_cublaslt_are_torchs(monkeypatch, tmp_path, size):
-    """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as
-    a result in bf16 can be.
+    """In FP8 the results are equal bit for bit, whichever algorithm is the fastest.
+
+    In bf16 they are as exact as a result in bf16 can be, in each layout.
     """
     m, n, k = size
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
@@ -309,7 +305,7 @@ def test_products_by_cublaslt_are_torchs(monkeypatch, tmp_path, size):
     plain = product(a, b.t(), *scales)
     a_wide, b_wide = a.double()[:SLICE], b.double()[:SLICE]
     monkeypatch.setenv("MATMUL_ENGINE", "cublaslt")
-    for _ in range(2):  # while it chooses, and as it goes on
+    for _ in range(2):  # the first call chooses an algorithm
         assert torch.equal(product(a, b.t(), *scales), plain)
     for left in (a.bfloat16(), a.bfloat16().t().contiguous().t()):
         for right in (b.bfloat16().t(), b.bfloat16().t().contiguous()):
@@ -322,10 +318,8 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     if torch.cuda.mem_get_info()[0] < 22 * size:
         pytest.skip("needs 48 GB of free GPU memory")
     weight, m, v = (torch.zeros(size, device="cuda") for _ in range(3))
-    gradient, rounded = (
-        torch.ones(size, device="cuda"),
-        torch.empty(size, dtype=torch.bfloat16, device="cuda"),
-    )
+    gradient = torch.ones(size, device="cuda")
+    rounded = torch.empty(size, dtype=torch.bfloat16, device="cuda")
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -350,8 +344,9 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_cross_entropy_is_as_exact_as_plain_torch(shape):
-    """Three sequences of 128,256 are past 2**31 logits, where 32-bit offsets end; 50,257 is no
-    multiple of anything.
+    """Three sequences of 128,256 have more than 2**31 logits, beyond 32-bit offsets.
+
+    50,257 is not a multiple of any tile.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     original = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(
@@ -404,17 +399,13 @@ def test_accumulate_adds_what_the_reference_adds(shape):
     parts = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
     ours = theirs = None
     for part in parts:
-        ours, theirs = (
-            accumulate.accumulate_triton(ours, part),
-            accumulate.accumulate_reference(theirs, part),
-        )
+        ours = accumulate.accumulate_triton(ours, part)
+        theirs = accumulate.accumulate_reference(theirs, part)
     assert torch.equal(ours, theirs)
     for others in (1, 3):
         more = torch.randn(others, *shape, device="cuda").bfloat16()
-        ours, theirs = (
-            accumulate.accumulate_triton(ours, parts[0], more),
-            accumulate.accumulate_reference(theirs, parts[0], more),
-        )
+        ours = accumulate.accumulate_triton(ours, parts[0], more)
+        theirs = accumulate.accumulate_reference(theirs, parts[0], more)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -423,11 +414,9 @@ def test_an_embeddings_rows_are_added_as_the_dense_gradient_is_and_always_in_one
     rows, tokens = 128256, 8192 * ranks
     ids = torch.randint(rows, (tokens,), device="cuda")
     ids[torch.rand(tokens, device="cuda") < 0.05] = rows // 2  # as a frequent word
-    gradient, first, count = (
-        torch.randn(tokens, 4096, device="cuda").bfloat16(),
-        rows // 4,
-        rows // 2,
-    )
+    gradient = torch.randn(tokens, 4096, device="cuda").bfloat16()
+    first = rows // 4
+    count = rows // 2
     dense = (
         torch.zeros(rows, 4096, device="cuda", dtype=torch.float64).index_add_(
             0, ids, gradient.double()

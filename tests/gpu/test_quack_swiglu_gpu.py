@@ -34,8 +34,9 @@ def pinned(monkeypatch):
 
 
 class Case:
-    """Operands of one direction, and quantizers of the results: the kernels', the epilogue's.
+    """Operands of one direction, and the quantizers of its results.
 
+    `quantizers` has two pairs (result, kept gate_up): for the kernels, and for the epilogue.
     `lora`: gate_up is kept in 8 bits.
     """
 
@@ -64,7 +65,7 @@ class Case:
         self.outputs.step_done()
 
     def result(self, linear, quantizers, keep=True):
-        """The quantized result, after gate_up in the forward."""
+        """Return (quantized result,), in the forward (gate_up, quantized result)."""
         quantizer, kept = quantizers
         arguments = self.outputs, OPS, self.operand, self.weight
         if not self.backward:
@@ -73,6 +74,7 @@ class Case:
         return (linear.down_swiglu_backward(*arguments, gate_up, quantizer),)
 
     def results(self):
+        """Return the `result` of the kernels and that of the epilogues."""
         pairs = zip((LinearLayers, DelayedScaling), self.quantizers, strict=True)
         return [self.result(linear, quantizers) for linear, quantizers in pairs]
 
@@ -81,7 +83,7 @@ class Case:
         return [float(quantizer.state[column]) for quantizer, _ in self.quantizers]
 
     def truth(self):
-        """In fp32, of the same FP8 operands: SwiGLU's result, after gate_up in the forward."""
+        """Return the same as `result` in fp32, unquantized, from the same FP8 operands."""
         weight = self.weight.columnwise if self.backward else self.weight.rowwise
         product = torch._scaled_mm(
             self.operand.rowwise,
@@ -99,6 +101,7 @@ class Case:
 
 
 def value(result):
+    """Return a bf16 or quantized result in fp32."""
     if isinstance(result, torch.Tensor):
         return result.float()
     return result.rowwise.float() * result.scale

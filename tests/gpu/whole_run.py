@@ -36,13 +36,17 @@ POLL_S = 0.2
 
 
 def time_of(run: Path, key: str) -> float | None:
-    """Unix time at which the key came into the log first."""
+    """Return the Unix time of the first record with `key` in the log, None without one."""
     first = read_attempt(run / "result.txt").log.first(key)
     return first and first.time_ms / 1e3
 
 
 class Watch(threading.Thread):
-    """Least free memory of the host, and when each save was being written."""
+    """Thread that watches the host's free memory and the saves of a run.
+
+    `least`: the least free memory in bytes. `writing`, `whole`: name of a save -> the Unix time at
+    which its folder was first seen unfinished, and finished.
+    """
 
     def __init__(self, log_dir: Path):
         super().__init__(daemon=True)
@@ -60,7 +64,7 @@ class Watch(threading.Thread):
 
 
 def wait_for(run_of, key: str, child: subprocess.Popen, seconds: float) -> None:
-    """Until `seconds` after `key` came into the log, or the end of the run."""
+    """Wait until `seconds` after `key` came into the log, or until the run ends."""
     while child.poll() is None:
         run = run_of()
         if run and (at := time_of(run, key)) and time.time() >= at + seconds:
@@ -69,8 +73,9 @@ def wait_for(run_of, key: str, child: subprocess.Popen, seconds: float) -> None:
 
 
 def steps_line(run: Path, watch: Watch) -> list[str]:
-    """The first three steps are left out; steps that a save stopped or ran beside are counted
-    apart.
+    """Return lines about the step times, with the steps during a save apart.
+
+    The first three steps are left out.
     """
     records, begin = read_attempt(run / "result.txt").records, time_of(run, "block_start")
     steps = [
@@ -118,11 +123,9 @@ def main() -> None:
     own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
     args = parser.parse_args(own.split())
     log_dir = args.log_dir.absolute()
-    environment = (
-        os.environ
-        | {"LOGDIR": str(log_dir)}
-        | ({"DATADIR": str(args.data_dir.absolute())} if args.data_dir else {})
-    )
+    environment = os.environ | {"LOGDIR": str(log_dir)}
+    if args.data_dir:
+        environment["DATADIR"] = str(args.data_dir.absolute())
     before = set(log_dir.glob(f"{args.benchmark}/*/"))
 
     def run_of() -> Path | None:
@@ -137,18 +140,16 @@ def main() -> None:
     )
     hit = None
     if args.stop_after is not None or args.kill_rank is not None:
-        wait_for(
-            run_of, "run_start", child, args.after if args.stop_after is None else args.stop_after
-        )
+        seconds = args.after if args.stop_after is None else args.stop_after
+        wait_for(run_of, "run_start", child, seconds)
         if child.poll() is None:
-            target, number = child.pid, signal.SIGTERM
+            target = child.pid
+            number = signal.SIGTERM
             if args.kill_rank is not None:
-                target, number = (
-                    json.loads((run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text())[
-                        "pid"
-                    ],
-                    signal.SIGKILL,
-                )
+                target = json.loads(
+                    (run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text()
+                )["pid"]
+                number = signal.SIGKILL
             hit = time.time()
             os.kill(target, number)
     code = child.wait()

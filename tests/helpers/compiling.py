@@ -67,19 +67,17 @@ def other_triton(version: str) -> Path:
 
     Raises AssertionError if pip cannot install it, e.g. without a network.
     """
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlperf-llama-training"
-    )
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(caches) / "mlperf-llama-training"
     folder = cache / f"triton-{version}-{sys.implementation.cache_tag}"
     with locked(cache / f"{folder.name}.lock"):
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as unfinished:
-                uv = shutil.which("uv")  # which makes environments without pip
-                command = (
-                    [uv, "pip", "install", "--python", sys.executable]
-                    if uv
-                    else [sys.executable, "-m", "pip", "install"]
-                )
+                uv = shutil.which("uv")
+                if uv:  # its environments have no pip
+                    command = [uv, "pip", "install", "--python", sys.executable]
+                else:
+                    command = [sys.executable, "-m", "pip", "install"]
                 command += [
                     "--require-hashes",
                     "--no-deps",
@@ -97,6 +95,7 @@ def other_triton(version: str) -> Path:
 
 
 def kernel_modules() -> list[ModuleType]:
+    """Import and return all modules of common/kernels except `quack_epilogues`."""
     import common.kernels
 
     return [
@@ -107,10 +106,16 @@ def kernel_modules() -> list[ModuleType]:
 
 
 class Recorder:
-    """Stand-in for the Triton kernel `name`: compiles each form of its launches, runs none."""
+    """Replacement of a Triton kernel that compiles for `arch` instead of running.
+
+    It compiles each form of the launches once: a form is the argument types, the constants and the
+    options. Prints a JSON object for each. `name`: of the kernel in that object.
+    """
 
     def __init__(self, arch: str, kernel: Any, name: str = ""):
-        self.arch, self.kernel, self.forms = arch, kernel, set()
+        self.arch = arch
+        self.kernel = kernel
+        self.forms: set[str] = set()
         self.name = name or kernel.__name__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
@@ -127,9 +132,9 @@ class Recorder:
                 constants[(index,)] = constant
             elif attribute:
                 attributes[(index,)] = attribute
-        options = {"num_warps": num_warps} | (
-            {"waves_per_eu": waves_per_eu} if waves_per_eu else {}
-        )
+        options = {"num_warps": num_warps}
+        if waves_per_eu:
+            options["waves_per_eu"] = waves_per_eu
         form = f"{signature} {constants} {attributes} {options}"
         if form not in self.forms:
             self.forms.add(form)
@@ -138,6 +143,11 @@ class Recorder:
     def compiled(
         self, signature: dict, constants: dict, attributes: dict, options: dict
     ) -> dict[str, Any]:
+        """Compile one form. Return its JSON object.
+
+        `shared`: bytes of shared memory. `spills`, `wide`, `amax_loads`: see the functions of these
+        names. `pipelined`: see `is_pipelined`; only on gfx950.
+        """
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -185,24 +195,22 @@ def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any,
     if is_constexpr or value is None:
         return "constexpr", value, []
     if isinstance(value, torch.Tensor):
-        attribute = (
-            [["tt.divisibility", 16]]
-            if value.storage_offset() * value.element_size() % 16 == 0
-            else []
-        )
+        attributes = []
+        if value.storage_offset() * value.element_size() % 16 == 0:
+            attributes.append(["tt.divisibility", 16])
         if arch.startswith("gfx") and value.untyped_storage().nbytes() < 2**31:
-            attribute.append(["tt.pointer_range", 32])
-        return f"*{POINTERS[str(value.dtype)]}", None, attribute
+            attributes.append(["tt.pointer_range", 32])
+        return f"*{POINTERS[str(value.dtype)]}", None, attributes
     if isinstance(value, float):
         return "fp32", None, []
     assert isinstance(value, int) and not isinstance(value, bool), f"a launch passes {value!r}"
     if value == 1:
         return "constexpr", 1, []
-    return (
-        "i32" if abs(value) < 2**31 else "i64",
-        None,
-        [["tt.divisibility", 16]] if value % 16 == 0 else [],
-    )
+    kind = "i32" if abs(value) < 2**31 else "i64"
+    attributes = []
+    if value % 16 == 0:
+        attributes.append(["tt.divisibility", 16])
+    return kind, None, attributes
 
 
 POINTERS = {
@@ -243,11 +251,12 @@ def spills(asm: Any, backend: str) -> int:
 def wide_accesses(asm: Any, backend: str) -> list[int]:
     """Return the numbers of loads and of stores of 16 bytes in a thread's code."""
     if backend == "hip":
-        return [
-            len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", asm["amdgcn"]))
-            for what in ("load", "store")
-        ]
-    return [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", asm["ptx"])) for what in ("ld", "st")]
+        code = asm["amdgcn"]
+        patterns = [rf"(?:buffer|global)_{name}_dwordx4 " for name in ("load", "store")]
+    else:
+        code = asm["ptx"]
+        patterns = [rf"\b{name}\.global\S*\.v4\.b32" for name in ("ld", "st")]
+    return [len(re.findall(pattern, code)) for pattern in patterns]
 
 
 def amax_loads(asm: Any, backend: str) -> int:

@@ -36,7 +36,10 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool) -> int:
 
 
 class MemoryBase:
-    """The frozen weights of one block, in both layouts. `calls` records the requests."""
+    """Stand-in for FrozenBase: the weights of one block, in both layouts.
+
+    `matrices`: name of a linear layer -> weight [out, in]. `calls` records the requests.
+    """
 
     def __init__(self, matrices: dict[str, torch.Tensor], scaling: LinearLayers):
         self.calls = []
@@ -52,13 +55,14 @@ class MemoryBase:
 
     def backward_weights(self, layer):
         self.calls.append(f"backward {layer}")
-        empty = torch.empty(0, 0)
-        return {
-            name: x
-            if x.scale is None
-            else QuantizedTensor(empty, x.rowwise.t().contiguous(), x.scale)
-            for name, x in self.operands.items()
-        }
+        weights = {}
+        for name, operand in self.operands.items():
+            if operand.scale is None:  # not quantized: products read the one layout
+                weights[name] = operand
+                continue
+            columnwise = operand.rowwise.t().contiguous()
+            weights[name] = QuantizedTensor(torch.empty(0, 0), columnwise, operand.scale)
+        return weights
 
     def release(self, layer):
         self.calls.append(f"release {layer}")
@@ -74,8 +78,10 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
     for name, parameter in block.named_parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.1)
+        elif name in ("o.weight", "down.weight"):
+            nn.init.normal_(parameter, 0.0, std / 2)
         else:
-            nn.init.normal_(parameter, 0.0, std / 2 if name in ("o.weight", "down.weight") else std)
+            nn.init.normal_(parameter, 0.0, std)
     block.to(dtype).requires_grad_(False)
     for name in ("qkv", "o"):
         layer = LoRALinear(getattr(block, name), RANK, ALPHA, dropout)
@@ -86,16 +92,19 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
 
 
 def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
+    """Return a FusedLoraBlock with the weights and adapters of `plain`, a `plain_block`.
+
+    The adapters are in fp32, norms in the dtype of `plain`. The base is a MemoryBase.
+    """
     scaling = DelayedScaling() if fp8 else LinearLayers()
-    matrices = {
-        name: getattr(plain, name).base.weight
-        if name in ("qkv", "o")
-        else getattr(plain, name).weight
-        for name in NAMES
-    }
-    block = FusedLoraBlock(
-        plain.shape, layer, None, kernels, AdapterSettings(RANK, ALPHA, dropout), scaling
-    )
+    matrices = {}
+    for name in NAMES:
+        linear = getattr(plain, name)
+        if isinstance(linear, LoRALinear):
+            linear = linear.base
+        matrices[name] = linear.weight
+    settings = AdapterSettings(RANK, ALPHA, dropout)
+    block = FusedLoraBlock(plain.shape, layer, None, kernels, settings, scaling)
     block.base = MemoryBase(matrices, scaling)
     block.base.scaling = scaling
     block.to(plain.attention_norm.weight.dtype)
@@ -127,6 +136,7 @@ def lora_llama(source, rank, alpha, dropout=0.0):
 
 
 def data(shape=SMALL, dtype=torch.float32, batch=BATCH, sequence=SEQUENCE):
+    """Return x and d_out, both random [batch, sequence, hidden], and the rope tables."""
     generator = torch.Generator().manual_seed(5)
     x, d_out = (
         torch.randn(batch, sequence, shape.hidden_size, generator=generator).to(dtype)
@@ -136,7 +146,7 @@ def data(shape=SMALL, dtype=torch.float32, batch=BATCH, sequence=SEQUENCE):
 
 
 def results(block, x, d_out, tables):
-    """Output, and gradients of the input and of every adapter by name."""
+    """Return the output, and the gradients of the input (`d_x`) and of every adapter, by name."""
     leaf = x.clone().requires_grad_()
     trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
     out = block(leaf, *tables)

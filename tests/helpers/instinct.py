@@ -36,9 +36,8 @@ CARDS = (
     Card("MI308X", ("",), 0x74A8, 90402, GFX942),
     Card("MI308X", ("",), 0x74BC, 90402, GFX942),
     Card("MI325X", ("AMD Radeon Graphics", "AMD Instinct MI325X"), 0x74A5, 90402, GFX942),
-    Card(
-        "MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942
-    ),  # "Mi" is what amd-smi and rocm-smi print on DigitalOcean's machines
+    # "Mi" is what amd-smi and rocm-smi print on DigitalOcean's machines.
+    Card("MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942),
     Card("MI350X", ("", "AMD Instinct MI350X"), 0x75A0, 90500, GFX950),
     Card("MI350X", ("",), 0x75B0, 90500, GFX950),
     Card("MI355X", ("", "AMD Instinct MI355X"), 0x75A3, 90500, GFX950),
@@ -56,6 +55,11 @@ def kfd_tree(
     target: int,
     mode: str = "SPX",
 ) -> None:
+    """Write the files under `sys` (for /sys) of a machine with `count` equal cards.
+
+    `name`: the product name ("": no file). `gib`: memory of a card. `simd`: SIMD units, four for
+    each compute unit. `target`: gfx_target_version. `mode`: the compute partition.
+    """
     nodes = sys / "class/kfd/kfd/topology/nodes"
     (nodes / "0").mkdir(parents=True)
     (nodes / "0" / "properties").write_text("cpu_cores_count 96\nsimd_count 0\n")

@@ -4,6 +4,7 @@ They run on a GPU where there is one, and in Triton's interpreter on a CPU (test
 """
 
 import torch
+from signal_to_noise import sqnr_db  # noqa: F401  (for the kernel tests)
 
 from common.kernels.fp8 import Quantizer
 from common.model.linear_layers import DelayedScaling
@@ -13,17 +14,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
     """Return normal random numbers, drawn on the CPU so that every device gets the same ones."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(
-        DEVICE, dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=generator) * size
+    return numbers.to(DEVICE, dtype)
 
 
 def error(value, truth):
+    """Return the L2 norm of the difference, relative to that of `truth`."""
     return float((value.double() - truth.double()).norm() / truth.double().norm())
-
-
-def sqnr_db(value, truth):
-    return float(20 * torch.log10(truth.double().norm() / (value.double() - truth.double()).norm()))
 
 
 class UnroundedQuantizer(Quantizer):
@@ -36,7 +34,10 @@ class UnroundedQuantizer(Quantizer):
 
 
 def unrounded(*kinds, largest=2.0):
-    """A DelayedScaling of UnroundedQuantizers, one for each dictionary of arguments, and these."""
+    """Return a DelayedScaling and its UnroundedQuantizers, which saturate at `largest`.
+
+    `kinds`: the arguments of each quantizer, as dictionaries.
+    """
     scaling = DelayedScaling()
     scaling.quantizers = [UnroundedQuantizer(**kind) for kind in kinds]
     for quantizer in scaling.quantizers:

@@ -38,10 +38,10 @@ def srun(log: list[dict]) -> list[dict]:
     for record in changed:
         samples = record["metadata"].get("samples_count")
         if record["key"] in ("block_start", "block_stop"):
-            stop = next(r for r in changed[changed.index(record) :] if r["key"] == "block_stop")[
-                "metadata"
-            ]["samples_count"]
-            record["metadata"] = {**record["metadata"], "samples_count": stop - last}
+            following = changed[changed.index(record) :]
+            block_stop = next(other for other in following if other["key"] == "block_stop")
+            size = block_stop["metadata"]["samples_count"] - last
+            record["metadata"] = {**record["metadata"], "samples_count": size}
         elif record["key"] == "eval_start":
             last = samples
         elif record["key"] == "gradient_accumulation_steps":
@@ -72,12 +72,12 @@ def write(
     path: Path, log: list[dict], prefix: str = "", newline: str = "\n", noise: str = ""
 ) -> Path:
     """Write the log with `prefix` before each token, and `noise` as a line before each record."""
-    lines = write_records(path, log).read_text().splitlines()
-    path.write_bytes(
-        "".join(
-            f"{noise + newline if noise else ''}{prefix}{line}{newline}" for line in lines
-        ).encode()
-    )
+    written = ""
+    for line in write_records(path, log).read_text().splitlines():
+        if noise:
+            written += noise + newline
+        written += prefix + line + newline
+    path.write_bytes(written.encode())
     return path
 
 

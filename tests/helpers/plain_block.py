@@ -41,18 +41,16 @@ class Block(nn.Module):
         return x_BSD + self.down(swiglu_reference(self.gate_up(self.ffn_norm(x_BSD))))
 
     def attention(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads, kv_heads, head_dim = (
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-        )
+        heads = self.shape.num_heads
+        kv_heads = self.shape.num_kv_heads
+        head_dim = self.shape.head_dim
         qkv = self.qkv(x_BSD).unflatten(-1, (heads + 2 * kv_heads, head_dim))
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
         if self.shape.qk_norm:
             q, k = self.rotation["q_norm"](q), self.rotation["k_norm"](k)
-        return self.o(
-            causal_attention(rope_reference(q, cos, sin), rope_reference(k, cos, sin), v).flatten(2)
-        )
+        q = rope_reference(q, cos, sin)
+        k = rope_reference(k, cos, sin)
+        return self.o(causal_attention(q, k, v).flatten(2))
 
 
 class LoRALinear(nn.Module):
@@ -66,22 +64,18 @@ class LoRALinear(nn.Module):
         self.base = base
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
-        self.scale, self.dropout, self.drop = alpha / rank, dropout, F.dropout
+        self.scale = alpha / rank
+        self.dropout = dropout
+        self.drop = F.dropout  # a test may replace it by a fixed mask
 
     def forward(self, x: Tensor) -> Tensor:
-        lora_a, lora_b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        return (
-            self.base(x)
-            + F.linear(F.linear(self.drop(x, self.dropout, self.training), lora_a), lora_b)
-            * self.scale
-        )
+        dropped = self.drop(x, self.dropout, self.training)
+        down = F.linear(dropped, self.lora_a.to(x.dtype))
+        up = F.linear(down, self.lora_b.to(x.dtype))
+        return self.base(x) + up * self.scale
 
 
 def plain_llama(shape: ModelShape, max_sequence_length: int) -> Llama:
-    """A Llama of plain blocks, fp32 on the CPU, weights undefined."""
-    return Llama(
-        shape,
-        max_sequence_length,
-        [Block(shape) for _ in range(shape.num_layers)],
-        Head(shape, "reference"),
-    )
+    """Return a Llama of plain blocks, in fp32 on the CPU, with undefined weights."""
+    blocks = [Block(shape) for _ in range(shape.num_layers)]
+    return Llama(shape, max_sequence_length, blocks, Head(shape, "reference"))

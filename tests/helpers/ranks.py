@@ -26,6 +26,10 @@ PYTHONPATH = python_path(
 
 
 def rank_environment(rank: int, world_size: int, port: int, per_node: int = 0) -> dict[str, str]:
+    """Return this process's environment with the variables that torchrun sets for `rank`.
+
+    `per_node`: ranks of a node (default: all ranks are on one node).
+    """
     per_node = per_node or world_size
     where = {
         "MASTER_ADDR": "127.0.0.1",
@@ -39,6 +43,7 @@ def rank_environment(rank: int, world_size: int, port: int, per_node: int = 0) -
 
 
 def free_port() -> int:
+    """Return a TCP port of this host that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -108,6 +113,7 @@ def rank_server() -> multiprocessing.context.BaseContext:
 
 
 def call(function: str, folder: Path, device: str, environment: dict[str, str]) -> None:
+    """Be one rank of `call_on_ranks`: save the result in `folder`, and end this process."""
     os.environ.update(environment)
     with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
         os.dup2(file.fileno(), 2)

@@ -135,11 +135,9 @@ def _interpolated(batch: int, low: Point, high: Point) -> Point:
     def between(start: float, stop: float) -> float:
         return (stop - start) / (high.batch - low.batch) * (batch - low.batch) + start
 
-    mean, sigma, counted = (
-        between(low.mean, high.mean),
-        between(low.sigma, high.sigma),
-        2 * SUBMISSION_RUNS,
-    )
+    mean = between(low.mean, high.mean)
+    sigma = between(low.sigma, high.sigma)
+    counted = 2 * SUBMISSION_RUNS
     return Point(batch, mean, sigma, _minimum(mean, sigma, counted), counted)
 
 

@@ -156,10 +156,8 @@ def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
     """
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
-    weights, gradients = (
-        (bf16(shape.head_dim),) * 2,
-        [bf16(1, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads)],
-    )
+    weights = (bf16(shape.head_dim),) * 2
+    gradients = [bf16(1, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads)]
     for keep in (True, False):
         qk_norm.qk_norm_rope_triton_(
             bf16(TOKENS, shape.qkv_size), weights, 1e-6, cos, sin, heads, kv_heads, keep
@@ -188,13 +186,11 @@ def launch_weights() -> None:
 
 def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
     hidden, qkv = shape.hidden_size, shape.qkv_size
-    x, g, t, a, b = (
-        bf16(TOKENS, hidden),
-        bf16(TOKENS, qkv),
-        bf16(TOKENS, RANK),
-        bf16(RANK, hidden),
-        bf16(qkv, RANK),
-    )
+    x = bf16(TOKENS, hidden)
+    g = bf16(TOKENS, qkv)
+    t = bf16(TOKENS, RANK)
+    a = bf16(RANK, hidden)
+    b = bf16(qkv, RANK)
     dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
     for norm in (None, lora.Norm(fp32(TOKENS), bf16(hidden))):
         for dropped in (None, dropout):

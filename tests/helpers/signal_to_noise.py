@@ -4,5 +4,7 @@ import torch
 
 
 def sqnr_db(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """Signal to quantization noise, in decibels."""
-    return float(20 * torch.log10(truth.double().norm() / (value.double() - truth.double()).norm()))
+    """Return the signal-to-quantization-noise ratio in decibels, over all elements."""
+    signal = truth.double().norm()
+    noise = (value.double() - truth.double()).norm()
+    return float(20 * torch.log10(signal / noise))

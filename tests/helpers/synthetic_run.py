@@ -264,15 +264,20 @@ def _template(rules_, batch: int, counts: tuple[int, ...]) -> str:
 
 
 def set_times(changed: list[dict], run: Timed) -> None:
+    """Set the time of each record in place, with the first record's time as the beginning.
+
+    All records before run_start get that time. run_start follows a minute later.
+    """
     began = changed[0]["time_ms"]
     start = now = float(began + 60_000)
     before = 0
     for record in changed:
         samples = record["metadata"].get("samples_count", 0)
         if record["key"] == "block_stop":
-            now += (samples - before) / run.samples_per_s * 1000 + (
-                run.first_block_s * 1000 if before == 0 else 0
-            )
+            block_ms = (samples - before) / run.samples_per_s * 1000
+            if before == 0:
+                block_ms += run.first_block_s * 1000
+            now += block_ms
             before = samples
         elif record["key"] == "eval_accuracy":
             now += run.evaluation_s * 1000
@@ -502,9 +507,9 @@ class Curve:
         """Let the time of a block pass. Every twentieth step is recorded, and the first five."""
         elapsed = 0.0
         for step in range(before // self.batch + 1, samples // self.batch + 1):
-            time_ms = (
-                self.step_ms + abs(self.chance.gauss(0, 3)) + (self.chance.random() < 0.01) * 60
-            )
+            time_ms = self.step_ms + abs(self.chance.gauss(0, 3))
+            if self.chance.random() < 0.01:
+                time_ms += 60
             elapsed += time_ms / 1000
             if step % 20 == 0 or step <= 5:
                 self._record(step, time_ms, self.seconds["train"] + elapsed)

@@ -194,6 +194,7 @@ def run_here(trainer: ModuleType, rules: Rules | lora_rules.Rules, asked: Run) -
 
 
 def facts(run_dir: Path, error: RunError | None = None) -> Facts:
+    """Read the result of a run from its log and events. `error` is the one that ended it."""
     if not (run_dir / "result.txt").exists():  # another rank writes it
         return Facts([], [], [], [], "", error.kind if error else "", str(error or ""))
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
@@ -247,14 +248,17 @@ def optimizer_step(processes: Processes) -> dict:
 
 
 def known_gradient(name: str, shape: torch.Size) -> torch.Tensor:
+    """Return the gradient that `optimizer_step` gives the parameter `name`."""
     return drawn(3, name, shape)
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def evaluation(processes: Processes, data_dir: Path) -> float:
+    """Return the loss of the initial weights on `evaluation_sequences`."""
     model = trainer.assemble(
         run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7
     ).model
@@ -266,6 +270,7 @@ def evaluation(processes: Processes, data_dir: Path) -> float:
 
 
 def evaluation_sequences(data_dir: Path):
+    """Return int [eval_samples, 2, sequence]: tokens and labels. Label -100 is ignored."""
     windows = validation_tokens(
         data_dir / TINY.validation_prefix,
         TINY.sequence_length,

@@ -287,11 +287,13 @@ def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
 
 
 def finish(process):
+    """Wait for `process`, 60 s at most. Return its exit code, stdout and stderr."""
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
 def alive(tmp_path):
+    """Return the command line files of the processes whose command line names `tmp_path`."""
     return [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(p)]
 
 
@@ -309,6 +311,7 @@ def gone(pid: int | str) -> bool:
 
 
 def wait_until(condition, seconds=60):
+    """Poll until `condition()` is true. Raise AssertionError if it is not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -11,12 +11,9 @@ from common.kernels import adamw
 
 pytestmark = pytest.mark.quick
 
-# Gradients are 0.01: eps is a thousandth of sqrt(v), and so seen.
-STEPS, LEARNING_RATE, EPS = (
-    5,
-    1e-2,
-    1e-5,
-)
+STEPS = 5
+LEARNING_RATE = 1e-2
+EPS = 1e-5  # gradients are 0.01: eps is a thousandth of sqrt(v), so a wrong eps shows
 # betas, weight decay, divisor.
 CASES = [
     ((0.9, 0.95), 0.1, 1.0),
@@ -39,7 +36,7 @@ def start(shape, device):
 
 
 def by_formula(weight, gradients, betas, weight_decay, divisor):
-    """The formula of the file in fp64 -> weight, m, v after all steps."""
+    """Return weight, m and v after all steps, by the formula of common/kernels/adamw.py in fp64."""
     w, (b1, b2) = weight.double(), betas
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for t, gradient in enumerate(gradients, start=1):
@@ -51,6 +48,7 @@ def by_formula(weight, gradients, betas, weight_decay, divisor):
 
 
 def by_torch(weight, gradients, betas, weight_decay, divisor):
+    """Return weight, m and v after all steps of torch's fused AdamW."""
     weight = weight.clone()
     optimizer = torch.optim.AdamW(
         [weight], lr=LEARNING_RATE, betas=betas, eps=EPS, weight_decay=weight_decay, fused=True
@@ -64,10 +62,17 @@ def by_torch(weight, gradients, betas, weight_decay, divisor):
     return weight, state["exp_avg"], state["exp_avg_sq"]
 
 
-def by_us(engine, weight, gradients, betas, weight_decay, divisor, dtype):
-    weight, given = weight.clone(), [gradient.clone() for gradient in gradients]
-    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
-    step, skip = torch.zeros((), device=weight.device), torch.zeros((), device=weight.device)
+def by_engine(engine, weight, gradients, betas, weight_decay, divisor, dtype):
+    """Return weight, m and v after all steps of this package's `engine`.
+
+    `dtype`: of the rounded copy of the weight, which is checked after each step (None: no copy).
+    """
+    weight = weight.clone()
+    given = [gradient.clone() for gradient in gradients]
+    m = torch.zeros_like(weight)
+    v = torch.zeros_like(weight)
+    step = torch.zeros((), device=weight.device)
+    skip = torch.zeros((), device=weight.device)
     divisor = torch.tensor(divisor, device=weight.device)
     rounded = torch.empty_like(weight, dtype=dtype) if dtype else None
     for gradient in given:
@@ -80,14 +85,20 @@ def by_us(engine, weight, gradients, betas, weight_decay, divisor, dtype):
 
 
 def error(value, truth):
+    """Return the L2 norm of the difference, relative to that of `truth`."""
     return ((value.double() - truth).norm() / truth.norm()).item()
 
 
 def check(engine, shape, device, dtype, case):
+    """Compare weight, m and v after STEPS steps with fp64 and with torch's fused AdamW."""
     problem = (*start(shape, device), *case)
     truth = by_formula(*problem)
     for name, ours, theirs, true in zip(
-        "wmv", by_us(engine, *problem, dtype), by_torch(*problem), truth, strict=True
+        ("weight", "m", "v"),
+        by_engine(engine, *problem, dtype),
+        by_torch(*problem),
+        truth,
+        strict=True,
     ):
         what = (engine, shape, case, name, error(ours, true), error(theirs, true))
         assert error(ours, true) < 2**-22, what  # a few roundings a step, of 2^-24 at most each
@@ -96,7 +107,7 @@ def check(engine, shape, device, dtype, case):
 
 
 def check_skip(engine, device, dtype):
-    """Not a byte changes, whatever the gradient."""
+    """Check that a step with `skip` set changes no byte, with NaN and inf in the gradient."""
     weight, gradients = start((5000,), device)
     gradients[0][::2] = torch.nan
     gradients[0][1] = torch.inf
@@ -140,11 +151,11 @@ def test_bias_corrections_are_exact_to_fp32(t, betas):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
-def test_reference(dtype, case):
+def test_the_reference_agrees_with_fp64_and_torch(dtype, case):
     check("reference", (37, 130), "cpu", dtype, case)
 
 
-def test_reference_skips():
+def test_the_reference_changes_no_byte_when_told_to_skip():
     check_skip("reference", "cpu", torch.bfloat16)
 
 
@@ -160,25 +171,26 @@ if DEVICE.type == "cuda":  # Triton's interpreter truncates to bf16 instead of r
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape, dtype", SHAPES, ids=str)
-def test_kernel(shape, dtype, case):
+def test_the_kernel_agrees_with_fp64_and_torch(shape, dtype, case):
     check("triton", shape, DEVICE, dtype, case)
 
 
-def test_kernel_skips():
+def test_the_kernel_changes_no_byte_when_told_to_skip():
     check_skip("triton", DEVICE, torch.float16)
 
 
-def test_kernel_at_rate_zero():
+def test_the_kernel_at_learning_rate_zero_changes_no_bit_of_a_weight():
     check_rate_zero("triton", DEVICE)
 
 
-def test_an_empty_shard_is_nothing_to_do():
-    by_us("triton", *start((0, 7), DEVICE), *CASES[0], torch.float16)
+def test_an_empty_shard_is_accepted():
+    """Nothing raises. There is no element to compare."""
+    by_engine("triton", *start((0, 7), DEVICE), *CASES[0], torch.float16)
 
 
 def test_a_gradient_in_another_memory_order_is_refused():
     with pytest.raises(AssertionError):
-        by_us(
+        by_engine(
             "triton",
             start((5, 7), DEVICE)[0],
             [torch.zeros(7, 5, device=DEVICE).t()] * STEPS,
@@ -203,11 +215,9 @@ def test_moments_in_16_bits_are_computed_in_fp32_and_rounded(dtype):
     one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
     found = []
     for engine in adamw.IMPLEMENTATIONS.values():
-        w, m, v = (
-            weight.clone(),
-            torch.full_like(weight, 0.01, dtype=dtype),
-            torch.full_like(weight, 0.02, dtype=dtype),
-        )
+        w = weight.clone()
+        m = torch.full_like(weight, 0.01, dtype=dtype)
+        v = torch.full_like(weight, 0.02, dtype=dtype)
         engine(
             w,
             gradient,

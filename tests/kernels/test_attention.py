@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("hip", "first"), [(None, SDPBackend.CUDNN_ATTENTION), ("7.2", SDPBackend.FLASH_ATTENTION)]
 )
-def test_math_is_no_choice_for_bf16_on_a_gpu(monkeypatch, hip, first):
+def test_bf16_on_a_gpu_never_uses_the_math_backend(monkeypatch, hip, first):
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -33,7 +33,7 @@ def test_math_is_no_choice_for_bf16_on_a_gpu(monkeypatch, hip, first):
     ]
 
 
-def test_what_would_run_is_named_and_none_is_an_error():
+def test_backend_in_use_returns_its_name_and_raises_if_none_fits():
     q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16)
     with attention_backends("cpu", torch.float32):
         assert backend_in_use(q, k, k) == "flash"

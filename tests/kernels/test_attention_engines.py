@@ -127,9 +127,10 @@ class FlashAttention4:
     ):
         assert causal and softmax_scale is None and all(x.stride(-1) == 1 for x in (q, k, v))
         self.calls.append(q.requires_grad)
-        return sdpa(q, k, v), torch.zeros(
-            q.shape[0], q.shape[2], q.shape[1]
-        ) if q.requires_grad or return_lse else None
+        out = sdpa(q, k, v)
+        if not (q.requires_grad or return_lse):
+            return out, None
+        return out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
 class TransformerEngine:
@@ -167,12 +168,12 @@ PRODUCTS = {
 }
 
 
-def chosen(name, monkeypatch):
-    """A stand-in in the place of a package that computes on a CPU as well."""
-    module, stand_in, version = STAND_INS[name]
-    package = stand_in()
-    for each, content in {module: package, **PRODUCTS}.items():
-        monkeypatch.setitem(sys.modules, each, content)
+def install_stand_in(name, monkeypatch):
+    """Put a stand-in in the place of a package, and pin it as the engine of a CPU. Return it."""
+    module, make, version = STAND_INS[name]
+    package = make()
+    for imported, content in {module: package, **PRODUCTS}.items():
+        monkeypatch.setitem(sys.modules, imported, content)
     for variable in ("NVTE_FLASH_ATTN", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
         monkeypatch.setenv(variable, "0")
     let_run_on_a_cpu(monkeypatch, engines.ATTENTION, name, version)
@@ -182,20 +183,21 @@ def chosen(name, monkeypatch):
 
 @pytest.fixture
 def aiter(monkeypatch):
-    return chosen("aiter", monkeypatch)
+    return install_stand_in("aiter", monkeypatch)
 
 
 @pytest.fixture
 def flash_attention(monkeypatch):
-    return chosen("flash_attention_4", monkeypatch)
+    return install_stand_in("flash_attention_4", monkeypatch)
 
 
 @pytest.fixture(params=STAND_INS)
-def each(request, monkeypatch):
-    return chosen(request.param, monkeypatch)
+def stand_in(request, monkeypatch):
+    """The stand-in of each package in turn, pinned."""
+    return install_stand_in(request.param, monkeypatch)
 
 
-def test_output_and_gradients_of_grouped_heads_with_32_bit_atomics(aiter):
+def test_aiter_gives_sdpas_output_and_gradients_with_32_bit_atomics(aiter):
     torch.manual_seed(0)
     packed = torch.randn(2, 32, 8, 16)  # heads are views of one projection, as in a block
     leaves = [x.requires_grad_() for x in packed.split([4, 2, 2], 2)]
@@ -203,17 +205,21 @@ def test_output_and_gradients_of_grouped_heads_with_32_bit_atomics(aiter):
     assert aiter.calls == [("forward", 0), ("backward", True, False, 0)]
 
 
-def test_flash_attention_4_takes_a_blocks_views_as_they_are(flash_attention, monkeypatch):
+def test_flash_attention_4_gets_the_views_of_a_block_without_a_copy(flash_attention, monkeypatch):
     torch.manual_seed(0)
     shape = MINIATURE.shape
-    projection, called = torch.randn(2, 32, shape.qkv_size), flash_attention.flash_attn_func
+    projection = torch.randn(2, 32, shape.qkv_size)
+    called = flash_attention.flash_attn_func
     places = []
+
+    def watched(*parts, **rest):
+        places.append([x.data_ptr() for x in parts])
+        return called(*parts, **rest)
+
     monkeypatch.setattr(
         flash_attention,
         "flash_attn_func",
-        lambda *parts, **rest: (
-            places.append([x.data_ptr() for x in parts]) or called(*parts, **rest)
-        ),
+        watched,
     )
     with attention_backends("cpu"):
         out, leaves = attend(shape, projection, keep=True)
@@ -229,7 +235,7 @@ def test_flash_attention_4_takes_a_blocks_views_as_they_are(flash_attention, mon
 
 
 def check(leaves, compute):
-    """The output and all gradients are SDPA's, bit for bit."""
+    """Check that the output of `compute` and all gradients are SDPA's, bit for bit."""
     truth = sdpa(*leaves)
     d_out = torch.randn_like(truth.transpose(1, 2)).transpose(1, 2)
     with attention_backends("cpu"):
@@ -242,7 +248,7 @@ def check(leaves, compute):
 SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
 
 
-def test_the_self_test_runs_it_and_names_it(each):
+def test_the_self_test_runs_and_names_the_pinned_engine(stand_in):
     result = self_test.SelfTestResult()
     decibels = [
         measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)
@@ -250,10 +256,10 @@ def test_the_self_test_runs_it_and_names_it(each):
     names = {f"{name} {version}" for name, (_, _, version) in STAND_INS.items()}
     assert result.attention in names
     assert len(decibels) == 4 and min(decibels) > 45
-    assert each.calls
+    assert stand_in.calls
 
 
-def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
+def test_the_self_test_finds_an_infinite_gradient_of_aiter(aiter, monkeypatch):
     right = aiter.fmha_v3_bwd
 
     def overflows(*tensors, **options):
@@ -266,11 +272,11 @@ def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
     assert bad == ["attention backward dQ"]
 
 
-def test_without_the_variable_it_is_not_asked(each, monkeypatch):
+def test_an_engine_that_is_not_pinned_is_not_called(stand_in, monkeypatch):
     monkeypatch.delenv("ATTENTION_ENGINE")
     with attention_backends("cpu"):
         causal_attention(*(torch.randn(1, 8, 2, 16) for _ in range(3)))
-    assert not each.calls
+    assert not stand_in.calls
 
 
 @pytest.mark.parametrize(
@@ -283,8 +289,8 @@ def test_without_the_variable_it_is_not_asked(each, monkeypatch):
         ("transformer_engine", SimpleNamespace(), "DotProductAttention"),
     ],
 )
-def test_refused_without_the_package_or_its_functions(monkeypatch, name, package, why):
-    chosen(name, monkeypatch)
+def test_an_engine_without_its_package_or_its_functions_is_refused(monkeypatch, name, package, why):
+    install_stand_in(name, monkeypatch)
     module, _, _ = STAND_INS[name]
     monkeypatch.setitem(sys.modules, module, package)
     with pytest.raises(ConfigError) as caught:

@@ -112,7 +112,7 @@ def test_a_config_knows_the_same_formats():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 100), (5, 7), (1, 33)], ids=str)
-def test_random_matrices_and_ragged_ends(name, dtype, shape):
+def test_random_matrices_with_ragged_ends_are_cast_as_by_torchao(name, dtype, shape):
     for spread in (0.0, 1.0, 6.0):
         x = random(*shape, spread).to(dtype)
         assert same_bits(ours(x, name).dequantize(torch.float32), by_torchao(x.float(), name))
@@ -131,7 +131,7 @@ def test_ties_go_to_even_and_large_numbers_saturate(name):
     )
 
 
-def test_ties_of_nvfp4():
+def test_ties_of_nvfp4_go_to_even():
     """The scale of the tensor is 1 and those of the blocks are e4m3 numbers, so ties are exact."""
     points = torch.tensor(
         [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0]
@@ -165,13 +165,15 @@ def test_zeros_keep_their_sign(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nan_spoils_what_shares_its_scale(name):
+def test_nan_makes_all_numbers_that_share_its_scale_nan(name):
     x = random(4, 128, 1.0)
     x[1, 40] = math.nan
     made = ours(x, name).dequantize(torch.float32)
     assert same_bits(made, by_torchao(x, name))
-    first = 32 if name != "nvfp4" else None
-    assert made[1, 32:64].isnan().all() and int(made.isnan().sum()) == (32 if first else x.numel())
+    assert made[1, 32:64].isnan().all()
+    # NVFP4 also has one scale for the whole tensor.
+    sharing = x.numel() if name == "nvfp4" else 32
+    assert int(made.isnan().sum()) == sharing
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -189,7 +191,7 @@ def test_infinity_becomes_nan_as_everywhere_in_this_package(name, bad):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("power", [127, 100, -60, -90])
-def test_numbers_near_the_ends_of_fp32(name, power):
+def test_numbers_near_the_ends_of_fp32_are_cast_as_by_torchao(name, power):
     x = (random(8, 64, 0.0).clamp(-1.99, 1.99)) * 2.0**power
     assert same_bits(ours(x, name).dequantize(torch.float32), by_torchao(x, name))
 
@@ -258,7 +260,9 @@ def test_stochastic_rounding_is_right_in_the_mean_and_leaves_numbers_of_the_form
 
 @pytest.mark.parametrize("random_signs", [False, True])
 @pytest.mark.parametrize("columns", [64, 50])
-def test_the_transform_of_both_factors_leaves_their_product(random_signs, columns):
+def test_the_hadamard_transform_of_both_factors_leaves_their_product_unchanged(
+    random_signs, columns
+):
     a, b = random(8, columns, 1.0, seed=1), random(6, columns, 1.0, seed=2)
     transformed = [hadamard(x, random_signs) for x in (a, b)]
     assert transformed[0].shape == (8, -(-columns // HADAMARD_SIZE) * HADAMARD_SIZE)
@@ -266,7 +270,7 @@ def test_the_transform_of_both_factors_leaves_their_product(random_signs, column
     assert not torch.allclose(transformed[0][:, :columns], a)
 
 
-def test_the_transform_spreads_an_outlier_and_signs_change_it():
+def test_the_hadamard_transform_spreads_an_outlier_and_with_random_signs_also_a_mean():
     x = torch.zeros(1, 16)
     x[0, 5] = 4.0
     plain, signed = hadamard(x, False), hadamard(x, True)

@@ -15,20 +15,23 @@ from common.kernels.architecture import Tile
 from common.kernels.quantize import STORE
 from common.paths import ROOT
 
-SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
+SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py; it proves that spills are detected
 
 
 def triton_functions(path: Path) -> list[str]:
-    return [
-        node.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
+    """Return the names of the functions of a file that have the decorator triton.jit."""
+    names_found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any("triton.jit" in decorator for decorator in decorators):
+            names_found.append(node.name)
+    return names_found
 
 
 def kernels() -> dict[str, str]:
-    """Name of each Triton kernel -> its module."""
+    """Return the name of each Triton kernel of common/kernels -> its module."""
     return {
         name: module.__name__
         for module in kernel_modules()
@@ -83,23 +86,23 @@ def check(arch, forms):
     )
 
 
-def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch, forms):
+def test_every_kernel_compiles_without_spills_and_within_the_shared_memory(arch, forms):
     check(arch, forms)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", OTHER_TRITONS)
 @pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch.startswith("gfx")])
-def test_every_kernel_compiles_for_amd_with_triton(version, arch):
+def test_every_kernel_compiles_for_amd_with_other_versions_of_triton(version, arch):
     check(arch, compiled_forms(arch, version))
 
 
-def test_spills_are_found_for(forms):
+def test_a_kernel_that_spills_is_found(forms):
     assert [form["spills"] > 0 for form in forms if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
 
 
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
-def test_no_loop_is_pipelined_by_default_on(arch, forms):
+def test_no_loop_is_pipelined_by_default(arch, forms):
     """Triton 3.7 and 3.8 miscompile such loops.
 
     The single stage of the settings (below) applies only to loops that name a number.
@@ -107,7 +110,7 @@ def test_no_loop_is_pipelined_by_default_on(arch, forms):
     assert not [form["kernel"] for form in forms if form["pipelined"]]
 
 
-def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
+def test_cross_entropy_reads_and_writes_16_bytes_at_a_time(forms):
     """Its speed is that of memory.
 
     Forward: eight columns per thread and tile row; backward: two times eight.
@@ -132,7 +135,7 @@ def test_both_layouts_come_from_one_tile_on_amd_alone(arch, forms):
     assert len(both) == (5 if arch.startswith("gfx") else 0)
 
 
-def test_adamw_exchanges_nothing_between_threads_on(forms):
+def test_adamw_exchanges_nothing_between_threads(forms):
     """The store of the bf16 copy must not change the layout of the fp32 ones."""
     assert {form["shared"] for form in forms if form["kernel"] == "_adamw_kernel"} == {0}
 

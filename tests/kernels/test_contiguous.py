@@ -137,16 +137,22 @@ def of_adapter():
     return call, [normal(M, D), normal(M), normal(D), normal(16, D)]
 
 
+# Name of an operation -> the function above that returns (a function that launches the operation's
+# kernel, the contiguous tensors that it takes).
 OPS = {
     name.removeprefix("of_"): made
     for name, made in list(globals().items())
     if name.startswith("of_")
 }
-PLACES = [(op, place) for op, made in OPS.items() for place in range(len(made()[1]))]
+# (operation, position of one of its tensors)
+PLACES = []
+for operation, make in OPS.items():
+    _, operands = make()
+    PLACES += [(operation, place) for place in range(len(operands))]
 
 
 def with_gaps(x):
-    """The same numbers, every other one of a tensor twice as wide."""
+    """Return the numbers of x as every other element of a tensor that is twice as wide."""
     wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
     wide[..., ::2] = x
     return wide[..., ::2]

@@ -107,7 +107,7 @@ def compare(logits, labels, upstream, what=""):
     ],
     ids=str,
 )
-def test_it_is_as_exact_as_plain_torch(shape, dtype, randn, random_labels):
+def test_the_kernel_is_as_exact_as_plain_torch(shape, dtype, randn, random_labels):
     labels = random_labels(shape[-1], *shape[:-1])
     labels[0, -1] = shape[-1] - 1
     if shape[1] > 1:
@@ -117,12 +117,10 @@ def test_it_is_as_exact_as_plain_torch(shape, dtype, randn, random_labels):
     compare((3 * randn(*shape)).to(dtype), labels.int(), upstream * 1e-2)
 
 
-def test_upstream_gradients_and_labels_may_lie_in_memory_as_they_like(randn, random_labels):
-    logits, batch, weights = (
-        randn(3, 4, 500),
-        random_labels(500, 3, 2, 4),
-        tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0),
-    )
+def test_upstream_gradients_and_labels_may_have_any_strides(randn, random_labels):
+    logits = randn(3, 4, 500)
+    batch = random_labels(500, 3, 2, 4)
+    weights = tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0)
     labels = batch.unbind(1)[1]  # cut from the batch as the loop cuts them
     assert not labels.is_contiguous()
     compare(logits, labels, weights[:3], "contiguous")
@@ -136,7 +134,7 @@ def test_upstream_gradients_and_labels_may_lie_in_memory_as_they_like(randn, ran
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("behind", [1.0, 0.0, 8.0, 2e4])
-def test_logits_of_1e4(dtype, behind):
+def test_logits_of_1e4_are_as_exact_as_plain_torch(dtype, behind):
     """Rounding them, or their log-sum-exp, in fp32 would cost 5e-4.
 
     The runner-up is one behind the label, equal to it, or far behind.
@@ -149,7 +147,7 @@ def test_logits_of_1e4(dtype, behind):
             compare(logits.to(dtype), tensor([right]), tensor(1.0), f"{label} {other} {right}")
 
 
-def test_large_and_confident_logits(randn, random_labels):
+def test_large_and_confident_logits_are_as_exact_as_plain_torch(randn, random_labels):
     compare(1e4 * randn(1, 3, 1000), random_labels(1000, 1, 3), tensor(1.0))
     compare(30 * randn(4, 1, 1000), tensor([0], [0], [0], [0]), torch.ones(4, device=DEVICE))
 
@@ -159,7 +157,7 @@ MASKS = [slice(0, TILE), slice(100, None), slice(1, None), slice(0, TILE + 99), 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("value", [-INF, torch.finfo(torch.float32).min], ids=["-inf", "finfo.min"])
-def test_a_masked_vocabulary(value, mask, randn):
+def test_masked_columns_have_gradient_zero(value, mask, randn):
     """A whole tile, whole lanes, all but one column."""
     logits = randn(1, 1, TILE + 100)
     logits[..., mask] = value
@@ -168,7 +166,7 @@ def test_a_masked_vocabulary(value, mask, randn):
     assert not gradient[..., mask].any(), "a masked column has gradient 0"
 
 
-def test_a_masked_label(randn):
+def test_a_masked_label_has_an_infinite_loss_and_a_finite_gradient(randn):
     logits = randn(1, 1, 300)
     logits[..., 7] = -INF
     loss, _, gradient = results(cross_entropy_triton, logits, tensor([7]), tensor(1.0))
@@ -177,7 +175,7 @@ def test_a_masked_label(randn):
 
 @pytest.mark.parametrize("above", [INF, NAN, 0.0])
 @pytest.mark.parametrize("engine", IMPLEMENTATIONS)
-def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
+def test_an_ignored_row_has_loss_and_gradient_zero_even_with_nan_or_inf(
     engine, above, randn, random_labels
 ):
     """NaN and inf among its logits; and a sequence without valid tokens, whose 1 / count is inf.
@@ -201,7 +199,7 @@ def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
 
 @pytest.mark.parametrize("engine", IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [INF, NAN])
-def test_inf_or_nan_in_a_row_that_counts_is_a_loss_of_nan(engine, poison, randn):
+def test_inf_or_nan_in_a_row_with_a_label_gives_a_loss_of_nan(engine, poison, randn):
     for where in (slice(0, 1), slice(TILE + 99, None), slice(0, None), slice(4, None, LANES)):
         logits = randn(1, 1, TILE + 100)
         logits[..., where] = poison
@@ -209,11 +207,11 @@ def test_inf_or_nan_in_a_row_that_counts_is_a_loss_of_nan(engine, poison, randn)
 
 
 @pytest.mark.parametrize("label", [-1, 300, 301, -99, -101, 2**31, 2**32 + 3, -(2**40)])
-def test_a_label_that_is_no_token_is_a_loss_of_nan(label, randn):
+def test_a_label_outside_the_vocabulary_gives_a_loss_of_nan(label, randn):
     assert cross_entropy_triton(randn(1, 3, 300), tensor([5, label, 6]))[0].isnan()
 
 
-def test_an_empty_batch(randn, random_labels):
+def test_an_empty_batch_has_empty_results(randn, random_labels):
     assert [
         value.shape for value in cross_entropy_triton(randn(0, 4, 300), random_labels(300, 0, 4))
     ] == [(0,), (0,)]
@@ -236,7 +234,7 @@ def head(randn, random_labels):
     return leaves, labels
 
 
-def test_gradients_of_the_projection_with_and_without_recompute(head):
+def test_gradients_of_the_projection_agree_with_the_reference_also_with_recompute(head):
     leaves, labels = head
 
     def gradients(function, recompute=False):
@@ -303,7 +301,7 @@ def changed_before_backward(logits, labels):
 @pytest.mark.parametrize(
     "use", [two_losses, square_as_well, after_an_op_that_saved_its_output, changed_before_backward]
 )
-def test_whoever_would_read_the_logits_after_backward_is_refused(head, use):
+def test_a_graph_that_needs_the_overwritten_logits_is_refused(head, use):
     leaves, labels = head
     loss = use(F.linear(*leaves()), labels)
     with pytest.raises(RuntimeError, match="inplace"):

@@ -20,16 +20,18 @@ DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 
 
 class StandIn:
-    """Algorithm i of `times` takes times[i] ms; those in `inexact` return another last bit."""
+    """A fake cuBLASLt.
+
+    Its algorithm i takes times[i] ms. Algorithms in `inexact` change the last element. Each product
+    returns `status` (0: success).
+    """
 
     def __init__(self, times=(3.0, 2.0, 1.0), inexact=(), status=0):
-        self.times, self.inexact, self.status, self.objects, self.launched = (
-            times,
-            inexact,
-            status,
-            {},
-            [],
-        )
+        self.times = times
+        self.inexact = inexact
+        self.status = status
+        self.objects = {}
+        self.launched = []
 
     def make(self, out, **facts):
         out._obj.value = len(self.objects) + 1
@@ -147,20 +149,20 @@ def of_layout(rows, columns, transposed):
 
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
-def test_products_of_every_layout(use, a_transposed, b_transposed):
+def test_bf16_products_of_every_layout_are_exact(use, a_transposed, b_transposed):
     use(StandIn())
     a, b = of_layout(5, 7, a_transposed), of_layout(7, 3, b_transposed)
     found = cublaslt.product(a, b)
     assert torch.equal(found, (a.double() @ b.double()).bfloat16()) and found.is_contiguous()
 
 
-def test_a_view_of_a_wider_matrix(use):
+def test_products_of_views_of_wider_matrices_are_exact(use):
     use(StandIn())
     a, b = torch.randn(5, 20).bfloat16()[:, 4:11], torch.randn(9, 7).bfloat16()[2:5].t()
     assert torch.equal(cublaslt.product(a, b), (a.double() @ b.double()).bfloat16())
 
 
-def test_the_three_products_in_fp8_and_in_bf16_go_through_it(use):
+def test_fprop_dgrad_and_wgrad_use_cublaslt_in_fp8_and_bf16(use):
     library, scaling = use(StandIn()), DelayedScaling()
     quantizers = [scaling.quantizer(gradient=gradient) for gradient in (False, False, True)]
     scaling.allocate(torch.device("cpu"))
@@ -183,7 +185,7 @@ def test_the_three_products_in_fp8_and_in_bf16_go_through_it(use):
         assert library.launched, "torch computed it"
 
 
-def test_scales_are_those_of_each_call(use):
+def test_each_call_uses_its_own_scales(use):
     use(StandIn())
     a, b = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e5m2)
     for of_a, of_b in ((1.0, 1.0), (2.0, 8.0), (0.5, 4.0)):
@@ -203,7 +205,7 @@ def test_scales_are_those_of_each_call(use):
         ((9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0), (), 7),  # the first eight are asked for
     ],
 )
-def test_the_fastest_with_the_first_ones_bits_is_chosen_once_for_each_shape(
+def test_each_shape_gets_the_fastest_algorithm_with_the_bits_of_the_first(
     use, times, inexact, chosen
 ):
     library = use(StandIn(times, inexact))
@@ -219,7 +221,7 @@ def test_the_fastest_with_the_first_ones_bits_is_chosen_once_for_each_shape(
     assert len(library.launched) > 4 and len(cublaslt.CHOICES) == 2
 
 
-def test_the_first_algorithm_computes_short_products(use):
+def test_short_products_use_the_first_algorithm(use):
     library = use(StandIn((0.04, 0.01)))
     a = torch.randn(16, 32).bfloat16()
     for _ in range(2):
@@ -230,7 +232,7 @@ def test_the_first_algorithm_computes_short_products(use):
 
 
 @pytest.mark.parametrize("status", [0, 13])
-def test_an_algorithm_that_leaves_elements_out_or_is_refused_is_not_taken(use, monkeypatch, status):
+def test_an_algorithm_that_fails_or_leaves_elements_out_is_not_chosen(use, monkeypatch, status):
     library = use(StandIn((2.0, 1.0)))
     right = library.cublasLtMatmul
 
@@ -248,7 +250,7 @@ def test_an_algorithm_that_leaves_elements_out_or_is_refused_is_not_taken(use, m
     assert library.launched[-1] == 0
 
 
-def test_what_it_cannot_compute_is_an_error(use):
+def test_unsupported_products_raise_an_error(use):
     use(StandIn(status=15))
     a = torch.randn(16, 16)
     with pytest.raises(RuntimeError, match="status 15"):
@@ -262,7 +264,7 @@ def test_what_it_cannot_compute_is_an_error(use):
         cublaslt.product(a.bfloat16(), a.bfloat16())
 
 
-def test_a_later_start_takes_the_same_algorithm_and_times_nothing(use, monkeypatch):
+def test_a_later_start_reuses_the_chosen_algorithm_without_timing(use, monkeypatch):
     a = torch.randn(16, 32).bfloat16()
     use(StandIn((3.0, 1.0, 2.0)))
     expected = cublaslt.product(a, a.t())
@@ -274,7 +276,7 @@ def test_a_later_start_takes_the_same_algorithm_and_times_nothing(use, monkeypat
 
 
 @pytest.mark.parametrize("damage", ["", "[1]", '{"x": 1}', None])
-def test_a_damaged_file_or_other_bits_are_no_choice(use, damage):
+def test_a_damaged_choices_file_or_changed_bits_lead_to_a_new_choice(use, damage):
     a = torch.randn(16, 32).bfloat16()
     use(StandIn((3.0, 1.0, 2.0)))
     cublaslt.product(a, a.t())
@@ -286,14 +288,14 @@ def test_a_damaged_file_or_other_bits_are_no_choice(use, damage):
     assert library.launched[-1] == (1 if damage is not None else 0)
 
 
-def test_an_unwritable_cache_is_no_obstacle(use, monkeypatch):
+def test_products_work_without_a_writable_cache(use, monkeypatch):
     use(StandIn())
     monkeypatch.setattr(cublaslt, "choices_path", lambda: Path("/proc/nowhere/choices.json"))
     a = torch.randn(16, 32).bfloat16()
     assert torch.equal(cublaslt.product(a, a.t()), cublaslt.product(a, a.t()))
 
 
-def test_without_the_variable_it_is_not_asked(use, monkeypatch):
+def test_cublaslt_is_not_called_unless_it_is_pinned(use, monkeypatch):
     library = use(StandIn())
     monkeypatch.delenv("MATMUL_ENGINE")
     fp8.product(torch.ones(16, 16), torch.ones(16, 16))

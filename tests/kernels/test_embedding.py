@@ -8,18 +8,17 @@ from common.kernels.accumulate import add_rows_reference, add_rows_triton
 
 pytestmark = pytest.mark.quick
 
-# Of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's.
-ROWS, COLUMNS, FIRST = (
-    12,
-    600,
-    5,
-)
+VOCABULARY = 20
+# This rank holds the rows FIRST to FIRST + ROWS - 1.
+FIRST = 5
+ROWS = 12
+COLUMNS = 600  # not a multiple of a tile's columns
 
 
-def tokens(count, rows=20):
-    """Ids of which one is 40 times there, more than a tile has rows."""
+def tokens(count):
+    """Return int64 ids [count]. One of them occurs 40 times, more often than a tile has rows."""
     ids = torch.randint(
-        rows, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int64
+        VOCABULARY, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int64
     )
     ids[:40] = 7
     return ids.to(DEVICE)
@@ -27,10 +26,10 @@ def tokens(count, rows=20):
 
 @pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_kernel_adds_what_torch_finds_dense(count, ranks):
+def test_added_rows_equal_torchs_dense_gradient(count, ranks):
     ids, gradient = tokens(count), normal(count, COLUMNS, seed=1)
     start = normal(ROWS, COLUMNS, seed=2)
-    dense = torch.ops.aten.embedding_dense_backward(gradient.double(), ids, 20, -1, False)
+    dense = torch.ops.aten.embedding_dense_backward(gradient.double(), ids, VOCABULARY, -1, False)
     expected = (start.double() + dense[FIRST : FIRST + ROWS] / ranks).float()
     for add_rows in (add_rows_reference, add_rows_triton):
         total = start.clone()

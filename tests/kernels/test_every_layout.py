@@ -20,14 +20,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def on(monkeypatch):
-    """A function that lets this CPU pass for a GPU."""
+def pretend(monkeypatch):
+    """A function that lets this CPU pass for a GPU of the architecture `arch`."""
 
-    def pretend(arch):
+    def set_architecture(arch):
         monkeypatch.setattr(fp8, "architecture", lambda device: arch)
         takes_every_layout.cache_clear()
 
-    yield pretend
+    yield set_architecture
     takes_every_layout.cache_clear()
 
 
@@ -46,11 +46,11 @@ def operands():
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103"])
-def test_nothing_is_transposed_and_the_products_are_the_same(on, arch):
+def test_nothing_is_transposed_and_the_products_are_the_same(pretend, arch):
     x, weight, g = operands()
     assert all(each.columnwise is not None for each in (x, weight, g))
     expected = dgrad(g, weight), wgrad(g, x)
-    on(arch)
+    pretend(arch)
     x, weight, g = operands()
     assert all(each.columnwise is None for each in (x, weight, g))
     assert x.for_wgrad() is x, "its rowwise layout is what wgrad reads"
@@ -59,8 +59,8 @@ def test_nothing_is_transposed_and_the_products_are_the_same(on, arch):
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_120", "gfx942", "gfx950"])
-def test_other_gpus_are_not_asked(on, arch, monkeypatch):
-    on(arch)
+def test_other_gpus_keep_both_layouts_without_a_trial_product(pretend, arch, monkeypatch):
+    pretend(arch)
     monkeypatch.setattr(fp8, "product", pytest.fail)
     assert not takes_every_layout(CPU)
 
@@ -74,16 +74,16 @@ def refuses(*_, **__):
 @pytest.mark.parametrize(
     "multiply", [refuses, lambda a, b, **_: torch.zeros(32, 32)], ids=["refused", "wrong"]
 )
-def test_one_product_decides(on, multiply, monkeypatch):
-    on("sm_100")
+def test_a_refused_or_wrong_trial_product_keeps_both_layouts(pretend, multiply, monkeypatch):
+    pretend("sm_100")
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     assert not takes_every_layout(CPU)
     assert all(each.columnwise is not None for each in operands())
 
 
-def test_the_self_test_multiplies_in_the_layouts_of_the_step(on, monkeypatch):
+def test_the_self_test_multiplies_in_the_layouts_of_the_step(pretend, monkeypatch):
     sizes = Sizes(MINIATURE.shape, 32, 1, True, 0, "reference", torch.bfloat16)
-    on("sm_100")
+    pretend("sm_100")
     called = []
     for name, right in (("dgrad", dgrad), ("wgrad", wgrad)):
         monkeypatch.setattr(
@@ -100,8 +100,8 @@ def test_the_self_test_multiplies_in_the_layouts_of_the_step(on, monkeypatch):
 
 
 @pytest.mark.parametrize("storage", ["sharded", "replicated", "replicated_both"])
-def test_a_frozen_base_stores_and_hands_out_its_weights_alone(on, processes, storage):
-    on("sm_100")
+def test_a_frozen_base_stores_and_hands_out_its_weights_alone(pretend, processes, storage):
+    pretend("sm_100")
     shape = MINIATURE.shape
     base = FrozenBase(shape, processes, storage=storage)
     matrices = {

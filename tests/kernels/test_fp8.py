@@ -52,7 +52,7 @@ def value_of(quantized: QuantizedTensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("gradient, bound", [(False, 31.0), (True, 25.0)], ids=["e4m3", "e5m2"])
-def test_a_cast_loses_what_its_format_loses(gradient, bound):
+def test_a_cast_is_as_exact_as_its_format_allows(gradient, bound):
     _, (quantizer, _) = quantizers(gradient=gradient)
     # tiny, as gradients are: without a scale all would be zero.
     quantized = quantize_reference(normal(64, 96) * 1e-7, quantizer)
@@ -99,7 +99,7 @@ def test_the_first_step_scales_by_the_tensor_itself_and_later_ones_by_history():
         assert quantizer.state[INVERSE] == pytest.approx(1 / float(quantizer.state[SCALE]))
 
 
-def test_evaluation_leaves_no_trace():
+def test_an_evaluation_changes_no_scale_and_records_nothing():
     scaling, (quantizer, _) = quantizers()
     quantize_reference(torch.ones(2, 2), quantizer)
     scaling.step_done()
@@ -120,7 +120,7 @@ def test_the_amax_of_a_step_is_that_of_all_its_micro_batches_also_in_the_first_s
     assert quantizer.state[SCALE] == pytest.approx(448.0 / (HEADROOM * 3.0))
 
 
-def test_a_weight_is_scaled_by_what_it_is_now():
+def test_a_weight_is_scaled_by_its_current_amax():
     scaling, (quantizer,) = quantizers(1, weight=True)
     for size in (1.0, 5.0, 0.1):
         quantize_reference(torch.full((2, 2), size), quantizer)
@@ -232,28 +232,22 @@ def test_a_weight_is_cast_once_per_optimizer_step():
     assert quantize_weight(weight, None, quantize_reference).rowwise is weight
 
 
-def test_products_read_what_casts_wrote():
+def test_products_match_fp32_products_of_the_stored_values():
     """Products reach 50 dB against fp32 products of the stored values (torchao's own bound).
 
     The error of two casts is bounded against the true products.
     """
     scaling = DelayedScaling()
-    x_quantizer, w_quantizer, g_quantizer = (
-        scaling.quantizer(),
-        scaling.quantizer(weight=True),
-        scaling.quantizer(gradient=True),
-    )
+    x_quantizer = scaling.quantizer()
+    w_quantizer = scaling.quantizer(weight=True)
+    g_quantizer = scaling.quantizer(gradient=True)
     scaling.allocate(CPU)
-    x, w, g = (
-        normal(48, 64).bfloat16(),
-        normal(32, 64, seed=1).bfloat16(),
-        normal(48, 32, seed=2).bfloat16(),
-    )
-    n, weight, gradient = (
-        quantize_reference(x, x_quantizer),
-        quantize_reference(w, w_quantizer),
-        quantize_reference(g, g_quantizer),
-    )
+    x = normal(48, 64).bfloat16()
+    w = normal(32, 64, seed=1).bfloat16()
+    g = normal(48, 32, seed=2).bfloat16()
+    n = quantize_reference(x, x_quantizer)
+    weight = quantize_reference(w, w_quantizer)
+    gradient = quantize_reference(g, g_quantizer)
     for ours, stored, true, bound in (
         (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
         (
@@ -280,7 +274,7 @@ def test_what_is_saved_for_wgrad_has_one_layout_only():
     assert plain.for_wgrad() is plain
 
 
-def test_a_quantizer_of_a_model_without_memory_has_none():
+def test_a_quantizer_has_no_memory_before_allocate():
     assert Quantizer().state.is_meta
 
 

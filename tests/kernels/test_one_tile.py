@@ -63,7 +63,7 @@ def results(run):
 
 
 @pytest.mark.parametrize("op", TILED)
-def test_the_columns_are_the_rows(op, monkeypatch):
+def test_the_columnwise_layout_is_the_transpose_of_the_rowwise_one(op, monkeypatch):
     expected, expected_state = results(TILED[op])
     monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
     for module in (quantize, swiglu):
@@ -85,5 +85,5 @@ def test_whole_rows_leave_the_columns_to_a_second_kernel(monkeypatch):
     assert torch.equal(normed.columnwise, normed.rowwise.t())
 
 
-def test_it_is_off_where_there_is_no_amd_gpu():
+def test_both_layouts_come_from_one_tile_on_amd_only():
     assert bool(torch.version.hip) == quantize.BOTH_FROM_ONE_TILE

@@ -134,7 +134,7 @@ BODIES = {  # of a kernel with the parameters (a_ptr, b_ptr, head, heads, HALF: 
 @pytest.mark.parametrize(
     ("body", "count"), BODIES.items(), ids=lambda value: str(value).splitlines()[0]
 )
-def test_choices_are_found(body, count):
+def test_the_check_finds_choices_between_pointers(body, count):
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     assert (
         len(

@@ -15,7 +15,7 @@ EPS = 1e-3  # large enough that forgetting it shows
 FORWARDS = [engine[0] for engine in qk_norm.IMPLEMENTATIONS.values()]
 BACKWARDS = [engine[1] for engine in qk_norm.IMPLEMENTATIONS.values()]
 LONG = (1, 280, 1, 1, 16)  # more rows than one program takes
-HALF_PRECISION = {torch.float32: 2e-6, torch.float16: 1e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def weights_of(head_dim, dtype):
@@ -38,10 +38,8 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
-    qkv, weights = (
-        normal(batch * sequence, all_heads * head_dim, dtype=dtype),
-        weights_of(head_dim, dtype),
-    )
+    qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
+    weights = weights_of(head_dim, dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     truth = truth_of(
         unpacked[:, :, :turned].double(), [weight.double() for weight in weights], cos, sin, heads
@@ -53,7 +51,7 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
         assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:]), (
             "the values stay"
         )
-        assert error(ours.view_as(unpacked)[:, :, :turned], truth) < HALF_PRECISION[dtype]
+        assert error(ours.view_as(unpacked)[:, :, :turned], truth) < TOLERANCE[dtype]
         again = qkv.clone()
         assert function(
             again, weights, EPS, cos, sin, heads, kv_heads, False
@@ -83,27 +81,25 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     for quantized, d_weights in (plain, ours):
         d_qkv = quantized.rowwise.view_as(upstream)
         assert d_qkv.dtype == dtype and quantized.columnwise is None and quantized.scale is None
-        assert error(d_qkv[:, :, :turned], leaves[0].grad) < HALF_PRECISION[dtype]
+        assert error(d_qkv[:, :, :turned], leaves[0].grad) < TOLERANCE[dtype]
         assert torch.equal(d_qkv[:, :, turned:], parts[2]), "copied"
         for d_weight, leaf in zip(d_weights, leaves[1:], strict=True):
-            assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < HALF_PRECISION[dtype]
+            assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < TOLERANCE[dtype]
     frozen, nothing = qk_norm.qk_norm_rope_backward_triton(
         parts, before, weights, EPS, cos, sin, None, weight_grad=False
     )
     assert nothing == () and torch.equal(frozen.rowwise, ours[0].rowwise)
 
 
-def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
+def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded.
 
     The weights' gradients are the same in all.
     """
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = (
-        normal(batch * sequence, (heads + kv_heads) * head_dim),
-        weights_of(head_dim, torch.float32),
-    )
+    before = normal(batch * sequence, (heads + kv_heads) * head_dim)
+    weights = weights_of(head_dim, torch.float32)
     upstream = normal(batch, sequence, heads + 2 * kv_heads, head_dim, seed=4)
     scaling, (quantizer,) = unrounded({"gradient": True})
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
@@ -127,13 +123,11 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
             scaling.step_done()
 
 
-def test_the_pass_for_the_amax_writes_nothing_else():
+def test_the_pass_for_the_amax_writes_only_the_amax():
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = (
-        normal(batch * sequence, (heads + kv_heads) * head_dim),
-        weights_of(head_dim, torch.float32),
-    )
+    before = normal(batch * sequence, (heads + kv_heads) * head_dim)
+    weights = weights_of(head_dim, torch.float32)
     parts = parts_of(normal(batch, sequence, heads + 2 * kv_heads, head_dim), heads, kv_heads)
     whole = qk_norm.qk_norm_rope_backward_triton(parts, before, weights, EPS, cos, sin, None)[
         0
@@ -168,7 +162,7 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     )
 
 
-def test_without_its_norm_it_is_rope():
+def test_with_heads_of_unit_norm_and_weights_of_one_only_rope_remains():
     """Heads of mean square 1, weights 1: what is left is the rotation."""
     batch, sequence, heads, kv_heads, head_dim = SHAPES[2]
     cos, sin = tables(sequence, head_dim // 2)

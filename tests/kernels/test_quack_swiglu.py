@@ -65,7 +65,7 @@ def test_the_amax_and_saturated_elements_are_recorded(halves, gradient):
     assert torch.equal(out.rowwise.view(torch.uint8), store(x, quantizer).view(torch.uint8))
 
 
-def test_nothing_is_counted_below_the_scales_range():
+def test_elements_within_the_scales_range_are_not_counted_as_saturated():
     x = normal(16, 96, seed=1)
     x[3, 5] = 440.0  # stored as 448
     _, quantizer = finished(x, 1, 1.0)
@@ -90,7 +90,7 @@ def test_an_infinite_element_shows_as_nan(halves, recording):
     assert quantizer.state[AMAX].isinf() == recording
 
 
-def test_the_bytes_of_the_largest_numbers():
+def test_largest_byte_is_that_of_the_formats_largest_number():
     assert largest_byte(torch.float8_e4m3fn) == 0x7E
     assert largest_byte(torch.float8_e5m2) == 0x7B
 
@@ -235,7 +235,7 @@ def test_the_reference_and_other_formats_are_left_alone(quack):
     assert not quack.calls
 
 
-def test_without_a_gpu_a_kernel_computes_it():
+def test_a_cpu_uses_the_swiglu_kernel():
     assert swiglu_engine(CPU).engine.name == engines.KERNEL
 
 

@@ -100,7 +100,7 @@ def test_both_engines_follow_the_same_scales_after_a_number_that_is_not_finite(b
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
-def test_inf_is_nan_in_fp8_too(gradient):
+def test_inf_becomes_nan_in_real_fp8(gradient):
     scaling = DelayedScaling()
     quantizer = scaling.quantizer(gradient=gradient)
     scaling.allocate(DEVICE)

@@ -94,7 +94,7 @@ def test_a_group_is_summed_in_fp32():
     assert repeated.sum_of_groups(parts.view(1, 4, 1, 1), 4).item() == 260.0  # 259 has 9 bits
 
 
-def test_the_self_test_runs_it_and_names_it(monkeypatch):
+def test_the_self_test_runs_and_names_repeated_heads(monkeypatch):
     let_run_on_a_cpu(monkeypatch, engines.ATTENTION, "repeated_heads")
     called = []
     monkeypatch.setattr(
@@ -112,7 +112,7 @@ def test_the_self_test_runs_it_and_names_it(monkeypatch):
     assert result.attention == "repeated_heads, flash"
 
 
-def test_sdpa_can_be_named_everywhere(monkeypatch):
+def test_sdpa_can_be_pinned_on_a_cpu(monkeypatch):
     monkeypatch.setenv("ATTENTION_ENGINE", "sdpa")
     leaves = packed_leaves(SHAPES[0], torch.float32)
     with attention_backends("cpu", torch.float32):

@@ -97,7 +97,9 @@ def by_autograd(x, branch, weight, d_n, d_residual):
     ],
     ids=["triton", "reference"],
 )
-def test_unquantized_it_is_as_exact_as_plain_torch(forward, backward, shape, dtype, with_residual):
+def test_unquantized_results_are_as_exact_as_plain_torch(
+    forward, backward, shape, dtype, with_residual
+):
     x, branch, weight, d_n, d_residual = inputs(shape, dtype)
     if not with_residual:
         branch = d_residual = None
@@ -161,7 +163,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantized_it_stores_the_same_values(shape, options):
+def test_quantized_results_are_casts_of_the_unquantized_ones(shape, options):
     x, branch, weight, d_n, d_residual = inputs(shape, torch.float32)
     residual, plain, rstd = add_rms_norm_triton(x, branch, weight, EPS, None)
     quantizer = quantizer_with(**options)
@@ -206,7 +208,7 @@ def test_quantized_it_stores_the_same_values(shape, options):
         assert (a.columnwise is None) == (b.columnwise is None)
 
 
-def test_the_pass_for_the_amax_writes_nothing_else(monkeypatch):
+def test_the_pass_for_the_amax_writes_only_the_amax(monkeypatch):
     def amax_only(quantizer, shape, like, launch):
         out = QuantizedTensor(torch.full(shape, 99.0, device=DEVICE))
         launch(out, AMAX_ONLY)
@@ -246,7 +248,7 @@ def test_a_nan_reaches_its_row_and_no_other():
     )
 
 
-def test_under_autograd_it_is_the_same_norm():
+def test_the_norm_under_autograd_agrees_with_the_reference():
     """The model's head calls the norm under autograd."""
     x, _, weight, d_n, _ = inputs((6, 100), torch.float32)
     found = []

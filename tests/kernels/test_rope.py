@@ -116,7 +116,7 @@ def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
 @pytest.mark.parametrize(
     "shape", SHAPES[:2], ids=str
 )  # with one tile of rows, and with a ragged second one
-def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transposed):
+def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, transposed):
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded."""
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
@@ -150,7 +150,7 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transpo
             scaling.step_done()
 
 
-def test_the_pass_for_the_amax_writes_nothing_else():
+def test_the_pass_for_the_amax_writes_only_the_amax():
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
     parts = parts_of(normal(batch, sequence, heads + 2 * kv_heads, head_dim), heads, kv_heads)

@@ -48,11 +48,9 @@ def check_stored(quantized, values, quantizer, recorded):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(37, 100), (64, 64), (130, 72), (1, 1)], ids=str)
-def test_unquantized_it_is_as_exact_as_plain_torch(shape, dtype):
-    gate_up, d_h = (
-        normal(shape[0], 2 * shape[1], dtype=dtype, size=1.5),
-        normal(*shape, seed=1, dtype=dtype, size=1.5),
-    )
+def test_unquantized_results_are_as_exact_as_plain_torch(shape, dtype):
+    gate_up = normal(shape[0], 2 * shape[1], dtype=dtype, size=1.5)
+    d_h = normal(*shape, seed=1, dtype=dtype, size=1.5)
     results = []
     for forward, backward in (
         (swiglu_quantized_reference, swiglu_quantized_backward_reference),
@@ -88,7 +86,7 @@ def test_far_from_zero_the_sigmoid_is_0_or_1_and_nan_stays_nan():
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
-def test_quantized_in_the_first_step_later_ones_and_an_evaluation(transposed):
+def test_quantized_results_in_first_and_later_steps_and_an_evaluation(transposed):
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded."""
     gate_up, d_h = gate_up_and_d_h()
     scaling, (quantizer, gradient, kept_quantizer) = unrounded(
@@ -97,10 +95,8 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(transposed):
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
         x, g, recording = gate_up * size, d_h * size, step < 3
         scaling.start_pass(recording)
-        h_exact, d_exact = (
-            swiglu_quantized_triton(x, None)[0].rowwise,
-            swiglu_quantized_backward_triton(g, x, None).rowwise,
-        )
+        h_exact = swiglu_quantized_triton(x, None)[0].rowwise
+        d_exact = swiglu_quantized_backward_triton(g, x, None).rowwise
         h, kept = swiglu_quantized_triton(x, quantizer, kept_quantizer)
         check_stored(h, h_exact, quantizer, recording)
         check_stored(kept, x, kept_quantizer, recording)
@@ -202,7 +198,7 @@ def test_the_first_step_records_the_amax_of_all_its_micro_batches_and_no_evaluat
         assert kept.rowwise.abs().max() > 1.999
 
 
-def test_the_pass_for_the_amax_writes_nothing_else():
+def test_the_pass_for_the_amax_writes_only_the_amax():
     gate_up, d_h = gate_up_and_d_h()
     _, (quantizer, kept_quantizer, gradient) = unrounded({}, KEPT, {"gradient": True})
     h, kept, d = (torch.full((37, columns), 7.0, device=DEVICE) for columns in (100, 200, 200))

@@ -80,7 +80,7 @@ def library(monkeypatch):
     ("a_transposed", "b_transposed", "layout"),
     [(False, True, "TN"), (False, False, "NN"), (True, False, "NT")],
 )
-def test_bf16_products_of_each_layout(library, a_transposed, b_transposed, layout):
+def test_bf16_products_of_each_layout_are_exact(library, a_transposed, b_transposed, layout):
     a, b = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
     if a_transposed:
         a = a.t().contiguous().t()
@@ -121,7 +121,7 @@ def cudnn(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_it_takes_the_cudnn_of_torch(monkeypatch, library, cudnn, own):
+def test_transformer_engine_loads_the_cudnn_of_torch(monkeypatch, library, cudnn, own):
     """The system's cuDNN beside torch's ended the import with an undefined symbol, on an H200."""
     folder, loaded = cudnn
     monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
@@ -132,7 +132,7 @@ def test_it_takes_the_cudnn_of_torch(monkeypatch, library, cudnn, own):
     assert loaded == [f"libcudnn_{name}.so.9" for name in ("graph", "ops", "cnn", "adv")]
 
 
-def test_without_a_wheel_of_cudnn_the_system_decides(monkeypatch, cudnn):
+def test_without_a_cudnn_wheel_no_library_is_loaded(monkeypatch, cudnn):
     def missing(name):
         raise ModuleNotFoundError(name)
 

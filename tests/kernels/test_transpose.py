@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     "shape", [(128, 256), (5, 300), (257, 1), (200, 129), (132, 4), (300, 208)], ids=str
 )
-def test_it_is_the_transpose_also_of_sizes_that_fill_no_tile_or_word(shape, engine):
+def test_the_transpose_is_right_also_for_sizes_that_fill_no_tile_or_word(shape, engine):
     x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
     out = torch.zeros(shape[::-1], dtype=torch.uint8, device=DEVICE)
     IMPLEMENTATIONS[engine](x, out)

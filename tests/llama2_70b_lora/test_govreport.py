@@ -55,7 +55,7 @@ def numbers(batches, count):
 # ---- order
 
 
-def test_every_row_once_per_epoch():
+def test_every_row_comes_once_per_epoch():
     order = list(islice(row_order(ROWS, seed=3), 5 * ROWS))
     epochs = [order[i : i + ROWS] for i in range(0, len(order), ROWS)]
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)

@@ -13,8 +13,8 @@ from common.training.continuation import FOLDER
 RULES = replace(TINY, target_loss=0.1)
 
 
-def sittings(processes, folder):
-    """Logs of a run and of its continuation from a checkpoint.
+def run_and_continue(processes, folder):
+    """Train with checkpoints, then continue from one. Return the facts of both runs.
 
     Each rank has data of its own. The runs are shared between tests.
     """
@@ -25,8 +25,8 @@ def sittings(processes, folder):
     return [vars(facts(folder / name)) for name in ("run", "on")]
 
 
-def test_it_continues_bit_for_bit(processes, tmp_path):
-    whole, rest = sittings(processes, tmp_path)
+def test_a_lora_run_continues_bit_for_bit(processes, tmp_path):
+    whole, rest = run_and_continue(processes, tmp_path)
     begin = len(whole["losses"]) - len(rest["losses"])
     assert (
         0 < begin < len(whole["losses"])

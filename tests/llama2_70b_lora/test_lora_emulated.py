@@ -20,7 +20,7 @@ def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
 
 
 @pytest.mark.parametrize("then", ["fp8", "bf16"])
-def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, then):
+def test_healing_changes_the_losses_only_from_its_step_on(processes, then):
     healed = lora_steps(processes, linear=f"mxfp4 until step 3, then {then}")
     unhealed = lora_steps(processes, linear=f"mxfp4 until step 9999, then {then}")
     assert (

@@ -190,7 +190,7 @@ def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
     assert load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
-def test_a_run_whose_adapter_cannot_be_saved_stands(tmp_path, processes):
+def test_a_run_whose_adapter_cannot_be_saved_is_still_a_success(tmp_path, processes):
     with mock.patch.object(
         lora_training, "save_peft_adapter", side_effect=StorageError("the disk is full")
     ):

@@ -24,7 +24,7 @@ EVALUATIONS = [
 
 
 @pytest.mark.parametrize(("batch", "interval", "skipped", "first"), EVALUATIONS)
-def test_when_to_evaluate(batch, interval, skipped, first):
+def test_evaluations_are_those_of_the_published_logs(batch, interval, skipped, first):
     assert (
         CLOSED.eval_interval(batch),
         CLOSED.skipped_evaluations(batch),
@@ -62,7 +62,7 @@ def test_the_miniature_differs_only_in_size():
     assert {name for name, value in vars(CLOSED).items() if value != vars(MINIATURE)[name]} == own
 
 
-def test_learning_rate_at_its_corners():
+def test_the_learning_rate_at_marked_steps():
     lr_at = cosine_to_zero(4e-4, 1024)
     assert lr_at(0) == 4e-4 and lr_at(512) == pytest.approx(2e-4, rel=1e-12)
     # Where a run at global batch 8 typically stops.
@@ -71,7 +71,7 @@ def test_learning_rate_at_its_corners():
 
 
 @pytest.mark.parametrize("steps", [1024, 7, 1])
-def test_learning_rate_of_transformers(steps):
+def test_the_learning_rate_is_that_of_transformers(steps):
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4e-4)
     theirs = transformers.get_cosine_schedule_with_warmup(optimizer, 0, steps)

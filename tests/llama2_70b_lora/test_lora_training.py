@@ -200,9 +200,7 @@ def test_fp8_follows_bf16(pair):
 # ---- refused
 
 
-def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(
-    processes, checkpoints, tmp_path
-):
+def test_a_bad_checkpoint_is_refused_before_a_layer_is_added(processes, checkpoints, tmp_path):
     base, model = FrozenBase(MODEL, processes), fused_llama(MODEL, 16)
     index = json.loads((checkpoints / "fused" / checkpoint_names.INDEX).read_text())
     (tmp_path / checkpoint_names.INDEX).write_text(json.dumps(index))
@@ -235,7 +233,7 @@ def test_impossible_configs_are_refused(processes, changes):
         lora_config(gpus_per_node=processes.world_size, **changes)
 
 
-def test_random_weights_are_as_wide_as_asked(processes):
+def test_random_weights_have_a_standard_deviation_of_0_02(processes):
     base = FrozenBase(MODEL, processes)
     train.load_random(fused_llama(MODEL, 16), base)
     operand = base.forward_weights(1)["gate_up"]

@@ -126,7 +126,7 @@ def test_packed_files_give_the_same_rows(tmp_path, kind):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_packed_rows_that_the_rules_refuse(tmp_path, capsys, split):
+def test_packed_rows_that_break_the_rules_are_refused(tmp_path, capsys, split):
     """Nothing is left of either file, so that the next try is not refused."""
     rows = govreport_rows()
     rows[split][2, :, 3] = 61
@@ -432,13 +432,13 @@ def test_fetch_downloads_nothing_and_says_what_to_get(tmp_path, monkeypatch, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fetch_checks_the_room_first(tmp_path, monkeypatch, capsys):
+def test_fetch_checks_the_free_space_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "WEIGHTS_BYTES", 10**18)
     assert fetch(tmp_path) == PreflightError.exit_code
     assert "needs 1000000000 GB" in capsys.readouterr().err
 
 
-def test_fetch_where_all_is_there(whole, capsys):
+def test_fetch_recognizes_complete_data(whole, capsys):
     assert fetch(whole) == 0
     assert "--weights" in capsys.readouterr().err
 

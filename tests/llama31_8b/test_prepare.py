@@ -56,7 +56,7 @@ def tree(folder):
 # ---- miniature
 
 
-def test_miniature_serves_the_training(built):
+def test_the_miniature_has_enough_sequences_to_train_and_evaluate(built):
     vocab_size, length = MINIATURE.shape.vocab_size, MINIATURE.sequence_length
     assert sequences_in(built / MINIATURE.train_prefix, length) > 5000
     data = TrainData(built / MINIATURE.train_prefix, length, 5000, 1, vocab_size)
@@ -98,7 +98,7 @@ def test_damaged_miniature_is_built_again_and_the_same(
         assert (copy / path.name).read_bytes() == path.read_bytes()
 
 
-def test_miniature_after_a_kill(built, documents, tmp_path, monkeypatch):
+def test_a_killed_miniature_is_built_again_and_the_same(built, documents, tmp_path, monkeypatch):
     process = subprocess.Popen(
         [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(tmp_path)],
         stderr=subprocess.DEVNULL,
@@ -170,7 +170,7 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
     assert prepare.main(arguments) == StorageError.exit_code  # nothing is overwritten
 
 
-def test_convert_of_plain_text_takes_blocks(built, tmp_path):
+def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path):
     (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
     convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
@@ -242,7 +242,7 @@ def test_broken_input_is_named(built, tmp_path, name, capsys):
     assert not (tmp_path / "p.idx").exists()
 
 
-def test_unknown_and_missing_input(built, tmp_path, capsys):
+def test_unknown_and_missing_inputs_are_refused(built, tmp_path, capsys):
     rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
     assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
     assert (
@@ -267,7 +267,7 @@ def verify(folder, *options):
     )
 
 
-def test_verify_of_good_data(copy, capsys):
+def test_verify_finds_no_difference_in_good_data(copy, capsys):
     assert verify(copy) == 0 and verify(copy, "--full") == 0
     assert "no differences" in capsys.readouterr().err
 
@@ -358,7 +358,7 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
     assert "sha256: expected" in capsys.readouterr().err
 
 
-def test_verify_looks_at_every_id_with_full(tmp_path, monkeypatch, capsys):
+def test_verify_checks_every_id_with_full(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verification, "CHUNK", 300)
     writer = IndexedDatasetWriter(tmp_path / "p", 70000)
     writer.add(np.where(np.arange(1000) == 500, 69999, 5))
@@ -381,7 +381,7 @@ def test_verify_looks_at_every_id_with_full(tmp_path, monkeypatch, capsys):
         '{"source": "x", "vocab_size": 1, "files": {"a": {"md5": "0"}}, "pairs": {}}',
     ],
 )
-def test_broken_manifest(tmp_path, content):
+def test_a_broken_manifest_is_refused(tmp_path, content):
     (tmp_path / "m.json").write_text(content)
     with pytest.raises(DataError, match="not a manifest"):
         Manifest.read(tmp_path / "m.json")
@@ -400,13 +400,13 @@ def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fetch_checks_the_room_first(tmp_path, monkeypatch, capsys):
+def test_fetch_checks_the_free_space_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 10**18)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == PreflightError.exit_code
     assert "needs 1000000000 GB" in capsys.readouterr().err
 
 
-def test_fetch_where_all_is_there(tmp_path, capsys):
+def test_fetch_recognizes_complete_data(tmp_path, capsys):
     closed_like(tmp_path, 1, 1)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
     assert "four files" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_a_run_that_missed_its_target_is_saved_and_no_rank_ends_before(tmp_path)
     assert (tmp_path / "run_0/events.jsonl").read_text().count('"verdict"') == 1
 
 
-def test_a_run_that_does_not_ask_writes_no_weights(processes, tmp_path):
+def test_a_run_without_save_writes_no_weights(processes, tmp_path):
     assert not run(tmp_path / "run", write_data(tmp_path / "data", RULES), RULES).error
     assert (
         not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "run" / save.FOLDER).exists()
@@ -228,7 +228,7 @@ def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
         save.require_absent(tmp_path)
 
 
-def test_a_full_disk_is_said_and_leaves_its_space(tmp_path):
+def test_a_full_disk_is_a_storage_error_and_the_partial_model_is_removed(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     model = random_model()
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))  # python ignores SIGXFSZ

@@ -52,7 +52,7 @@ def test_dropout_is_on_in_training(processes):
     assert with_dropout["losses"][2:] != without["losses"][2:]
 
 
-def test_adapters_start_as_kaiming_and_zero():
+def test_lora_a_starts_as_kaiming_uniform_and_lora_b_as_zero():
     model = lora_llama(
         fused_llama(replace(LORA.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1
     )
@@ -68,6 +68,6 @@ def test_adapters_start_as_kaiming_and_zero():
             assert not adapter.lora_b.any()
 
 
-def test_counts_of_the_70b():
+def test_adapter_parameters_and_flops_of_the_70b():
     assert LLAMA2_70B.lora_parameters(16) == 44_564_480
     assert LLAMA2_70B.lora_flops_per_token(8192, 16) == pytest.approx(307.33e9, rel=1e-5)

@@ -60,7 +60,7 @@ def run(block, dtype=torch.float32, seed=1):
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_it_computes_what_the_plain_block_computes(family):
+def test_output_and_gradients_are_those_of_the_plain_block(family):
     plain, fused, _ = pair(shape=SHAPES[family])
     expected, got = run(plain), run(fused)
     assert expected.keys() == got.keys() and len(got) == {"llama": 8, "qwen3": 10}[family]
@@ -91,7 +91,7 @@ def test_recompute_changes_no_bit_and_counts_nothing_twice(fp8, family):
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_fp8_is_as_near_as_its_casts(family):
+def test_fp8_is_as_exact_as_its_casts_allow(family):
     """A product of two casts has 28.5 dB (e4m3 x e4m3) or 24.6 dB (e5m2 x e4m3).
 
     The gradient of the first norm passes through four of the latter, and their noise adds: 24.6 -
@@ -166,7 +166,7 @@ def test_a_second_backward_is_refused():
         out.backward()
 
 
-def test_backward_lets_go_of_what_it_has_used():
+def test_backward_frees_the_saved_tensors():
     _, fused, _ = pair()
     x = torch.randn(BATCH, SEQUENCE, SHAPE.hidden_size, requires_grad=True)
     out = fused(x, *rope_tables(SHAPE, SEQUENCE, "cpu"))

@@ -15,6 +15,7 @@ from fused_lora import (
     results,
     saved_bytes_per_token,
 )
+from signal_to_noise import sqnr_db
 
 from common.kernels import fp8
 from common.kernels.lora import Dropout, keep_mask
@@ -38,7 +39,7 @@ def fix_masks(plain, fused, monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.0, P])
-def test_it_computes_what_autograd_does(dropout, monkeypatch):
+def test_output_and_gradients_are_those_of_autograd(dropout, monkeypatch):
     plain = plain_block(dropout=dropout)
     fused = fused_block(plain, dropout)
     if dropout:
@@ -53,10 +54,6 @@ def test_it_computes_what_autograd_does(dropout, monkeypatch):
     for name, value in expected.items():
         assert found[name].dtype == torch.float32 and found[name].shape == value.shape
         assert (found[name] - value).norm() < 1e-5 * value.norm(), name
-
-
-def decibels(truth, value):
-    return float(20 * torch.log10(truth.double().norm() / (truth.double() - value.double()).norm()))
 
 
 @pytest.mark.parametrize("fnuz", [False, True], ids=["ocp", "fnuz"])
@@ -74,7 +71,7 @@ def test_fp8_stays_near_bf16(fnuz, monkeypatch):
     exact["output"] -= x  # without the residual stream, which passes by all FP8
     found["output"] -= x
     for name in exact:
-        assert decibels(exact[name], found[name]) >= 20, name
+        assert sqnr_db(found[name], exact[name]) >= 20, name
     assert not any(quantizer.transposed for quantizer in vars(block.quantizers).values()), (
         "no product reads a transposed activation or gradient"
     )
@@ -109,7 +106,7 @@ def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
     )
 
 
-def test_backward_runs_once():
+def test_a_second_backward_is_refused():
     x, d_out, tables = data()
     out = fused_block(plain_block())(x.requires_grad_(), *tables)
     out.backward(d_out, retain_graph=True)
@@ -136,7 +133,7 @@ def test_dropout_is_drawn_anew_each_time_and_only_in_training():
     )
 
 
-def test_evaluation_keeps_nothing(monkeypatch):
+def test_an_evaluation_saves_nothing_for_backward(monkeypatch):
     x, _, tables = data()
     block = fused_block(plain_block()).eval()
     kept = []
@@ -151,7 +148,7 @@ def test_evaluation_keeps_nothing(monkeypatch):
     assert isinstance(kept[1][1], SavedByLoraBlock)
 
 
-def test_what_the_base_is_asked_for():
+def test_each_pass_requests_and_releases_the_weights_of_its_layer_once():
     x, d_out, tables = data()
     block = fused_block(plain_block(), layer=7)
     results(block, x, d_out, tables)
@@ -179,7 +176,7 @@ def storages(saved):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_it_keeps_as_many_bytes_as_it_says(in_fp8):
+def test_saved_tensors_take_the_stated_bytes_per_token(in_fp8):
     x, _, tables = data(dtype=torch.bfloat16, batch=1, sequence=256)
     block = fused_block(plain_block(dtype=torch.bfloat16), P, in_fp8)
     _, saved = block.run(x, *tables, True)
@@ -191,7 +188,7 @@ def test_it_keeps_as_many_bytes_as_it_says(in_fp8):
     assert sum(found.values()) == 256 * saved_bytes_per_token(SMALL, RANK, in_fp8)
 
 
-def test_bytes_of_the_70b():
+def test_saved_bytes_per_token_of_the_70b():
     assert saved_bytes_per_token(LLAMA2_70B, 16, True) == 127_304
     assert saved_bytes_per_token(LLAMA2_70B, 16, False) == 127_304 + 57_344
 

@@ -86,7 +86,7 @@ def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
     (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
+def test_a_full_disk_is_a_storage_error_and_leaves_no_partial_adapter(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # python ignores SIGXFSZ
     try:
@@ -260,7 +260,7 @@ def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(
         assert load_file(path).keys() == load_file(merged / "merged_ordinary" / path.name).keys()
 
 
-def test_bf16_is_rounded_once(made, tmp_path):
+def test_a_merge_in_bf16_rounds_once(made, tmp_path):
     _, theirs, tensors, _, _ = made
     theirs.save_pretrained(tmp_path / "config")
     save_fused(
@@ -376,7 +376,9 @@ def _integers(base):
 @pytest.mark.parametrize(
     ("spoil", "message"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path, spoil, message):
+def test_an_adapter_or_base_that_does_not_fit_is_refused_before_anything_is_written(
+    made, tmp_path, spoil, message
+):
     save_fused(tmp_path / "base", made[1].state_dict())
     shutil.copy(made[0] / "fused" / "config.json", tmp_path / "base")
     save(tmp_path / "adapter", made[2])

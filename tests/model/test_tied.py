@@ -70,7 +70,7 @@ def one_rank(processes):
     return one_step(processes)
 
 
-def test_the_gradient_is_that_of_both_uses(one_rank):
+def test_the_gradient_sums_both_uses_of_the_weight(one_rank):
     assert one_rank["tied"] and "head.output.weight" not in one_rank["initial"]
     for name, expected in expected_gradients(one_rank["initial"]).items():
         assert_near(one_rank["gradients"][name], expected, name)
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_both_uses(one_rank):
     )
 
 
-def test_two_ranks_do_what_one_does(one_rank, tmp_path):
+def test_two_ranks_agree_with_one(one_rank, tmp_path):
     ranks = call_on_ranks(2, "test_tied:one_step", tmp_path)
     for name, expected in one_rank["gradients"].items():
         rows = torch.cat([rank["gradients"][name] for rank in ranks])[: len(expected)]

@@ -88,7 +88,7 @@ def test_dtypes_are_converted_once(stored, tmp_path, stored_as, wanted):
     )
 
 
-def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
+def test_a_single_file_is_loaded_equally_in_pieces_of_any_size(stored, tmp_path, monkeypatch):
     """Pieces smaller than a tensor, than a row, and one file without an index."""
     tensors = {}
     for file in (stored[0] / "ordinary").glob("*.safetensors"):
@@ -354,7 +354,7 @@ def test_a_flipped_byte_is_found_with_a_manifest(stored, copy, tmp_path):
     assert all(parameter.isnan().all() for parameter in model.parameters())
 
 
-def test_a_manifest_of_another_checkpoint(stored, copy, tmp_path):
+def test_a_manifest_of_another_checkpoint_is_refused(stored, copy, tmp_path):
     manifest_for(stored[0] / "ordinary", tmp_path / "m.json")
     with pytest.raises(WeightsError, match=r"expected \d+ bytes by"):
         load_base(model_of(), copy, tmp_path / "m.json")
@@ -363,7 +363,7 @@ def test_a_manifest_of_another_checkpoint(stored, copy, tmp_path):
         load_base(model_of(), copy, tmp_path / "n.json")
 
 
-def test_no_folder_and_a_failing_disk(stored, tmp_path, monkeypatch):
+def test_a_missing_folder_and_a_failing_disk_raise_their_errors(stored, tmp_path, monkeypatch):
     with pytest.raises(WeightsError, match="safetensors"):
         load_base(model_of(), tmp_path / "nowhere")
 
@@ -381,7 +381,7 @@ def test_no_folder_and_a_failing_disk(stored, tmp_path, monkeypatch):
 # ---- written
 
 
-def test_what_is_written(stored):
+def test_a_written_checkpoint_has_shards_of_similar_size_and_an_index(stored):
     checkpoint = open_checkpoint(stored[0] / "fused", SHAPE)
     assert checkpoint.layout == "fused" and len(checkpoint.files) == 3
     sizes = [file.stat().st_size for file in checkpoint.files]

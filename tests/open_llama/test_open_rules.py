@@ -81,13 +81,13 @@ def test_a_model_is_a_name_a_file_or_its_folder():
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_leave_the_machine_out_and_repeat_no_default(path):
+def test_examples_leave_the_machine_out_and_end_with_an_evaluation(path):
     config = configs.load(path, Config)
     assert config.gpu == ANY_GPU and rules_of(config).data_files
     assert config.max_samples % rules_of(config).eval_interval(config.global_batch_size) == 0
 
 
-def test_sizes_that_the_examples_promise():
+def test_the_models_of_the_examples_have_the_sizes_in_their_names():
     for name, millions in (("llama-10m", 10), ("llama-124m", 124), ("llama-1b", 1040)):
         shape = rules_of(config_of(model=f"open_llama/models/{name}.json")).shape
         assert shape.num_parameters / 1e6 == pytest.approx(millions, rel=0.01)
@@ -116,14 +116,14 @@ def test_memory_decides_recomputation_and_refuses_what_does_not_fit():
     assert fitted(example("continue_8b"), "H100", gpus=8).recompute_layers == 0
 
 
-def test_any_number_of_gpus_that_shares_the_batch():
+def test_the_number_of_gpus_must_divide_the_global_batch():
     config = config_of()
     assert fitted(config, "H100", gpus=3 + 1).micro_batch_size == 4
     with pytest.raises(ConfigError, match="3 GPUs"):
         fitted(config, "H100", gpus=3)
 
 
-def test_keys_from_the_command_line_stay():
+def test_keys_set_on_the_command_line_are_kept():
     config = config_of(micro_batch_size=2)
     assert fitted(config, "H200", micro_batch_size="2").micro_batch_size == 2
     assert fitted(config, "H200").micro_batch_size == 16
@@ -160,7 +160,7 @@ def test_a_log_can_name_a_benchmark_of_mlperf():
     assert (rules.log_name, rules.division) == ("some_benchmark", "open")
 
 
-def test_config_json_and_rules_agree(tmp_path):
+def test_the_shape_of_the_rules_is_that_of_config_json(tmp_path):
     table = json.loads((ROOT / "open_llama/models/llama-10m.json").read_text())
     table["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(table))

@@ -83,7 +83,7 @@ def evaluations(run_dir: Path) -> list[float]:
     return [event["loss"] for event in events if event["event"] == "eval"]
 
 
-def test_it_learns_and_its_log_is_clean(run_dir, folder):
+def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     losses = evaluations(run_dir)
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
     assert '"submission_division", "value": "open"' in (run_dir / "result.txt").read_text()
@@ -91,7 +91,7 @@ def test_it_learns_and_its_log_is_clean(run_dir, folder):
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
-def test_its_log_is_held_to_its_config(run_dir, folder, tmp_path):
+def test_check_compares_the_log_with_the_config(run_dir, folder, tmp_path):
     (tmp_path / "config.toml").write_text(
         (run_dir / "config.toml").read_text().replace("weight_decay = 0.1", "weight_decay = 0.2")
     )
@@ -138,7 +138,7 @@ def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
     assert "100000" in done.stderr and "--sequences" in done.stderr
 
 
-def test_the_saved_model_speaks(run_dir, folder):
+def test_generate_continues_a_prompt_with_the_saved_model(run_dir, folder):
     pytest.importorskip("transformers")
     arguments = ["--prompt", "def load(", "--tokens", "5"]
     done = launch(folder, "open_llama", "generate", str(run_dir / "model"), *arguments)
@@ -184,5 +184,5 @@ def test_a_model_that_does_not_exist_is_named(command, tmp_path):
     assert "nowhere" in done.stderr and "model" in done.stderr
 
 
-def test_its_commands_exist_for_it_alone(folder):
+def test_generate_is_refused_for_another_benchmark(folder):
     assert launch(folder, "llama31_8b", "generate", "x").returncode == ConfigError.exit_code

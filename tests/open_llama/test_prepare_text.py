@@ -147,7 +147,7 @@ class InThisProcess:
         return future
 
 
-def test_processes_and_the_command_give_the_same(tokenizer, expected, tmp_path):
+def test_the_command_with_two_processes_gives_the_same_documents(tokenizer, expected, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines("body"))
     arguments = ["text", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer)]
     arguments += ["--data-dir", str(tmp_path / "out"), "--key", "body", "--processes", "2"]
@@ -198,7 +198,7 @@ def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
     assert (tmp_path / "out/train.idx").read_text() == "another's"
 
 
-def test_bad_input_is_a_clear_error(tokenizer, tmp_path, monkeypatch):
+def test_bad_input_raises_an_error_that_names_the_file(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -239,6 +239,6 @@ def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
     assert len(parts) > 3 and all(part.endswith("\n") and len(part) <= 100 for part in parts)
 
 
-def test_equal_documents_are_in_one_split():
+def test_about_the_given_share_of_documents_is_for_validation():
     shares = [text.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
     assert 0.2 < np.mean(shares) < 0.3

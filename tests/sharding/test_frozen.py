@@ -110,14 +110,14 @@ def ask_all(base, shape):
 
 @pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
 @pytest.mark.parametrize("shape", [SHAPE, ODD], ids=["even", "odd"])
-def test_operands_are_those_of_the_whole_matrices(processes, storage, shape):
+def test_operands_equal_the_whole_matrices_quantized(processes, storage, shape):
     base = fill(FrozenBase(shape, processes, storage=storage), shape)
     assert ask_all(base, shape) == []
     orientations = 2 if storage == "replicated_both" else 1
     assert base.stored.nbytes == orientations * shape.num_layers * base.layer_bytes
 
 
-def test_formats_of_other_gpus(processes):
+def test_a_base_in_fnuz_fp8_is_scaled_to_the_largest_fnuz_number(processes):
     with mock.patch.object(
         fp8, "fp8_dtypes", lambda device: (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     ):
@@ -127,7 +127,7 @@ def test_formats_of_other_gpus(processes):
     assert largest == torch.finfo(torch.float8_e4m3fnuz).max, "scaled by the matrix's own amax"
 
 
-def test_the_bytes_of_the_70b():
+def test_layer_layout_of_the_70b():
     found, size = layer_layout(LLAMA2_70B, 8, 1)
     assert [matrix[1:] for matrix in found.values()] == [
         (10240, 8192),
@@ -341,7 +341,7 @@ def test_an_unquantized_base_stores_the_matrices_themselves_once(processes, pair
 
 @pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bytes_are_as_planned(processes, pair, storage, ranks):
+def test_memory_is_what_the_plan_counts(processes, pair, storage, ranks):
     work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
     config = lora_config(linear="fp8", gpus_per_node=ranks, frozen_base=storage)
     held = (
@@ -356,7 +356,7 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
     assert plan.memory_peak(config, work).parts.get("gathered weights", 0) == size
 
 
-def test_the_plan_of_the_70b():
+def test_planned_memory_of_the_70b_on_4_gpus():
     """Each of 4 GPUs holds 2 x 68.45 / 4 GB in FP8, 1.05 in bf16, and 0.18 of adapters.
 
     The prefetch buffers take 2.57 GB.

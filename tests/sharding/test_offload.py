@@ -72,7 +72,7 @@ def test_nothing_is_overwritten_before_it_is_copied_or_read_before_it_is_back(or
     assert memory.pieces == 3, "one more than the two that are on their way: not one per layer"
 
 
-def test_last_in_first_out_and_what_was_left_is_forgotten():
+def test_reloads_are_last_in_first_out_and_a_new_pass_drops_leftovers():
     offloader = offloader_of(3)
     for value in range(3):
         offloader.offload(torch.full((4,), value, dtype=torch.uint8))
@@ -87,7 +87,7 @@ def test_last_in_first_out_and_what_was_left_is_forgotten():
     assert int(offloader.reload()[0]) == 8 and offloader.height == 0
 
 
-def test_memory_that_the_host_has_not_is_a_clear_error():
+def test_too_little_host_memory_is_a_config_error():
     full = mock.patch.object(
         offload.torch, "empty", side_effect=RuntimeError("CUDA error: out of memory\nmore")
     )
@@ -139,10 +139,8 @@ def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_bytes_come_back_though_their_memory_is_used_again():
     device, shape = torch.device("cuda", torch.cuda.current_device()), (64, 1 << 20)
-    offloader, differ = (
-        ActivationOffloader(6, shape, torch.uint8, device),
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
+    offloader = ActivationOffloader(6, shape, torch.uint8, device)
+    differ = torch.zeros((), dtype=torch.int64, device=device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

@@ -17,12 +17,10 @@ from llama31_8b.rules import CLOSED
 
 pytestmark = pytest.mark.quick
 
-BETAS, EPS, DECAY, CLIP = (
-    (CLOSED.adam_beta_1, CLOSED.adam_beta_2),
-    CLOSED.adam_epsilon,
-    CLOSED.weight_decay,
-    CLOSED.gradient_clip_norm,
-)
+BETAS = (CLOSED.adam_beta_1, CLOSED.adam_beta_2)
+EPS = CLOSED.adam_epsilon
+DECAY = CLOSED.weight_decay
+CLIP = CLOSED.gradient_clip_norm
 LEARNING_RATES = [0.0, 1e-3, 3e-3, 2e-3, 1e-2, 1e-3, 5e-4, 1e-3, 2e-3, 4e-3]
 
 
@@ -72,10 +70,8 @@ class Adamw64:
             g = grads[index].double() * min(1.0, CLIP / norm)
             self.m[index] = BETAS[0] * self.m[index] + (1 - BETAS[0]) * g
             self.v[index] = BETAS[1] * self.v[index] + (1 - BETAS[1]) * g * g
-            m, v = (
-                self.m[index] / (1 - BETAS[0] ** self.t),
-                self.v[index] / (1 - BETAS[1] ** self.t),
-            )
+            m = self.m[index] / (1 - BETAS[0] ** self.t)
+            v = self.v[index] / (1 - BETAS[1] ** self.t)
             decay = DECAY if weight.ndim >= 2 else 0.0
             weight -= lr * decay * weight + lr * m / (v.sqrt() + EPS)
         return norm

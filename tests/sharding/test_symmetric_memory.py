@@ -39,7 +39,7 @@ def test_the_buffers_of_all_ranks_are_mapped_without_multicast(monkeypatch):
     assert handle.barrier.call_count == 1
 
 
-def test_each_rank_starts_with_the_next_one():
+def test_ring_order_starts_with_the_next_rank():
     assert [ring_order(rank, 3) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]] and ring_order(
         0, 1
     ) == []

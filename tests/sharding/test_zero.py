@@ -281,14 +281,14 @@ def test_a_weight_that_was_never_set_is_refused(processes):
         optimizer.gather()
 
 
-def test_no_other_optimizer_can_train_its_weights(processes):
+def test_a_second_optimizer_on_the_same_weights_is_refused(processes):
     module = Weights(["even"])
     zero([module], processes)
     with pytest.raises(ValueError, match="another optimizer"):
         ReplicatedOptimizer(module.parameters(), processes, UPDATE)
 
 
-def test_what_it_trains_is_what_the_model_reads(processes):
+def test_the_model_reads_the_trained_weights(processes):
     module = Weights(["even"])
     optimizer = zero([module], processes)
     before = module.even.detach().clone()
@@ -299,7 +299,7 @@ def test_what_it_trains_is_what_the_model_reads(processes):
     )
 
 
-def test_its_memory_is_free_again_once_nothing_refers_to_the_model(processes):
+def test_memory_is_freed_once_nothing_refers_to_the_model(processes):
     """Although torch keeps the hooks of parameters where the garbage collector does not look."""
     module = Weights(["even", "ragged"])
     optimizer = zero([module], processes)

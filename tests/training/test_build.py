@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
     ("length", "tied", "by_rows"),
     [(16, False, True), (30, False, True), (31, False, False), (16, True, False)],
 )
-def test_the_embeddings_gradient_is_by_rows_where_these_are_less_than_it(length, tied, by_rows):
+def test_the_embedding_gradient_is_sparse_where_that_is_smaller(length, tied, by_rows):
     """4 sequences of `length` tokens, 61 rows: 122 tokens are the most."""
     rules = replace(TINY, shape=replace(TINY.shape, tied_embedding=tied), sequence_length=length)
     model = assemble(run_config(), rules, start_processes("cpu", 60.0), seed=1).model

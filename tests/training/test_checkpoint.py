@@ -101,13 +101,16 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
 
 
 def as_after(checkpoints, steps: int):
-    """The same, whose optimizer counts `steps`: a checkpoint of other steps is refused."""
+    """Return `checkpoints` with the optimizer's step count set to `steps`.
+
+    A checkpoint whose step differs from the optimizer's is refused as damaged.
+    """
     checkpoints.assembly.optimizer.update.steps.fill_(steps)
     return checkpoints
 
 
-def sittings(folder, name, ranks, rules=TINY, **options):
-    """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
+def run_and_continue(folder, name, ranks, rules=TINY, **options):
+    """Train with checkpoints, then continue from the one of step 6. Return both `trained`."""
     whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
     return whole, trained(
         folder / f"{name}_on",
@@ -120,16 +123,14 @@ def sittings(folder, name, ranks, rules=TINY, **options):
 
 
 def on_two_ranks(processes, folder):
-    return sittings(folder, "run", 2)
+    return run_and_continue(folder, "run", 2)
 
 
 def on_three_ranks(processes, folder):
     """Continue a run of two ranks, and a model whose norms leave the third rank without a row."""
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
-    config, rules = (
-        run_config(**SIZES, gpus_per_node=3),
-        replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0)),
-    )
+    config = run_config(**SIZES, gpus_per_node=3)
+    rules = replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
     saving = checkpoints_of(processes, folder / "narrow", config, rules)
     as_after(saving, 7).offer(7, evaluated=True)
     saving.finish()
@@ -150,13 +151,13 @@ def on_three_ranks(processes, folder):
 
 
 def fp8_on_two_ranks(processes, folder):
-    return sittings(folder, "run", 2, FP8_RULES, **BF16_MOMENTS)
+    return run_and_continue(folder, "run", 2, FP8_RULES, **BF16_MOMENTS)
 
 
 def lora_on_two_ranks(processes, folder):
-    from test_lora_checkpoint import sittings
+    from test_lora_checkpoint import run_and_continue
 
-    return sittings(processes, folder / "lora")
+    return run_and_continue(processes, folder / "lora")
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_pairs(tmp_path_factory):
-    """The same of two ranks in FP8, with moments in bf16, and of LoRA."""
+    """Two ranks in FP8 with moments in bf16, and two of LoRA: folder, results of each."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_data(folder / "data", FP8_RULES)
     (folder / "lora").mkdir()
@@ -181,7 +182,7 @@ def other_pairs(tmp_path_factory):
 
 
 def assert_continues(whole, rest, steps):
-    """`rest` is what `whole` logged after so many steps; `whole` learned meanwhile."""
+    """Check that `rest` has the values of `whole` after `steps` steps, bit for bit."""
     assert len(rest["losses"]) == len(whole["losses"]) - steps > 0
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][steps:], key
@@ -193,7 +194,7 @@ def assert_continues(whole, rest, steps):
 
 def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tmp_path):
     write_data(tmp_path / "data")
-    whole, rest = sittings(tmp_path, "run", 1)
+    whole, rest = run_and_continue(tmp_path, "run", 1)
     assert_continues(whole, rest, 6)
     plain = trained(tmp_path / "plain", tmp_path)
     assert (
@@ -286,15 +287,17 @@ def saved_fp8(run_dir):
     ]
 
 
-def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch):
+def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
+    processes, tmp_path, monkeypatch
+):
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
     monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
-    whole, rest = sittings(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
+    whole, rest = run_and_continue(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
 
 
-def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
+def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
     folder, _, _ = shared
     log = records(folder / "run_on/result.txt")
     (line,) = [record for record in log if record["key"] == "resumed"]
@@ -323,7 +326,7 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
 # --- when, and beside what
 
 
-def test_when_is_evaluations_or_seconds():
+def test_the_checkpoint_option_takes_evaluations_or_seconds():
     assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
     for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
         with pytest.raises(ConfigError, match="--checkpoint"):
@@ -337,11 +340,15 @@ def made(processes, tmp_path):
     )
 
 
-def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
+def test_saves_come_every_second_evaluation_or_every_ten_seconds(made, monkeypatch):
+    def begin_save(*args, **options):
+        saved.append(checkpoints.step)
+        return mock.Mock(done=lambda: False)
+
     monkeypatch.setattr(
         checkpoint.dcp,
         "async_save",
-        lambda *args, **options: (saved.append(checkpoints.step), mock.Mock(done=lambda: False))[1],
+        begin_save,
     )
     monkeypatch.setattr(Checkpoints, "finish", lambda self: None)
     saved = []
@@ -388,7 +395,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(
     )
 
 
-def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
+def test_a_save_holds_the_weights_of_the_moment_it_began(made, tmp_path, monkeypatch):
     gate, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(
         checkpoint, "write_file", lambda *rest, **options: (gate.wait(30), write(*rest, **options))
@@ -458,7 +465,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
 
 
-def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monkeypatch):
+def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
     monkeypatch.setattr(
         checkpoint,
         "write_file",
@@ -473,7 +480,7 @@ def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monke
     heartbeat.write.assert_called_with(1, "checkpoint")
 
 
-def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):
+def test_files_of_a_killed_save_are_not_part_of_the_next_save(processes, tmp_path):
     """The killed run may have had more ranks, and its last file may be cut off."""
     left = tmp_path / FOLDER / f"step_00000003{PARTIAL}"
     left.mkdir(parents=True)
@@ -501,7 +508,7 @@ def test_another_failure_of_a_save_is_not_called_a_full_disk(made, monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(shared):
-    """A run of one rank's folder with a checkpoint; to be copied, not changed."""
+    """The directory of a run of two ranks with a checkpoint. Tests copy it and do not change it."""
     return shared[0] / "run"
 
 
@@ -521,7 +528,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "args", "said"), REFUSED, ids=[row[2] for row in REFUSED])
-def test_another_run_is_refused(made, copied, changes, args, said):
+def test_continuing_with_another_config_or_seed_is_refused(made, copied, changes, args, said):
     if changes.get("linear"):  # its shape is no FP8 shape
         with pytest.raises(ConfigError, match=said):
             require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
@@ -550,7 +557,7 @@ def test_what_only_concerns_speed_may_change(copied):
     }
 
 
-def test_no_checkpoint_is_said(tmp_path):
+def test_a_folder_without_a_complete_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path / "nowhere")
     assert "does not exist" in missing.value.why
@@ -560,13 +567,13 @@ def test_no_checkpoint_is_said(tmp_path):
     assert "complete" in missing.value.why
 
 
-def test_of_two_the_newer_one_is_taken(copied):
+def test_the_newest_checkpoint_is_loaded(copied):
     folder, _ = newest(copied)
     shutil.copytree(folder, folder.with_name("step_00000005"))
     assert newest(copied)[0] == folder
 
 
-def test_configs_without_checkpoints():
+def test_checkpoints_on_two_nodes_are_refused():
     with pytest.raises(ConfigError, match="one node"):
         require_possible(run_config(nodes=2))
 
@@ -589,11 +596,12 @@ def change_facts(**changes):
     )
 
 
+# name -> (function that damages a checkpoint's folder, words of the reason; "": any reason)
 DAMAGE = {
     "a bit flipped": (flip, "not those that were saved"),
-    "a file cut short": (cut, "."),
-    "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), "."),
-    "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), "."),
+    "a file cut short": (cut, ""),
+    "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), ""),
+    "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), ""),
     "facts cut short": (
         lambda folder: (folder / FACTS).write_text((folder / FACTS).read_text()[:50]),
         FACTS,
@@ -602,8 +610,8 @@ DAMAGE = {
     "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
     "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
     "one rank more": (change_facts(ranks=3), "3 ranks"),
-    "another seed": (change_facts(seed=2), "."),
-    "other steps": (change_facts(step=3, samples=36), "."),
+    "another seed": (change_facts(seed=2), ""),
+    "other steps": (change_facts(step=3, samples=36), ""),
     "no step": (change_facts(step=0, samples=0), "are not those of 0 steps"),
     "other samples": (change_facts(samples=84), "are not those of 6 steps"),
     "steps as text": (change_facts(step="6"), "wrong type"),
@@ -615,7 +623,7 @@ DAMAGE = {
     ),
     "pickle in place of safetensors": (
         lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"),
-        ".",
+        "",
     ),
 }
 
@@ -628,8 +636,7 @@ def test_damage_is_refused(made, copied, name):
     with pytest.raises(WeightsError, match="is damaged") as failure:
         made(continues=copied, **({"seed": 2} if name == "another seed" else {})).load()
     assert failure.value.exit_code == 16 and str(folder) in failure.value.what
-    if said != ".":
-        assert said in failure.value.why
+    assert said in failure.value.why
 
 
 def test_no_file_of_a_checkpoint_is_pickle(saved):

@@ -7,7 +7,7 @@ from common.training.digest import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_a_fingerprint_sees_a_swapped_pair_of_neighbours_and_of_strangers(dtype):
+def test_a_fingerprint_sees_two_swapped_values_near_and_far_apart(dtype):
     values = torch.arange(1, 1002).to(dtype)  # an odd length: bf16 and bytes need padding
     for first, second in ((10, 11), (0, 100)):
         swapped = values.clone()

@@ -36,7 +36,7 @@ def formats(folder):
     return [event["linear_format"] for event in events if event["event"] == "linear"]
 
 
-def test_it_learns_heals_and_says_what_it_is(healed):
+def test_a_run_learns_heals_and_logs_its_format(healed):
     facts, folder = healed
     assert facts.error == "target_missed", facts.message  # TINY's target is out of reach
     assert [samples for samples, _ in facts.evaluations] == [32, 64, 96] and facts.losses[
@@ -47,7 +47,7 @@ def test_it_learns_heals_and_says_what_it_is(healed):
     assert log["lowest_numerical_precision_in_linear"] == "mxfp4" and log[EMULATED] == HEALED
 
 
-def test_until_healing_the_run_is_that_without_healing_and_then_another(healed, data, tmp_path):
+def test_healing_changes_the_losses_only_from_its_step_on(healed, data, tmp_path):
     unhealed = run(tmp_path / "run", data, RULES, linear=UNHEALED)
     assert unhealed.losses[:6] == healed[0].losses[:6] and unhealed.losses[6] != healed[0].losses[6]
     assert formats(tmp_path / "run") == ["mxfp4, emulated"] * 3
@@ -77,7 +77,7 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
     )
 
 
-def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tmp_path):
+def test_a_continued_run_stays_healed(processes, healed, data, tmp_path):
     """Healing starts after step 4, and the checkpoint is of step 8, with the rounding generator."""
     linear = f"{FORMAT} until loss {healed[0].evaluations[0][1] + 1e-6:.9f}, then fp8"
     whole = run(tmp_path / "run", data, RULES, checkpoint="2", linear=linear)

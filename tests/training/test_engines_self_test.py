@@ -52,7 +52,7 @@ def test_a_pinned_engine_that_computes_wrongly_stops_the_run(wrong):
         self_test.require_sound(result, CPU)
 
 
-def test_an_engine_that_computes_wrongly_gives_way(wrong, monkeypatch):
+def test_an_unpinned_engine_that_computes_wrongly_is_replaced(wrong, monkeypatch):
     operation, name = wrong
     monkeypatch.delenv(engines.VARIABLES[operation])
     chosen = [
@@ -68,7 +68,7 @@ def test_an_engine_that_computes_wrongly_gives_way(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_ranks_must_agree(monkeypatch, equal):
+def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
     result = self_test.SelfTestResult(attention="flash", products="torch")
 
     def gather(names, own):
@@ -96,7 +96,7 @@ def right_fprop(x, weight, quantizer, kept_quantizer, keep):
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_wrong_epilogues_give_way_unless_pinned(monkeypatch, pinned):
+def test_wrong_epilogues_are_replaced_by_the_kernel_unless_pinned(monkeypatch, pinned):
     let_run_on_a_cpu(monkeypatch, engines.SWIGLU, "quack", "9.9")
     if not pinned:
         monkeypatch.delenv(engines.VARIABLES[engines.SWIGLU])

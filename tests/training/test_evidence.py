@@ -42,7 +42,7 @@ def full(asked: str, gaps: str) -> OutOfMemory:
     return found
 
 
-def test_a_full_gpu_says_the_peak_the_gaps_and_what_to_try():
+def test_an_out_of_memory_error_states_the_gaps_and_what_to_try():
     found = full("20.00 GiB", "512.00 MiB")
     assert "0.50 GiB (0.4%" in found.why
     assert "documentation" not in found.why and found.do.startswith(
@@ -50,7 +50,7 @@ def test_a_full_gpu_says_the_peak_the_gaps_and_what_to_try():
     )
 
 
-def test_where_the_gaps_would_have_held_it_expandable_segments_come_first(monkeypatch):
+def test_expandable_segments_are_advised_first_if_the_gaps_are_large_enough(monkeypatch):
     assert full("2.00 GiB", "6.00 GiB").do.startswith(
         "set PYTORCH_ALLOC_CONF to expandable_segments:True"
     )
@@ -65,7 +65,7 @@ def test_on_rocm_expandable_segments_are_not_advised(monkeypatch):
     assert full("2.00 GiB", "6.00 GiB").do.startswith("use a smaller micro_batch_size")
 
 
-def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monkeypatch):
+def test_out_of_memory_saves_the_allocators_state_in_the_run(tmp_path, monkeypatch):
     """The guard handles the failure to its end, with a simulated GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "| allocated 130 GiB |")
@@ -90,7 +90,7 @@ def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monk
     ).read_bytes() == b"torch's own" and "rank_3.memory.pickle" in record["do"]
 
 
-def test_a_snapshot_that_fails_hides_nothing(tmp_path, monkeypatch):
+def test_a_failed_snapshot_does_not_hide_the_out_of_memory_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = classify(
         torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB")),
@@ -118,9 +118,7 @@ run_guarded(folder, rank, body, lambda: None, lambda: 7)
 """
 
 
-def test_ranks_that_are_asked_for_their_stacks_leave_their_collectives_and_the_missing_one_is_named(
-    tmp_path, monkeypatch
-):
+def test_after_sigusr1_the_rank_missing_from_a_collective_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     processes: list[subprocess.Popen] = start_ranks(2, ["-c", HANGS, str(tmp_path)])
     try:

@@ -32,7 +32,7 @@ WAYS = [{}, {"recompute_layers": 1}, {"micro_batch_size": 2}, {"moment_precision
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-def test_it_trains_as_bf16_does_and_says_what_it_is(data, in_bf16, tmp_path, ways):
+def test_fp8_trains_as_bf16_does_and_logs_its_precision(data, in_bf16, tmp_path, ways):
     facts = run(tmp_path / "run", data, RULES, **FP8, **ways)
     # TINY's target is out of reach.
     assert facts.error == in_bf16.error == "target_missed", facts.message

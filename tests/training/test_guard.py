@@ -121,7 +121,7 @@ def test_sigterm_ends_a_rank_as_interrupted_with_the_shells_exit_code(collective
     )
 
 
-def test_a_failure_while_reporting_hides_nothing(collectives):
+def test_a_failure_of_on_failure_does_not_hide_the_first_failure(collectives):
     for way, rank in (("killed", 0), ("asleep", 0), ("asleep", 1)):
         folder = collectives[way][1]
         assert (folder / f"on_failure_{rank}").exists()
@@ -193,7 +193,7 @@ def test_an_exit_in_a_rank_is_a_lost_rank():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_unknown_is_a_defect_with_its_name_and_our_own_failure(error):
+def test_an_unknown_error_is_an_internal_error_of_this_rank_with_its_name(error):
     failure = classify(error)
     assert (
         type(failure) is RunError
@@ -252,7 +252,7 @@ def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
     }
 
 
-def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
+def test_a_signal_while_a_failure_is_reported_does_not_hide_it(tmp_path):
     """torchrun sends SIGTERM at about the time when a rank notices that another one died."""
     code = (
         "import errno, os, signal, sys; from pathlib import Path; from common.training import "
@@ -271,7 +271,7 @@ def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
     )
 
 
-def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
+def test_a_signal_after_the_work_is_done_does_not_change_the_result(tmp_path):
     """torchrun and batch systems send SIGTERM to what is still there; the result stands by then."""
     code = (
         "import os, signal, sys; from pathlib import Path; from common.training.guard import "

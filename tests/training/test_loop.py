@@ -93,11 +93,9 @@ def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
         1,
         TINY.shape.vocab_size,
     )
-    base, end, warmup = (
-        config.opt_base_learning_rate,
-        0.1 * config.opt_base_learning_rate,
-        config.opt_learning_rate_warmup_steps,
-    )
+    base = config.opt_base_learning_rate
+    end = 0.1 * config.opt_base_learning_rate
+    warmup = config.opt_learning_rate_warmup_steps
     losses, norms, rates = [], [], []
     for step in range(len(plain.losses)):
         windows = torch.tensor(
@@ -138,7 +136,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(
 # associative; the matrix products of another size are blocked otherwise. Each is a rounding of
 # 6e-8; 12 steps of training amplify them somewhat.
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
-def test_how_a_batch_is_cut_does_not_matter(
+def test_the_micro_batch_size_does_not_change_the_curve(
     plain, processes, tiny_data, tmp_path, micro_batch_size
 ):
     assert_same_curve(
@@ -147,7 +145,7 @@ def test_how_a_batch_is_cut_does_not_matter(
 
 
 @pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"recompute_layers": 2}], ids=str)
-def test_what_saves_memory_changes_no_bit(plain, processes, tiny_data, tmp_path, changes):
+def test_recomputation_changes_no_bit(plain, processes, tiny_data, tmp_path, changes):
     assert_same_curve(run(tmp_path / "run", tiny_data, **changes), plain, tolerance=0)
 
 
@@ -163,7 +161,7 @@ def test_two_ranks_train_as_one_process_does(plain, two_ranks, name):
         assert rank["runs"][name]["error"] == plain.error == "target_missed"
 
 
-def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
+def test_recomputation_changes_no_bit_on_two_ranks(two_ranks):
     runs = two_ranks[0]["runs"]
     assert runs["recompute"]["losses"] == runs["plain"]["losses"]
     assert runs["recompute"]["norms"] == runs["plain"]["norms"]
@@ -258,7 +256,7 @@ def test_a_loss_equal_to_the_target_ends_the_run_as_a_success(
     assert log[-1]["key"] == "run_stop" and log[-1]["metadata"]["samples_count"] == samples
 
 
-def test_a_loss_just_above_the_target_does_not(plain, processes, tiny_data, tmp_path):
+def test_a_loss_just_above_the_target_does_not_end_the_run(plain, processes, tiny_data, tmp_path):
     below = math.nextafter(plain.evaluations[1][1], 0.0)
     curve = run(tmp_path / "run", tiny_data, rules=replace(TINY, target_loss=below))
     assert curve.evaluations == plain.evaluations and curve.status == "success"
@@ -291,7 +289,7 @@ def test_another_number_of_processes_than_the_config_says_is_refused(
     assert curve.error == "config" and "1 process" in curve.message and not curve.losses
 
 
-def test_a_run_that_explodes_is_stopped_at_the_step_that_did(processes, tiny_data, tmp_path):
+def test_a_run_is_stopped_at_the_first_step_that_is_not_finite(processes, tiny_data, tmp_path):
     curve = run(tmp_path / "run", tiny_data, opt_base_learning_rate=2e9)
     assert (curve.status, curve.error) == ("aborted", NonFinite.kind)
     # JSON has no NaN: null stands for it.
@@ -409,7 +407,7 @@ def test_a_config_for_another_number_of_processes_is_refused(processes, tiny_dat
     ]
 
 
-def test_a_process_trains_as_this_one_does(trained, plain):
+def test_a_trainer_process_trains_as_a_call_in_this_process_does(trained, plain):
     assert_same_curve(facts(trained[3]), plain, tolerance=1e-6)
 
 
@@ -468,12 +466,9 @@ class Scripted(torch.nn.Module):
 
     def __init__(self, losses: list[float]):
         super().__init__()
-        # 9.9: warm-up.
-        self.shape, self.max_sequence_length, self.losses = (
-            CLOSED.shape,
-            CLOSED.sequence_length,
-            iter([9.9, *losses]),
-        )
+        self.shape = CLOSED.shape
+        self.max_sequence_length = CLOSED.sequence_length
+        self.losses = iter([9.9, *losses])  # the first one is that of the warm-up
         self.weight = torch.nn.Parameter(torch.ones(1, 1))
 
     def forward(self, tokens, labels):

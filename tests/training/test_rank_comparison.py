@@ -37,14 +37,14 @@ pytestmark = pytest.mark.quick
         ([1.0], []),
     ],
 )
-def test_who_is_slow_from_the_start(times_ms, slow):
+def test_slow_ranks_are_named_after_enough_comparisons(times_ms, slow):
     assert (
         slow_ranks([over_median(times_ms)] * COMPARISONS) == slow
         and slow_ranks([over_median(times_ms)] * (COMPARISONS - 1)) == []
     )
 
 
-def test_three_percent_are_seen_within_five_comparisons():
+def test_a_slowdown_of_three_percent_is_seen_within_five_comparisons():
     """Ranks differ by 1 % with the noise of two H200s (docs/log.md). Later the rank recovers."""
     noise = random.Random(0)
 
@@ -73,7 +73,7 @@ class EightRanks:
         return tensor.add_(torch.tensor(self.others, dtype=torch.float64))
 
 
-def test_the_slow_one_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
+def test_the_slow_rank_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
     screen = io.StringIO()
     ranks = RankComparison(
         EightRanks(), Events(tmp_path / "events.jsonl"), ProgressLog(True, screen), lambda: 0.2
@@ -109,17 +109,15 @@ def test_equal_ranks_are_recorded_and_not_shown(tmp_path):
 def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_more(tmp_path):
     """The mean of the last five counts; what is said on the screen is said once."""
     screen = io.StringIO()
-    ranks, said = (
-        RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2),
-        [],
-    )
+    ranks = RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2)
+    said = []
     for ms in (0.2, 0.24, *[0.2] * 13, *[0.22] * 6, *[0.2] * 6):
         ranks.processes.others = (0.0, *[0.2] * 6, ms)
         said.append(ranks.compare(1, 8, 0.0))
     assert said == [[]] * 17 + [[7]] * 6 + [[]] * 4 and screen.getvalue().count("SLOW") == 1
 
 
-def test_two_slow_ones_are_both_named():
+def test_two_slow_ranks_are_both_named():
     assert "rank 1 takes 50.0% longer, rank 2 takes 25.0% longer" in describe(
         [1.0, 1.5, 1.25, 1.0, 1.0], [1, 2]
     )

@@ -149,8 +149,11 @@ def one_step(processes):
     return {"before": before, "norm": norm, "after": whole(assembly.model)}
 
 
-def sittings(folder, ranks):
-    """A run with checkpoints, what continued it after step 8, and the update rule's one step."""
+def run_and_continue(folder, ranks):
+    """Train with checkpoints, then continue from the one of step 8.
+
+    Returns losses, gradient norms and evaluations of both runs.
+    """
     begun = run(
         folder / "run",
         folder / "data",
@@ -173,7 +176,7 @@ def sittings(folder, ranks):
 
 def on_two_ranks(processes, folder):
     with plugged_in():
-        return {"sittings": sittings(folder, 2), "step": one_step(processes)}
+        return {"run_and_continue": run_and_continue(folder, 2), "step": one_step(processes)}
 
 
 def assert_continues(begun, rest):
@@ -189,9 +192,9 @@ def assert_is_sgd(step):
         torch.testing.assert_close(step["after"][name], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_one_rank(processes, plugged, tmp_path):
+def test_one_rank_trains_and_continues_with_the_new_rule_and_format(processes, plugged, tmp_path):
     write_data(tmp_path / "data")
-    begun, rest = sittings(tmp_path, 1)
+    begun, rest = run_and_continue(tmp_path, 1)
     assert_continues(begun, rest)
     assert_is_sgd(one_step(processes))
     log = {record["key"]: record["value"] for record in records(tmp_path / "run" / "result.txt")}
@@ -213,20 +216,20 @@ def test_one_rank(processes, plugged, tmp_path):
     )
 
 
-def test_two_ranks(plugged, tmp_path):
+def test_two_ranks_train_and_continue_with_the_new_rule_and_format(plugged, tmp_path):
     write_data(tmp_path / "data")
     ranks = call_on_ranks(2, "test_seams:on_two_ranks", tmp_path)
-    assert_continues(*ranks[0]["sittings"])
+    assert_continues(*ranks[0]["run_and_continue"])
     for rank in ranks:
         assert_is_sgd(rank["step"])
     write_data(tmp_path / "alone" / "data")
-    (losses, *_), _ = sittings(tmp_path / "alone", 1)
-    assert ranks[0]["sittings"][0][0] == pytest.approx(losses, rel=1e-2), (
+    (losses, *_), _ = run_and_continue(tmp_path / "alone", 1)
+    assert ranks[0]["run_and_continue"][0][0] == pytest.approx(losses, rel=1e-2), (
         "the same sums in another order, rounded to 3 bits"
     )
 
 
-def test_each_changes_what_is_computed(processes, plugged, tmp_path):
+def test_the_new_rule_and_the_new_format_each_change_the_losses(processes, plugged, tmp_path):
     write_data(tmp_path / "data")
     runs = [
         run(tmp_path / "adamw", tmp_path / "data"),
@@ -241,10 +244,8 @@ def test_each_changes_what_is_computed(processes, plugged, tmp_path):
 
 
 def test_a_frozen_base_is_read_in_the_format(processes, plugged):
-    rounded, plain = (
-        tiny.lora_steps(processes, linear="rounded12"),
-        tiny.lora_steps(processes),
-    )
+    rounded = tiny.lora_steps(processes, linear="rounded12")
+    plain = tiny.lora_steps(processes)
     assert rounded["losses"] != plain["losses"] and rounded["losses"] == pytest.approx(
         plain["losses"], rel=0.05
     )

@@ -50,7 +50,7 @@ def spoil(monkeypatch, after_each_step, learning_rate=None):
     return rates
 
 
-def test_weights_moments_and_generators_are_as_before(assembly, processes, monkeypatch):
+def test_weights_moments_and_generators_are_restored(assembly, processes, monkeypatch):
     before = [tensor.clone() for tensor in assembly.state_tensors()]
     generator = torch.get_rng_state()
     rates = spoil(monkeypatch, lambda: torch.randn(5))  # draws, and is set back
@@ -85,7 +85,7 @@ def test_training_after_warm_up_is_training_without_it(processes):
     )
 
 
-def test_one_step_at_a_learning_rate_is_refused(assembly, processes, monkeypatch):
+def test_a_warm_up_step_with_a_learning_rate_is_refused(assembly, processes, monkeypatch):
     spoil(monkeypatch, lambda: None, learning_rate=1e-6)
     with pytest.raises(PreflightError, match="training state"):
         run(assembly, processes)
@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_end_the_run_before_its_clock(
         run(assembly, processes)
 
 
-def test_such_a_run_ends_with_its_code_and_a_log_without_a_clock(processes, tmp_path, monkeypatch):
+def test_a_run_whose_warm_up_is_not_finite_ends_before_run_start(processes, tmp_path, monkeypatch):
     monkeypatch.setattr(warmup, "evaluate", lambda *arguments: math.nan)
     ended = run_tiny(tmp_path / "run", write_data(tmp_path / "data"))
     assert (ended.error, ended.status) == ("non_finite", "") and "warm-up" in ended.message

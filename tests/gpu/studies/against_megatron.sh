@@ -1,26 +1,90 @@
 #!/usr/bin/env bash
-# Ours and Megatron-core + Transformer Engine after each other on this machine, ours in FP8 twice: tests/gpu/studies/against_megatron.sh GPUS
-# Needs H200s and a Python with the packages of both. The two benchmarks' synthetic steps; no data is read. One GPU does not hold Megatron's state of
-# the 8B's 32 layers: there both have 16, without recomputation.
 set -euo pipefail
-cd "$(dirname "$(readlink -f "$0")")/../../.."
-gpus=${1:?how many GPUs}
-per_gpu=4 # sequences of a step on each: what the 8B's config has on 4 GPUs
-depth=() fits=()
-if [ "$gpus" = 1 ]; then
-    depth=(--layers 16) fits=(--set recompute_layers=0 --set moment_precision=fp32)
+
+usage() {
+    cat << 'END'
+Compare step times with Megatron-core + Transformer Engine on this machine.
+
+Usage: tests/gpu/studies/against_megatron.sh GPUS
+
+Arguments:
+  GPUS        number of GPUs for llama31_8b; configs/llama31_8b/H200_1xGPUS.toml must exist
+
+Runs this package and Megatron in turn: llama31_8b in FP8 (this package twice), llama31_8b in
+bf16, then llama2_70b_lora. Steps are synthetic; no data is read. Megatron's llama2_70b_lora
+always uses one GPU.
+
+Needs H200s and a Python with the packages of both. One GPU cannot hold Megatron's state for the
+32 layers of the 8B. With GPUS = 1, both therefore have 16 layers, without recomputation.
+
+Options:
+  -h, --help  print this help and exit
+END
+}
+
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then
+    usage
+    exit
 fi
-bench() { ./run_and_time.sh "$@" 2>&1 | grep -E '^(BENCH|ENGINES|EVALUATION)|^error|^  (why|do)'; }
-ours() { bench llama31_8b bench --config "configs/llama31_8b/H200_1x$gpus.toml" --set "global_batch_size=$((per_gpu * gpus))" --steps 8 "${depth[@]}" "${fits[@]}" "$@"; }
-megatron() { torchrun --nproc-per-node "$gpus" tests/gpu/studies/megatron_peers.py llama31_8b "${depth[@]}" "$@" 2>&1 | grep -E '^Megatron|Error'; }
+gpus=${1:?how many GPUs}
+cd "$(dirname "$(readlink -f "$0")")/../../.."
+
+sequences_per_gpu=4 # per step of the 8B, as in its config for 4 GPUs
+depth=()            # options of both: number of layers
+memory=()           # options of this package: what fits into memory at that depth
+if [ "$gpus" = 1 ]; then
+    depth=(--layers 16)
+    memory=(--set recompute_layers=0 --set moment_precision=fp32)
+fi
+
+# Print only the result lines of ./run_and_time.sh ARGUMENTS..., and its error if it fails.
+bench() {
+    ./run_and_time.sh "$@" 2>&1 |
+        grep -E '^(BENCH|ENGINES|EVALUATION)|^error|^  (why|do)'
+}
+
+# Time llama31_8b in this package. The arguments are passed on to `bench`.
+package_8b() {
+    bench llama31_8b bench \
+        --config "configs/llama31_8b/H200_1x$gpus.toml" \
+        --set "global_batch_size=$((sequences_per_gpu * gpus))" \
+        --steps 8 \
+        "${depth[@]}" "${memory[@]}" "$@"
+}
+
+# Time llama31_8b in Megatron. The arguments are passed on to megatron_peers.py.
+megatron_8b() {
+    torchrun --nproc-per-node "$gpus" \
+        tests/gpu/studies/megatron_peers.py llama31_8b "${depth[@]}" "$@" 2>&1 |
+        grep -E '^Megatron|Error'
+}
+
+package_lora() {
+    bench llama2_70b_lora bench \
+        --config "configs/llama2_70b_lora/H200_1x$gpus.toml" \
+        --set "global_batch_size=$((2 * gpus))" \
+        --steps 6 \
+        --eval-sequences $((8 * gpus))
+}
+
+megatron_lora() {
+    python3 tests/gpu/studies/megatron_peers.py llama2_70b_lora 2>&1 |
+        grep -E '^Megatron|Error'
+}
+
 git log -1 --format='commit %h'
 nvidia-smi --query-gpu=name,power.limit,driver_version --format=csv,noheader
-ours
-megatron --fuse-wgrad
-ours
-megatron
-ours --set linear=bf16
-megatron --bf16 --fuse-wgrad
-megatron --bf16
-bench llama2_70b_lora bench --config "configs/llama2_70b_lora/H200_1x$gpus.toml" --set "global_batch_size=$((2 * gpus))" --steps 6 --eval-sequences $((8 * gpus))
-python3 tests/gpu/studies/megatron_peers.py llama2_70b_lora 2>&1 | grep -E '^Megatron|Error'
+
+# In FP8, this package twice.
+package_8b
+megatron_8b --fuse-wgrad
+package_8b
+megatron_8b
+
+# In bf16.
+package_8b --set linear=bf16
+megatron_8b --bf16 --fuse-wgrad
+megatron_8b --bf16
+
+package_lora
+megatron_lora

@@ -53,7 +53,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-GOLDEN = {"bf16 fused": "bf16", "fp8 torch delayed": "fp8"}  # name in the recorded file -> variant
+# name in the recorded file -> variant
+GOLDEN = {"bf16 fused": "bf16", "fp8 torch delayed": "fp8"}
 GOLDEN_STEPS = 100
 
 
@@ -73,22 +74,21 @@ def config_of(options: dict[str, object]) -> Config:
 
 
 def text_batches(prefix: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
-    """A text of token files in longer sequences than the miniature's: int [batch, 2, sequence]."""
+    """Yield int [BATCH, 2, SEQUENCE] from token files, in longer sequences than the miniature's."""
     data = TrainData(prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
     yield from map(next_token_pairs, train_batches(data, BATCH, BATCH, 0, 1))
 
 
 def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
-    """A chain in which every token has eight likely followers: there is something to learn, and it
-    is the same everywhere.
+    """Yield int32 [BATCH, 2, SEQUENCE] of a chain in which each token has eight likely followers.
+
+    So there is something to learn, and it is the same on every machine.
     """
     generator = np.random.Generator(np.random.Philox(SEED))
     followers = generator.integers(0, vocab_size, (vocab_size, 8), np.int64)
     for _ in range(steps):
-        choice, noise = (
-            generator.integers(0, 8, (SEQUENCE + 1, BATCH)),
-            generator.integers(0, vocab_size, (SEQUENCE + 1, BATCH)),
-        )
+        choice = generator.integers(0, 8, (SEQUENCE + 1, BATCH))
+        noise = generator.integers(0, vocab_size, (SEQUENCE + 1, BATCH))
         is_noise = generator.random((SEQUENCE + 1, BATCH)) < 0.1
         tokens = np.empty((SEQUENCE + 1, BATCH), np.int64)
         tokens[0] = noise[0]
@@ -108,7 +108,7 @@ def train_losses(
     shape: ModelShape = SHAPE,
     micro_batches: int = 1,
 ) -> list[float]:
-    """Training loss of each step, of `micro_batches` of BATCH sequences each."""
+    """Return the training loss of each step, which has `micro_batches` of BATCH sequences."""
     rules = replace(CLOSED, shape=shape, sequence_length=SEQUENCE)
     lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
     losses: list[Tensor] = []
@@ -140,9 +140,7 @@ def golden_losses(processes: Processes) -> dict[str, list[float]]:
 
 
 def summary(name: str, curves: dict[int, list[float]], bf16: dict[int, list[float]] | None) -> str:
-    """One line: loss at the end, the mean over the seeds, and what it is relative to bf16, the mean
-    and seed by seed.
-    """
+    """Return a line with the mean loss at the end, and its ratio to bf16: mean and by seed."""
     finals = {seed: statistics.mean(losses[-50:]) for seed, losses in curves.items()}
     line = f"{name:45} last 50: {statistics.mean(finals.values()):.4f}"
     if bf16 is None:
@@ -155,7 +153,9 @@ def summary(name: str, curves: dict[int, list[float]], bf16: dict[int, list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
     parser.add_argument("--golden", action="store_true")
     parser.add_argument("--out", type=Path, required=True)

@@ -100,31 +100,38 @@ Documents = dict[bytes, tuple[str, str]]  # SHA-256 of the text -> package, text
 
 
 def breaks_of(element: str) -> int:
-    """Line ends before and after it."""
-    return 2 if element in PARAGRAPHS else int(element in LINES)
+    """Return the number of line ends before and after an element."""
+    if element in PARAGRAPHS:
+        return 2
+    return 1 if element in LINES else 0
 
 
 class PlainText(HTMLParser):
+    """Parser that collects the text of a page in `parts`, without menus."""
+
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
         self.breaks = self.preformatted = self.depth = 0
-        # the element whose end is waited for, and in `depth` how many of its kind are open
+        # The element that is being left out with all that it contains, and in `depth` the number
+        # of its kind that are open.
         self.left_out = ""
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        names = {
-            name
-            for key, value in attributes
-            if key in ("class", "role")
-            for name in (value or "").split()
-        }
+        names: set[str] = set()
+        for key, value in attributes:
+            if key in ("class", "role"):
+                names.update((value or "").split())
+        is_menu = tag in ("a", "div", "pre", "span", "td") and bool(names & MENUS)
         if self.left_out:
-            self.depth += tag == self.left_out
-        elif tag in NO_TEXT or (tag in ("a", "div", "pre", "span", "td") and names & MENUS):
-            self.left_out, self.depth = tag, 1
+            if tag == self.left_out:
+                self.depth += 1
+        elif tag in NO_TEXT or is_menu:
+            self.left_out = tag
+            self.depth = 1
         else:
-            self.preformatted += tag == "pre"
+            if tag == "pre":
+                self.preformatted += 1
             self.handle_startendtag(tag, attributes)
 
     def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -134,10 +141,13 @@ class PlainText(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self.left_out:
-            self.depth -= tag == self.left_out
-            self.left_out *= self.depth > 0
+            if tag == self.left_out:
+                self.depth -= 1
+            if self.depth == 0:
+                self.left_out = ""
         else:
-            self.preformatted -= tag == "pre" and self.preformatted > 0
+            if tag == "pre" and self.preformatted > 0:
+                self.preformatted -= 1
             self.breaks = max(self.breaks, breaks_of(tag))
 
     def handle_data(self, data: str) -> None:
@@ -168,7 +178,7 @@ def text_of(path: Path) -> str:
 
 
 def files_of(package: Path) -> list[Path]:
-    """Those with documentation. A page that is there as HTML and as its source is taken as HTML."""
+    """Return the files with documentation. A page that exists as HTML and as source is HTML."""
     names = {
         path: f"/{path.relative_to(package)}"
         for path in sorted(package.rglob("*"))
@@ -186,7 +196,7 @@ def files_of(package: Path) -> list[Path]:
 
 
 def collect(packages: Path, pool: Pool) -> Documents:
-    """Every text once."""
+    """Return the texts of all packages, each text once."""
     documents: Documents = {}
     for package in sorted(packages.iterdir()):
         with tempfile.TemporaryDirectory() as folder:
@@ -203,8 +213,9 @@ def collect(packages: Path, pool: Pool) -> Documents:
 
 
 def without_repeats(documents: Documents) -> Iterator[tuple[str, str]]:
-    """(package, text) in the order of the texts' SHA-256, without paragraphs that came before or
-    have no words.
+    """Yield (package, text) in the order of the texts' SHA-256.
+
+    Paragraphs that came before or have no words are left out.
     """
     seen: Counter[bytes] = Counter()
     for _, (package, text) in sorted(documents.items()):
@@ -213,13 +224,11 @@ def without_repeats(documents: Documents) -> Iterator[tuple[str, str]]:
             words = " ".join(re.findall(r"\w+", paragraph))  # the same whether marked up or not
             key = hashlib.blake2b(words.encode(), digest_size=8).digest()
             seen[key] += 1
-            if re.search("[a-zA-Z]", words) and seen[key] <= (
-                1 if len(paragraph) >= LONG else REPEATS
-            ):
+            allowed = 1 if len(paragraph) >= LONG else REPEATS
+            if re.search("[a-zA-Z]", words) and seen[key] <= allowed:
                 kept.append(paragraph)
-        if sum(map(len, kept)) >= max(
-            MIN_CHARACTERS, len(text) / 2
-        ):  # else they are what is left of a copy
+        # With less text left, the document is a copy of earlier ones.
+        if sum(map(len, kept)) >= max(MIN_CHARACTERS, len(text) / 2):
             yield package, "\n\n".join(kept).strip("\n") + "\n"
 
 
@@ -285,7 +294,9 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=100_000_000)

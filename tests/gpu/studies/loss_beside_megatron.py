@@ -52,7 +52,7 @@ def rounded_weights(
     std: float,
     set_weight: Callable[[nn.Parameter, Tensor], None],
 ) -> None:
-    """`init_weights` whose masters hold what bf16 can."""
+    """Initialize as `init_weights` does, with each master weight rounded to bf16."""
     init_weights(model, layers, seed, std, lambda p, full: set_weight(p, full.bfloat16().float()))
 
 
@@ -77,13 +77,13 @@ PROCESSES: list = []
 
 
 def megatron_names(shape: ModelShape) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
-    """{parameter of this package: (Megatron's, conversion)}."""
+    """Return the name of each parameter of this package -> (Megatron's name, conversion)."""
 
     def same(weight: Tensor) -> Tensor:
         return weight
 
     def grouped(weight: Tensor) -> Tensor:
-        """[q; k; v] -> for each key head its query heads, then k, then v."""
+        """Reorder the rows [q; k; v]: for each key head its query heads, then k, then v."""
         head = shape.head_dim
         sizes = [shape.num_heads * head, shape.num_kv_heads * head, shape.num_kv_heads * head]
         q, k, v = weight.split(sizes)
@@ -326,7 +326,9 @@ def plot(files: list[Path], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stack", choices=("ours", "megatron", "plot"))
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--out", type=Path, required=True)

@@ -180,10 +180,8 @@ def pretraining(name: str, work: Pretraining, bf16: bool, fuse_wgrad: bool) -> s
         ),
         [model],
     )
-    forward_backward, positions = (
-        get_forward_backward_func(),
-        torch.arange(work.sequence, device="cuda")[None].expand(work.micro_batch_size, -1),
-    )
+    forward_backward = get_forward_backward_func()
+    positions = torch.arange(work.sequence, device="cuda")[None].expand(work.micro_batch_size, -1)
 
     def batches() -> Iterator[Tensor]:
         size = (work.micro_batch_size, work.sequence + 1)
@@ -265,10 +263,8 @@ def lora_step_seconds(layers: int) -> float:
         lr=4e-4,
         fused=True,
     )
-    positions, tokens = (
-        torch.arange(SEQUENCE, device="cuda")[None],
-        torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda"),
-    )
+    positions = torch.arange(SEQUENCE, device="cuda")[None]
+    tokens = torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda")
 
     def step() -> None:
         model(

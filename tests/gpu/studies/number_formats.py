@@ -120,12 +120,16 @@ def prepare_text(data_dir: Path) -> Path:
 
 
 def seeds_of(text: str) -> list[int]:
-    """ "1-3,7" -> 1, 2, 3, 7."""
-    ends = [part.partition("-") for part in text.split(",")]
-    return [seed for first, _, last in ends for seed in range(int(first), int(last or first) + 1)]
+    """Return the seeds that `text` lists: "1-3,7" -> 1, 2, 3, 7."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
 
 
 def merged(files: list[Path]) -> Curves:
+    """Return the curves of all files. A later file wins where two have the same seed."""
     curves: Curves = {}
     for path in files:
         for name, by_seed in json.loads(path.read_text()).items():
@@ -134,21 +138,24 @@ def merged(files: list[Path]) -> Curves:
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error; NaN for the latter of fewer than two values."""
-    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(
-        values
-    ) > 1 else math.nan
+    """Return the mean and its standard error, which is NaN with fewer than two values."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, statistics.stdev(values) / math.sqrt(len(values))
 
 
 def smoothed(by_seed: dict[str, list[float]]) -> list[float]:
-    """Mean over the seeds, and over LAST steps up to each."""
+    """Return, for each step, the mean over the seeds and over the LAST steps up to it."""
     steps = [statistics.mean(losses) for losses in zip(*by_seed.values(), strict=True)]
     return [statistics.mean(steps[max(0, end - LAST) : end]) for end in range(1, len(steps) + 1)]
 
 
 def table(curves: Curves) -> str:
-    """Loss of the last steps, its difference from bf16 over the seeds that both have, and at which
-    step bf16 had that loss.
+    """Return a Markdown table with a row for each format.
+
+    It shows the loss of the last steps, its difference from bf16 over the seeds that both have, and
+    the step at which bf16 had that loss.
     """
     last = {
         name: {seed: statistics.mean(losses[-LAST:]) for seed, losses in by_seed.items()}
@@ -182,8 +189,9 @@ def table(curves: Curves) -> str:
 
 
 def plot(curves: Curves, path: Path) -> None:
-    """Over the steps: what each format's loss is above bf16's, the mean over the seeds, with a band
-    of one standard error.
+    """Draw each format's loss minus that of bf16 over the steps.
+
+    It is the mean over the seeds, with a band of one standard error.
     """
     from matplotlib.figure import Figure
 
@@ -193,26 +201,22 @@ def plot(curves: Curves, path: Path) -> None:
         shared = [seed for seed in by_seed if seed in curves["bf16"]]
         if name == "bf16" or not shared:
             continue
-        above = [
-            [
-                a - b
-                for a, b in zip(
-                    *(smoothed({seed: losses[seed]}) for losses in (by_seed, curves["bf16"])),
-                    strict=True,
-                )
-            ]
-            for seed in shared
-        ]
-        means, errors = zip(
-            *(mean_and_error(list(values)) for values in zip(*above, strict=True)), strict=True
-        )
+        above = []  # for each seed, the loss minus that of bf16 at each step
+        for seed in shared:
+            own = smoothed({seed: by_seed[seed]})
+            bf16 = smoothed({seed: curves["bf16"][seed]})
+            above.append([a - b for a, b in zip(own, bf16, strict=True)])
+        means = []
+        errors = []
+        for values in zip(*above, strict=True):
+            mean, error = mean_and_error(list(values))
+            means.append(mean)
+            errors.append(error)
         steps = range(1, len(means) + 1)
         axes.plot(steps, means, label=name)
         if len(shared) > 1:
-            low, high = (
-                [mean + sign * error for mean, error in zip(means, errors, strict=True)]
-                for sign in (-1, 1)
-            )
+            low = [mean - error for mean, error in zip(means, errors, strict=True)]
+            high = [mean + error for mean, error in zip(means, errors, strict=True)]
             axes.fill_between(steps, low, high, alpha=0.15)
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(xlabel="step", ylabel=f"loss minus bf16's, mean of the last {LAST} steps")
@@ -221,7 +225,9 @@ def plot(curves: Curves, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--add", type=Path, nargs="*", default=[])
@@ -251,10 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.small:
         convergence.SEQUENCE, convergence.BATCH = 64, 2
     if todo:
-        prefix, micro_steps = (
-            args.text or prepare_text(args.data_dir),
-            args.steps * args.micro_batches,
-        )
+        prefix = args.text or prepare_text(args.data_dir)
+        micro_steps = args.steps * args.micro_batches
         if sequences_in(prefix, convergence.SEQUENCE) < micro_steps * convergence.BATCH:
             parser.error(
                 f"{prefix} has too few tokens for {args.steps} steps: it would be read twice"
@@ -265,10 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
     took: dict[str, float] = {}  # the latest run of each recipe; its first one compiles
     for seed, name in todo:
         started = time.monotonic()
-        if (
-            started - began + 1.2 * took.get(name, max(took.values(), default=0.0))
-            > 60 * args.minutes
-        ):
+        expected_s = 1.2 * took.get(name, max(took.values(), default=0.0))
+        if started - began + expected_s > 60 * args.minutes:
             print(f"{args.minutes} minutes are over; go on with --add {args.out}", flush=True)
             break
         config = config_of(options_of(name, args.steps))

@@ -168,10 +168,8 @@ def data_dir(miniature_data, tmp_path):
 
 
 def texts_of(prefix) -> list[str]:
-    index, tokenizer = (
-        Index.read(prefix),
-        corpus.load_sentencepiece(prefix.parent / prepare.TOKENIZER),
-    )
+    index = Index.read(prefix)
+    tokenizer = corpus.load_sentencepiece(prefix.parent / prepare.TOKENIZER)
     tokens = index.open_tokens()
     return [
         tokenizer.decode(tokens.read_sequence(n, 0, int(length)).tolist())

@@ -13,7 +13,7 @@ TIES = [0.5, 1.5, 2.5, 3.5, 5.0, 7.0, -5.0, 6.0, -0.25, 0.75, 1.25, 1.75, 0.0, -
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_bits(name, square):
+def test_the_kernels_give_the_bits_of_the_plain_emulation(name, square):
     form = FORMATS[name]
     torch.manual_seed(1)
     for shape in ((96, 160), (64, 96)) if square else ((5, 64), (96, 160)):  # tiles are 64 x 64
