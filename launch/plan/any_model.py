@@ -240,13 +240,13 @@ def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
     """Print the table of `plan --model --scaling`, and write its page.
 
     Return 0, or 12 if no number of GPUs fits. Raises ConfigError without a number of tokens, a
-    bandwidth or the GPU's peaks.
+    bandwidth, or the GPU's peaks and links.
     """
     scaling_table.require_bandwidth(options.network)
-    if not request.kind.efficiency:
+    if not request.kind.efficiency or not request.kind.description:
         raise ConfigError(
-            f"--scaling: the speed of {request.kind.name} is unknown",
-            "its peak FLOP/s are not in common/gpu_kinds.py",
+            f"--scaling: the speed of {request.kind.name} or of its links is unknown",
+            "common/gpu_kinds.py has no entry for it",
             f"use --gpu with {', '.join(KINDS)}",
         )
     if not request.train_tokens:

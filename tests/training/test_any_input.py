@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from unittest import mock
 
 import pytest
@@ -94,14 +94,11 @@ def test_random_configs_load_or_raise_a_config_error():
         benchmark = chance.choice(BENCHMARKS)
         table = random_table(chance, benchmark)
         try:
-            config = from_table(table, benchmark.rules.Config, "a test")
+            from_table(table, benchmark.rules.Config, "a test")
         except ConfigError as error:
             assert error.why and error.do, table
             continue
         taken += 1
-        assert all(
-            field.default is not MISSING or hasattr(config, field.name) for field in fields(config)
-        )
     assert 20 < taken < 280, "some are good, some are not"
 
 

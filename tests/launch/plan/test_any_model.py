@@ -365,6 +365,15 @@ def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch
     assert code == 0 and "8 x NVIDIA_Z300 of 180 GiB" in text
 
 
+def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
+    monkeypatch.delenv("GPU_KIND", raising=False)
+    gh200 = Device("NVIDIA GH200 480GB", "sm_90", 96 * GIB)
+    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (gh200,)))
+    with pytest.raises(ConfigError, match="links") as caught:
+        any_model.main("--model llama3.1-8b --scaling --train-tokens 1e9".split())
+    assert "GH200" in caught.value.what and "H200" in caught.value.do
+
+
 @pytest.mark.parametrize(
     "line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"]
 )
