@@ -370,7 +370,7 @@ def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
     gh200 = Device("NVIDIA GH200 480GB", "sm_90", 96 * GIB)
     monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (gh200,)))
     with pytest.raises(ConfigError, match="links") as caught:
-        any_model.main("--model llama3.1-8b --scaling --train-tokens 1e9".split())
+        any_model.main(["--model", "llama3.1-8b", "--scaling", "--train-tokens", "1e9"])
     assert "GH200" in caught.value.what and "H200" in caught.value.do
 
 
