@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 # Environment variable of all processes of a run. By it the launcher finds the processes, whose
@@ -33,6 +33,14 @@ MEMORY_MESSAGES = (
 )
 # Errnos of a disk that is full, read-only or failing.
 DISK_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+def listed(names: Collection[str], most: int = 3) -> str:
+    """Return the first `most` names and the number of the others, as text for an error."""
+    text = ", ".join(list(names)[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 class RunError(Exception):

@@ -365,7 +365,12 @@ class DroppingStream:
 
 def outlive_readers() -> None:
     """Ignore failed writes to stdout and stderr from now on."""
-    if not isinstance(sys.stdout, DroppingStream):
-        sys.stdout = DroppingStream(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if closed
-    if not isinstance(sys.stderr, DroppingStream):
-        sys.stderr = DroppingStream(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
+    sys.stdout = _dropping(sys.stdout)
+    sys.stderr = _dropping(sys.stderr)
+
+
+def _dropping(stream: Any) -> Any:
+    """Return `stream` as a DroppingStream. Python sets a closed stream to None."""
+    if isinstance(stream, DroppingStream):
+        return stream
+    return DroppingStream(stream or open(os.devnull, "w"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from common import benchmarks
 from common.benchmarks import LogValue
 from common.config import FROZEN_BASE_STORAGE, RunConfig
-from common.model.shapes import LLAMA2_70B, ModelShape
+from common.model import shapes
 
 BENCHMARK = "llama2_70b_lora"
 DATA_FILES = {  # split -> MLCommons' name of its file
@@ -123,7 +123,7 @@ class Rules(benchmarks.Rules):
 
 CLOSED = Rules(
     division="closed",
-    shape=LLAMA2_70B,
+    shape=shapes.LLAMA2_70B,
     sequence_length=8192,
     train_samples=3901,
     eval_samples=173,  # the whole validation set
@@ -153,15 +153,7 @@ CLOSED = Rules(
 MINIATURE = replace(
     CLOSED,
     division="miniature",
-    shape=ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=384,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=2048,
-        rope_base=10000.0,
-    ),
+    shape=shapes.MINIATURE,
     sequence_length=256,
     train_samples=1024,
     eval_samples=48,

@@ -21,7 +21,7 @@ from common.data.indexed_dataset_header import (
     stored_sequences,
 )
 from common.gpu_kinds import KINDS
-from common.model.shapes import LLAMA31_8B, ModelShape
+from common.model import shapes
 
 BENCHMARK = "llama31_8b"
 
@@ -120,7 +120,7 @@ class Rules(benchmarks.Rules):
 
 CLOSED = Rules(
     division="closed",
-    shape=LLAMA31_8B,
+    shape=shapes.LLAMA31_8B,
     sequence_length=8192,
     train_prefix="c4-train.en_6_text_document",
     validation_prefix="c4-validation-91205-samples.en_text_document",
@@ -164,15 +164,7 @@ CLOSED = Rules(
 MINIATURE = replace(
     CLOSED,
     division="miniature",
-    shape=ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=384,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=2048,
-        rope_base=10000.0,
-    ),
+    shape=shapes.MINIATURE,
     sequence_length=128,
     train_prefix="python-docs-train_text_document",
     validation_prefix="python-docs-validation_text_document",

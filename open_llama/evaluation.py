@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from common.data.indexed_dataset import Index
-from common.data.indexed_dataset_header import require_validation, whole_sequences
+from common.data.indexed_dataset_header import require_validation, stored_sequences
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
@@ -81,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
         model = load_model(options.model, length, processes.device)
         if options.adapter:
             add_adapter(model, options.adapter)
-        available = whole_sequences(Index.read(options.data).num_tokens, length)
+        available = stored_sequences(options.data, length)
         sequences = options.sequences or available
         unit = f"sequences of {length} tokens"
         do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"

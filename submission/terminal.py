@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common import terminal
 from common.command_line import Parser, meant
-from common.errors import ConfigError, StorageError, write_whole
+from common.errors import ConfigError, StorageError, listed, write_whole
 
 MAX_LISTED = 8  # names that an error lists
 
@@ -51,7 +51,7 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
         if name not in known:
             raise ConfigError(
                 f"{flag} {text}: unknown name {name!r}",
-                f"known names: {_first_names(known)}",
+                f"known names: {listed(known, MAX_LISTED)}",
                 meant(name, known, "use one of the known names"),
             )
         if name in values:
@@ -62,14 +62,6 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
             )
         values[name] = value.strip()
     return values
-
-
-def _first_names(names: Collection[str]) -> str:
-    """Return the first MAX_LISTED of `names`, separated by commas, and the number of the others."""
-    text = ", ".join(list(names)[:MAX_LISTED])
-    if len(names) > MAX_LISTED:
-        text += f" and {len(names) - MAX_LISTED} more"
-    return text
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
-from common.errors import WeightsError
+from common.errors import WeightsError, listed
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, config_of, tensor_shapes
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
@@ -281,14 +281,6 @@ def read_json(path: Path) -> dict:
             f"{path}: not a JSON object", "the file is damaged or in another format", FETCH_AGAIN
         )
     return content
-
-
-def listed(names: list[str]) -> str:
-    """Return the first three names and the number of the others, as text."""
-    text = ", ".join(names[:3])
-    if len(names) > 3:
-        text += f" and {len(names) - 3} more"
-    return text
 
 
 def refuse(what: str, why: str, do: str) -> NoReturn:

@@ -21,13 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.data.preparation import say
-from common.errors import ConfigError
+from common.errors import ConfigError, listed
 from common.model import checkpoint_names
 from common.model.checkpoint_names import INDEX, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     DTYPES,
     StoredTensor,
-    listed,
     read_json,
     read_tensors,
     refuse,

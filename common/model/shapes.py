@@ -146,3 +146,13 @@ LLAMA2_70B = ModelShape(
     vocab_size=32000,
     rope_base=10000.0,
 )
+# The toy model that both benchmarks train on a CPU.
+MINIATURE = ModelShape(
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=384,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=2048,
+    rope_base=10000.0,
+)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import fused_lora as lora
 import pytest
 import torch
+from fp8_llama import fp8_llama
 from plain_block import Block
 from signal_to_noise import sqnr_db
 from tiny import TINY
@@ -13,7 +14,6 @@ from common.kernels.lora import Dropout
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import DelayedScaling
-from common.model.llama import Head, Llama
 
 
 @pytest.mark.gpu
@@ -131,20 +131,11 @@ def test_an_evaluation_in_fp8_computes_what_a_forward_of_training_does():
         num_layers=2,
         vocab_size=2048,
     )
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    scaling = DelayedScaling()
-    blocks = [FusedBlock(shape, "triton", scaling) for _ in range(shape.num_layers)]
-    model = Llama(shape, 1024, blocks, Head(shape, "triton")).to(device, torch.bfloat16)
-    model.make_rope_tables(device)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.02)
-    scaling.allocate(device)
-    model.register_forward_pre_hook(lambda model, _: scaling.start_pass(model.training))
+    model, scaling = fp8_llama(shape, 1024, "triton", "cuda")
     outputs = []
-    for block in blocks:
+    for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: outputs.append(output.detach()))
-    tokens = torch.randint(0, shape.vocab_size, (2, 1024), device=device)
+    tokens = torch.randint(0, shape.vocab_size, (2, 1024), device="cuda")
     for _ in range(2):  # the first step has no scales yet
         losses, counts = model(tokens, tokens)
         (losses / counts).sum().backward()

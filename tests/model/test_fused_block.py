@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_llama import fp8_llama
 from plain_block import Block
 from signal_to_noise import sqnr_db
 from tiny import TINY
@@ -13,7 +14,6 @@ from common.errors import ConfigError
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers
-from common.model.llama import Head, Llama
 from common.training.kernel_cases import Sizes
 
 pytestmark = pytest.mark.quick
@@ -123,22 +123,8 @@ def test_weights_are_cast_once_per_step():
     assert not torch.equal(run(fused, torch.bfloat16)["output"], first)
 
 
-def fp8_llama():
-    """A small model in FP8 with its scales, as `build` attaches them."""
-    torch.manual_seed(0)
-    scaling = DelayedScaling()
-    blocks = [FusedBlock(SHAPE, "reference", scaling) for _ in range(SHAPE.num_layers)]
-    model = Llama(SHAPE, SEQUENCE, blocks, Head(SHAPE, "reference")).bfloat16()
-    model.make_rope_tables("cpu")
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)
-    scaling.allocate(torch.device("cpu"))
-    model.register_forward_pre_hook(lambda model, _: scaling.start_pass(model.training))
-    return model, scaling
-
-
 def test_without_gradient_nothing_is_kept_and_no_scale_moves():
-    model, scaling = fp8_llama()
+    model, scaling = fp8_llama(SHAPE, SEQUENCE)
     tokens = torch.randint(
         0, SHAPE.vocab_size, (1, SEQUENCE), generator=torch.Generator().manual_seed(0)
     )

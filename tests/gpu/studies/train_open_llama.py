@@ -75,9 +75,14 @@ def write_weights(name: str, out: Path) -> None:
     print(f"{out}: {shape.num_parameters / 1e9:.2f}e9 weights, {time.monotonic() - began:.0f} s")
 
 
+def events_of(run: Path) -> list[dict]:
+    """Return the events of a run, the oldest first."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
 def summary(run: Path) -> dict:
     config = tomllib.loads((run / "config.toml").read_text())
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = events_of(run)
     steps = [event for event in events if event["event"] == "step"]
     timed = [event for event in steps if "tokens_per_s_per_gpu" in event]
     rates = [event["tokens_per_s_per_gpu"] for event in timed]
@@ -96,8 +101,7 @@ def summary(run: Path) -> dict:
 
 def training_losses(run: Path) -> list[float]:
     """Return the training loss of each optimizer step, the first step first."""
-    lines = (run / "events.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+    return [event["loss"] for event in events_of(run) if event["event"] == "step"]
 
 
 def plot(run: Path, other: Path, out: Path) -> None:
