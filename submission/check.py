@@ -122,7 +122,7 @@ def _check_set(folder: Path, members: list[Examined], werror: bool, as_json: boo
         facts = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
         print(json.dumps(facts))
     elif findings:
-        print(f"\n{folder}", *_finding_lines(folder.name, findings, werror), sep="\n")
+        print(f"\n{folder}", *finding_lines(folder.name, findings, werror), sep="\n")
     return CheckFailed.exit_code if errors(findings, werror) else 0
 
 
@@ -260,24 +260,38 @@ def _as_dict(finding: Finding) -> dict:
 
 def lines(examined: Examined, werror: bool) -> list[str]:
     """Return the lines to print about one log: title, official verdict, findings, our verdict."""
+    return [
+        f"\n{examined.path}",
+        f"  {title_line(examined, werror)}",
+        *finding_lines(examined.path.name, examined.findings, werror),
+        f"  {summary_line(examined, werror)}",
+    ]
+
+
+def title_line(examined: Examined, werror: bool = False) -> str:
+    """Return the title of the log and the verdict of the official checker."""
     official = examined.verdict
     official_warnings = sum(complaint.warning for complaint in official.complaints)
     failed = not official.passed or (werror and official_warnings > 0)
     words = "FAILED" if failed else "passed"
     if official_warnings:
         words += f", {plural(official_warnings, 'warning')}, errors with --werror"
-    text = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
-    text += _finding_lines(examined.path.name, examined.findings, werror)
+    return f"{examined.title}; official checker: {words}"
+
+
+def summary_line(examined: Examined, werror: bool = False) -> str:
+    """Return our verdict and the numbers of errors and warnings."""
     verdict = verdict_of(examined.findings, werror)
     error_count = len(examined.errors(werror))
     warning_count = 0  # with --werror, warnings are among the errors
     if not werror:
         warning_count = sum(finding.warning for finding in examined.findings)
     counts = f"{plural(error_count, 'error')}, {plural(warning_count, 'warning')}"
-    return [*text, f"  {verdict}: {counts}"]
+    return f"{verdict}: {counts}"
 
 
-def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list[str]:
+def finding_lines(name: str, findings: Iterable[Finding], werror: bool = False) -> list[str]:
+    """Return a line for each finding about the file `name`: severity, place, rule, message."""
     text = []
     for finding in findings:
         place = f"{name}:{finding.line}" if finding.line else name

@@ -406,14 +406,13 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
     # A missing or unreadable log is already among the notes of the run.
     with contextlib.suppress(ConfigError):
         examined = check.examine(run.path)
-        text = "\n".join(check.lines(examined, werror=False)).strip()
-        _, title, *findings, summary = text.splitlines()
+        findings: Block = {"text": "\n".join(check.finding_lines(run.path.name, examined.findings))}
         if run.state != GOOD and run.status != "success":
-            title = "findings in the log of a run without a result"
-            return False, [{"text": "\n".join(findings), "title": title}]
-        state = "bad" if examined.errors() else "good"
-        return state == "good", [
-            banner(state, summary.strip(), title.strip()),
-            {"text": "\n".join(findings)},
+            return False, [findings | {"title": "findings in the log of a run without a result"}]
+        clean = not examined.errors()
+        summary = check.summary_line(examined)
+        return clean, [
+            banner("good" if clean else "bad", summary, check.title_line(examined)),
+            findings,
         ]
     return True, []

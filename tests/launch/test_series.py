@@ -338,7 +338,7 @@ def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, minia
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.05)
     os.kill(heartbeat()["pid"], signal.SIGKILL)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     lines = [
         json.loads(line)
