@@ -42,6 +42,7 @@ def small(processes, miniature_data, tmp_path, monkeypatch):
     return ["--small", "--data-dir", str(tmp_path / "data"), "--steps", "5"]
 
 
+@pytest.mark.slow
 def test_a_later_call_goes_on(small, tmp_path, capsys):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     common = [*small, "--only", f"bf16;MXFP4;{HEALED[0]}"]
@@ -74,6 +75,7 @@ def test_a_later_call_goes_on(small, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_text_holds_each_document_once_and_is_never_read_twice(small, tmp_path, capsys):
     texts = Index.read(number_formats.prepare_text(tmp_path / "data"))
     alone = [
@@ -87,6 +89,7 @@ def test_the_text_holds_each_document_once_and_is_never_read_twice(small, tmp_pa
     assert "read twice" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_hangs_on_the_seed_alone(small, tmp_path):
     found = []
     for only in ("MXFP4, stochastic", "bf16;MXFP4, stochastic"):
