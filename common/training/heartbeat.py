@@ -7,6 +7,9 @@ import os
 import time
 from pathlib import Path
 
+RECORD_BYTES = 256
+PHASE_CHARACTERS = 80  # of a longer phase, e.g. an op of the self-test, the rest is cut off
+
 
 class Heartbeat:
     """The file `ranks/rank_<k>.heartbeat`, rewritten at every micro-batch.
@@ -30,10 +33,12 @@ class Heartbeat:
             "rank": self.rank,
             "pid": os.getpid(),
             "step": step,
-            "phase": phase,
+            "phase": phase[:PHASE_CHARACTERS],
             "time": time.time(),
             "done": done,
             "total": total,
         }
-        # The length is fixed, so that the rest of an older, longer record never remains.
-        os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)
+        text = json.dumps(record).ljust(RECORD_BYTES)
+        # Otherwise the end of a longer record would remain behind a shorter one.
+        assert len(text) == RECORD_BYTES
+        os.pwrite(self.file, text.encode(), 0)

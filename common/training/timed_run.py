@@ -93,7 +93,7 @@ def train(
     processes.barrier()
     reports.log.init_stop()
     reports.log.run_start()
-    reports.heartbeat.write(0, "open data")
+    reports.heartbeat.write(step, "open data")
     batches, eval_batches = open_data(step)
     goal = Goal(
         eval_interval=rules.eval_interval(config.global_batch_size),

@@ -1,4 +1,4 @@
-"""Rates, events.jsonl on a full disk, and the step at which a number stopped being finite."""
+"""Heartbeats, rates, events.jsonl on a full disk, and the step of the first infinite number."""
 
 import io
 import json
@@ -15,9 +15,20 @@ from common.errors import NonFinite
 from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B
 from common.paths import ROOT
+from common.training.heartbeat import Heartbeat
 from common.training.metrics import Events, Meter, ProgressLog, StepRate
 
 pytestmark = pytest.mark.quick
+
+
+def test_a_heartbeat_after_one_with_a_long_phase_can_be_read(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat.write(0, "self-test: an op " * 20)
+    path = tmp_path / "ranks/rank_0.heartbeat"
+    assert json.loads(path.read_text())["phase"].startswith("self-test: an op")
+    heartbeat.write(2**40, "train", 2**40, 2**40)
+    record = json.loads(path.read_text())
+    assert (record["step"], record["phase"]) == (2**40, "train")
 
 
 def test_only_rank_0_shows_lines():
