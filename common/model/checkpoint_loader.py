@@ -102,6 +102,7 @@ def load_weights(
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         size += _execute(list(_reads(name, 0, full, checkpoint, model.shape)))
+        full += 0.0  # turn -0.0 into 0.0, as in `init_weights`
         set_weight(parameter, full)
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
 

@@ -9,6 +9,8 @@ from tiny import TINY, run_config, write_data
 from tiny import run as run_tiny
 
 from common.errors import NonFinite, PreflightError
+from common.model.checkpoint_loader import load_weights
+from common.model.checkpoint_writer import write_checkpoint
 from common.training import warmup
 from common.training.assembly import Batching
 from common.training.loop import train_step
@@ -62,6 +64,18 @@ def test_weights_moments_and_generators_are_restored(assembly, processes, monkey
     assert torch.equal(torch.get_rng_state(), generator)
     assert rates == [0.0] * warmup.TRAIN_STEPS and warmup.TRAIN_STEPS >= 2 and len(digest) == 64
     assert all(parameter.grad is None for parameter in assembly.model.parameters())
+
+
+def test_a_loaded_weight_may_hold_negative_zeros(assembly, processes, tmp_path):
+    """A step at learning rate 0 would change their sign bits."""
+    source = assemble(run_config(), TINY, processes, seed=1).model
+    with torch.no_grad():
+        source.head.output.weight[:, ::2] = -0.0
+    write_checkpoint(source, tmp_path)
+    load_weights(assembly.model, tmp_path, assembly.optimizer.set_weight)
+    assembly.optimizer.gather()
+    run(assembly, processes)
+    assert (assembly.model.head.output.weight[:, ::2] == 0).all()
 
 
 def test_two_models_of_one_seed_have_one_digest_and_another_seed_another(processes):
