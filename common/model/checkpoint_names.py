@@ -100,6 +100,20 @@ def config_of(shape: ModelShape) -> dict[str, object]:
     }
 
 
+def rope_scaling_of(shape: ModelShape) -> dict[str, object] | None:
+    """Return a model's entry rope_scaling of config.json, None without scaling."""
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
 def tensor_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of all tensors that a checkpoint of this layout must have."""
     shapes = {}

@@ -26,7 +26,15 @@ from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
 from common.errors import WeightsError, listed
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, config_of, tensor_shapes
+from common.model.checkpoint_names import (
+    CONFIG,
+    FUSED,
+    INDEX,
+    ORDINARY,
+    config_of,
+    rope_scaling_of,
+    tensor_shapes,
+)
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 from common.terminal import Progress
@@ -68,8 +76,8 @@ def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
 
     Checks headers and file sizes, that no tensor of the index is missing, and the layout, names,
     shapes and dtypes of all tensors. Also checks config.json if there is one, because the shapes do
-    not show the head counts, the norms' epsilon and the base of the rotation. Takes a fraction of a
-    second.
+    not show the head counts, the norms' epsilon, and the base and scaling of the rotation. Takes a
+    fraction of a second.
 
     Raises WeightsError.
     """
@@ -194,16 +202,33 @@ def _check_config(path: Path, shape: ModelShape) -> None:
     if not path.exists():
         return
     config = read_json(path)
-    rope = config.get("rope_parameters")  # transformers 5 has rope_theta there
+    rope = config.get("rope_parameters")  # transformers 5 has rope_theta and the scaling there
     if isinstance(rope, dict):
-        config |= rope
-    for key, value in config_of(shape).items():
-        if config.get(key) is not None and config[key] != value:
+        config = config | rope | {"rope_scaling": rope if "rope_type" in rope else None}
+    pairs = [
+        (key, config[key], value)
+        for key, value in config_of(shape).items()
+        if config.get(key) is not None
+    ]
+    if "rope_scaling" in config:
+        stored = _rope_scaling(config["rope_scaling"] or {})
+        pairs.append(("rope_scaling", stored, rope_scaling_of(shape)))
+    for key, stored, value in pairs:
+        if stored != value:
             refuse(
-                f"{path}: {key} is {config[key]!r}, this model has {value!r}",
+                f"{path}: {key} is {stored!r}, this model has {value!r}",
                 "the same weights would compute something else",
                 CHECK_MODEL,
             )
+
+
+def _rope_scaling(scaling: dict) -> dict[str, object] | None:
+    """Return config.json's scaling in the form of `rope_scaling_of`, None if it scales nothing."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    other = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
+    return other | {"rope_type": kind}
 
 
 def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:

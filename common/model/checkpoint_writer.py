@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import write_whole
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of, rope_scaling_of
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 
@@ -140,23 +140,13 @@ def llama_config(shape: ModelShape, max_sequence_length: int, dtype: torch.dtype
 
     IDs of special tokens are None, because the tokenizer defines them.
     """
-    scaling = None
-    rope = shape.rope_scaling
-    if rope:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_frequency_factor,
-            "high_freq_factor": rope.high_frequency_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
     kind = "Qwen3" if shape.qk_norm else "Llama"
     return {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
         **config_of(shape),
         "max_position_embeddings": max_sequence_length,
-        "rope_scaling": scaling,
+        "rope_scaling": rope_scaling_of(shape),
         "hidden_act": "silu",
         "mlp_bias": False,
         "bos_token_id": None,

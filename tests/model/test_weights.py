@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
 from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_names import tensor_shapes
+from common.model.checkpoint_names import rope_scaling_of, tensor_shapes
 from common.model.checkpoint_reader import open_checkpoint
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
-from common.model.shapes import ModelShape
+from common.model.shapes import ModelShape, RopeScaling
 from llama2_70b_lora.train import assemble
 
 SHAPE = ModelShape(2, 32, 48, 4, 2, 61, 10000.0)  # 61 rows of vocabulary do not divide by 2 ranks
@@ -113,6 +114,16 @@ def test_transformers_computes_the_same_from_the_same_files(stored):
     load_base(model, stored[0] / "fused")
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=32.0)])
+def test_the_scaling_of_the_rotation_must_be_that_of_the_checkpoint(tmp_path, scaling):
+    shape = replace(SHAPE, rope_scaling=scaling)
+    write_checkpoint(fused_llama(shape, 16), tmp_path)
+    assert open_checkpoint(tmp_path, shape).tensors
+    for other in {None, RopeScaling(), RopeScaling(factor=32.0)} - {scaling}:
+        with pytest.raises(WeightsError, match="rope_scaling"):
+            open_checkpoint(tmp_path, replace(SHAPE, rope_scaling=other))
 
 
 # ---- sharded
@@ -287,6 +298,22 @@ DAMAGE = {
     "rotation": (
         lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
         "rope_theta is 500000.0",
+    ),
+    "scaled rotation": (
+        lambda d: change_json(
+            d / "config.json",
+            "rope_scaling",
+            rope_scaling_of(replace(SHAPE, rope_scaling=RopeScaling())),
+        ),
+        "rope_scaling is {'rope_type': 'llama3'",
+    ),
+    "scaled rotation of transformers 5": (
+        lambda d: change_json(
+            d / "config.json",
+            "rope_parameters",
+            {"rope_theta": SHAPE.rope_base, "rope_type": "linear", "factor": 2.0},
+        ),
+        "rope_scaling is ",
     ),
     "pickles only": (only_pickles, "safetensors files"),
     "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "JSON"),
