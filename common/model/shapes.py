@@ -47,10 +47,16 @@ class ModelShape:
     tied_embedding: bool = False  # the head's projection is the embedding's weight
 
     def __post_init__(self):
-        divides = self.explicit_head_dim is not None or self.hidden_size % self.num_heads == 0
-        shares_keys = self.num_heads % self.num_kv_heads == 0
-        if not divides or not shares_keys or self.head_dim % 2:
-            raise ValueError(f"heads do not divide the hidden size: {self}")
+        if self.explicit_head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"the head dimension {self.head_dim} is odd")
 
     @cached_property
     def head_dim(self) -> int:

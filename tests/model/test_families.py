@@ -173,6 +173,20 @@ def test_what_the_blocks_do_not_compute_is_refused_by_name(tmp_path, config, wha
     assert what in raised.value.what
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(num_attention_heads=5), ("hidden_size 64", "num_heads 5")),
+        (dict(num_key_value_heads=3), ("num_heads 4", "num_kv_heads 3")),
+        (dict(head_dim=15), ("head dimension 15",)),
+    ],
+)
+def test_a_shape_that_is_refused_says_which_size_does_not_fit(tmp_path, changes, words):
+    with pytest.raises(ConfigError) as raised:
+        shape_of(written(tmp_path, LLAMA | changes))
+    assert all(word in raised.value.why for word in words)
+
+
 def test_an_unknown_name_suggests_near_ones_and_a_wrong_path_says_so(tmp_path):
     with pytest.raises(ConfigError) as raised:
         shape_of("qwen3-7b")
