@@ -157,8 +157,9 @@ class Rules(benchmarks.Rules):
         assert isinstance(config, Config)
         base = config.opt_base_learning_rate
         warmup_steps = config.opt_learning_rate_warmup_steps
+        end = base if config.schedule == "constant" else base * config.end_learning_rate_ratio
         pairs: list[tuple[str, LogValue]] = [
-            ("opt_end_learning_rate", base * config.end_learning_rate_ratio),
+            ("opt_end_learning_rate", end),
             ("opt_learning_rate_warmup_steps", warmup_steps),
             ("opt_learning_rate_decay_steps", config.steps - warmup_steps),
             ("opt_learning_rate_decay_schedule", f"{config.schedule} with linear warmup"),

@@ -146,6 +146,8 @@ def test_the_learning_rate_warms_up_and_ends_at_its_ratio():
         assert lr_at(0) == pytest.approx(1e-3 / 3) and lr_at(2) == pytest.approx(1e-3)
         assert lr_at(config.steps) == pytest.approx(end)
         assert lr_at(6) == pytest.approx(middle or 5.5e-4)
+        logged = dict(rules_of(config).own_log_keys(config))
+        assert logged["opt_end_learning_rate"] == pytest.approx(end)
 
 
 def test_documents_come_once_per_epoch_in_another_order():
