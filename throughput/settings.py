@@ -47,6 +47,8 @@ SETTINGS = {
     "quantize": "quantize.quantize_settings",
     "RoPE": "rope.rope_packed_settings",
     "RoPE backward": "rope.rope_packed_backward_settings",
+    "QK norm + RoPE": "qk_norm.qk_norm_rope_settings",
+    "QK norm + RoPE backward": "qk_norm.qk_norm_rope_backward_settings",
     "SwiGLU": "swiglu.swiglu_quantized_settings",
     "SwiGLU backward": "swiglu.swiglu_quantized_backward_settings",
     "AdamW": "adamw.adamw_settings",
@@ -77,7 +79,7 @@ ATTENTION_ON_CUDA = (
     (FLASH, "", "transformer_engine"),
 )
 # Ops whose tile has a fixed width: a whole row, or half of a head.
-WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")
+WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE", "QK norm + RoPE")
 LOOPS = ("RMS norm backward", "adapter")  # ops whose kernel has a loop, and therefore stages
 
 

@@ -97,7 +97,10 @@ Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape, case
 def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
     """Yield cases one at a time, so that the operands of only one op are in memory."""
     yield from norm_cases(sizes, draw)
-    yield from rope_cases(sizes, draw)
+    if sizes.shape.qk_norm:
+        yield from qk_norm_cases(sizes, draw)
+    else:
+        yield from rope_cases(sizes, draw)
     yield from swiglu_cases(sizes, draw)
     if sizes.lora_rank:
         yield from adapter_cases(sizes, draw)
@@ -144,17 +147,62 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
         size,
         lambda engine, q: (KERNEL_ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
     )
-    parts = [
-        draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype)
-        for n in (heads, kv_heads, kv_heads)
-    ]
+    gradients = _head_gradients(sizes, draw)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
         # Adapters read this gradient unquantized.
         quantizer = None if sizes.lora_rank else q.gradient
-        return (KERNEL_ENGINES[engine].rope_backward(*parts, cos, sin, quantizer),)
+        return (KERNEL_ENGINES[engine].rope_backward(*gradients, cos, sin, quantizer),)
 
     yield "RoPE backward", size, backward
+
+
+def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """Yield the cases of the norms of query and key heads with RoPE."""
+    # Imported only for shapes with such norms, as in a run.
+    from common.kernels import qk_norm
+
+    shape = sizes.shape
+    size = (sizes.tokens, sizes.shape.qkv_size)
+    cos, sin = rope_tables(shape, sizes.sequence_length, draw.device)
+    qkv = draw(*size, dtype=sizes.dtype)
+    weights = (draw(shape.head_dim, dtype=sizes.dtype), draw(shape.head_dim, dtype=sizes.dtype))
+
+    def forward(engine: str, _: Quantizers) -> tuple[Output, ...]:
+        rotated = qkv.clone()
+        norm_rope_, _ = qk_norm.IMPLEMENTATIONS[engine]
+        before = norm_rope_(
+            rotated, weights, shape.norm_eps, cos, sin, shape.num_heads, shape.num_kv_heads, True
+        )
+        return rotated, before
+
+    yield "QK norm + RoPE", size, forward
+    gradients = _head_gradients(sizes, draw)
+    before = draw(
+        sizes.tokens, (shape.num_heads + shape.num_kv_heads) * shape.head_dim, dtype=sizes.dtype
+    )
+
+    def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
+        # Adapters read this gradient unquantized.
+        quantizer = None if sizes.lora_rank else q.gradient
+        _, norm_rope_backward = qk_norm.IMPLEMENTATIONS[engine]
+        d_qkv, d_weights = norm_rope_backward(
+            gradients, before, weights, shape.norm_eps, cos, sin, quantizer, not sizes.lora_rank
+        )
+        return d_qkv, *d_weights
+
+    yield "QK norm + RoPE backward", size, backward
+
+
+def _head_gradients(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random gradients of query, key and value heads, [batch, sequence, heads, head_dim]."""
+
+    def gradient(heads: int) -> Tensor:
+        size = (sizes.micro_batch_size, sizes.sequence_length, heads, sizes.shape.head_dim)
+        return draw(*size, dtype=sizes.dtype)
+
+    kv_heads = sizes.shape.num_kv_heads
+    return gradient(sizes.shape.num_heads), gradient(kv_heads), gradient(kv_heads)
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:

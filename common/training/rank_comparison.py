@@ -114,7 +114,8 @@ def compare_ranks(
 def over_median(times_ms: list[float]) -> list[float]:
     """Return the ratio of each rank's time to that of the median rank.
 
-    Of two ranks, the faster one is the median. With their mean, neither could exceed the limit.
+    For an even number of ranks, it is the lower of the two middle times. With the mean of two
+    ranks, the slow one would raise the time that it is compared with.
     """
     median = statistics.median_low(times_ms)
     return [ms / median for ms in times_ms]

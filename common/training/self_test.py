@@ -6,7 +6,7 @@ Each op runs at the config's shapes, before any weight exists:
                    compared with SDPA's math backend in fp32
     FP8 product    fprop, dgrad and wgrad of each linear layer: all values finite, and some rows and
                    columns compared with fp64
-    bf16 product   the same for the head, or without FP8 for all linear layers
+    bf16 product   the same for the head, or without FP8 for all linear layers (on a CPU in fp32)
     SwiGLU         in the epilogues of FP8 products, if an engine computes it there: compared with
                    the products and kernels that it replaces, including the amax
     triton         each Triton kernel compared with its reference; in FP8 in a second step, when
@@ -37,7 +37,7 @@ from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import PreflightError, RunError
 from common.gpu_kinds import KINDS
-from common.kernels.architecture import architecture
+from common.kernels.architecture import architecture, dtype_name
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
 from common.kernels.background_compilation import compiled_in_background
 from common.kernels.fp8 import (
@@ -387,7 +387,7 @@ def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Chec
     }
     for name, (inputs, outputs) in linears.items():
         fp8 = sizes.fp8 and name != "head"
-        op = "FP8 product" if fp8 else "bf16 product"
+        op = "FP8 product" if fp8 else f"{dtype_name(sizes.dtype)} product"
         products = {
             "fprop": (tokens, outputs, inputs),
             "dgrad": (tokens, inputs, outputs),

@@ -1,6 +1,7 @@
 """Test other launch settings of kernels: the candidates, wrong results, the shipped setting."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ def test_every_case_has_its_settings_function():
     ops = {
         op
         for rank in (0, 16)
+        for qk_norm in (False, True)
         for op, _, _ in kernel_cases(
-            Sizes(SIZES.shape, 16, 1, False, rank, "triton", torch.float32),
+            replace(SIZES, shape=replace(SIZES.shape, qk_norm=qk_norm), lora_rank=rank),
             Draw(torch.device("cpu")),
         )
     }

@@ -9,7 +9,7 @@ import torch
 from tiny import TINY, run_config
 
 from common.errors import PreflightError
-from common.kernels import lora
+from common.kernels import lora, qk_norm
 from common.model.block_ops import KERNEL_ENGINES
 from common.model.shapes import ModelShape
 from common.training import self_test as module
@@ -47,7 +47,7 @@ def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
         "attention backward dQ",
         "attention backward dK",
         "attention backward dV",
-        "bf16 product head dgrad",
+        "bf16 product head dgrad" if sizes is PRODUCTS else "float32 product head dgrad",
     } <= ops
     assert ("FP8 product gate_up wgrad" in ops) == sizes.fp8
     kernels = {op for op in ops if op.startswith("triton")}
@@ -130,6 +130,23 @@ def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkey
     assert "not finite" in str(left_out) and left_out.shape == "(64, 64, 32)"
 
 
+@pytest.mark.parametrize("sizes", [PRETRAINING, ADAPTERS], ids=["pre-training", "adapters"])
+def test_norms_of_query_and_key_heads_are_tested_where_the_model_has_them(monkeypatch, sizes):
+    sizes = replace(sizes, shape=replace(SHAPE, qk_norm=True))
+    result = self_test(sizes, CPU)
+    assert not result.bad, [str(finding) for finding in result.bad]
+    ops = [finding.op for finding in result.findings if "RoPE" in finding.op]
+    assert ops == ["triton QK norm + RoPE", "triton QK norm + RoPE backward"]
+    forward, backward = qk_norm.IMPLEMENTATIONS["triton"]
+
+    def wrong(gradients, *rest):
+        d_qkv, d_weights = backward(gradients, *rest)
+        return d_qkv._replace(rowwise=d_qkv.rowwise * 0.5), d_weights
+
+    monkeypatch.setitem(qk_norm.IMPLEMENTATIONS, "triton", (forward, wrong))
+    assert bad_ops(sizes) == ["triton QK norm + RoPE backward"]
+
+
 def test_a_wrong_kernel_is_named(monkeypatch):
     swiglu = KERNEL_ENGINES["triton"].swiglu
 
@@ -192,6 +209,6 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     monkeypatch.setattr(
         module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1])
     )
-    with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
+    with pytest.raises(PreflightError, match="float32 product qkv dgrad"):
         run_self_test(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
