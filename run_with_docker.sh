@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Run ./run_and_time.sh in a container of Docker, rootless Podman or Apptainer:
 #
-#   ./run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]
+#   ./run_with_docker.sh [--print] BENCHMARK [COMMAND] [OPTIONS]
 #
-# --print prints the command and starts nothing. See docs/clusters.md.
+# --print before BENCHMARK prints the engine's command and starts nothing. Everything else is passed
+# to ./run_and_time.sh, with the variables that docs/settings.md lists. See docs/clusters.md.
 #
 #   CONT               image (default: llama-training, as built by the Dockerfile; for Apptainer
 #                      llama-training.sif)
@@ -32,17 +33,14 @@ absolute() { # like GNU's `realpath -m`, which a Mac lacks: resolve links in the
 }
 
 print=
-arguments=()
-for argument in "$@"; do
-    if [[ $argument == --print ]]; then
-        print=yes
-    else
-        arguments+=("$argument")
-    fi
-done
+if [[ ${1:-} == --print ]]; then
+    print=yes
+    shift
+fi
+arguments=("$@")
 if [[ ${#arguments[@]} -eq 0 ]]; then
     fail 'no benchmark or command given' 'the container needs one to run' \
-        './run_with_docker.sh BENCHMARK [COMMAND] [OPTIONS] [--print]'
+        './run_with_docker.sh [--print] BENCHMARK [COMMAND] [OPTIONS]'
 fi
 
 engine=${CONTAINER_ENGINE:-}
@@ -197,13 +195,25 @@ if [[ -n ${MODEL:-} ]]; then
     mount "$MODEL" ro
 fi
 
-# Pass these variables by name only: every user of the host could read a value on the command line.
-for variable in SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND CONT \
-    MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM \
-    CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES \
-    MASTER_ADDR MASTER_PORT NODE_RANK \
-    NCCL_DEBUG NCCL_IB_HCA NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
-    if [[ -n ${!variable:-} ]]; then
+# The variables of docs/settings.md and those that tune the libraries. Paths of the host are left
+# out: PATH, PYTHONPATH, folders of caches and packages.
+is_passed() {
+    case $1 in
+        SEED | NEXP | DATADIR | MODEL | LOGDIR | DGXSYSTEM | DGXNGPU | GPU_KIND | CONT) ;;
+        ATTENTION_ENGINE | MATMUL_ENGINE | SWIGLU_ENGINE | ZERO_STREAM_PRIORITY) ;;
+        ALLOW_KNOWN_ISSUES | NO_COLOR | RUN_QUIET | OMP_WAIT_POLICY | GPU_MAX_HW_QUEUES) ;;
+        WANDB_PROJECT | MLFLOW_EXPERIMENT_NAME | MLFLOW_TRACKING_URI | TRACKIO_PROJECT) ;;
+        FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED) ;;
+        MLPERF_SUBMISSION_* | NCCL_* | RCCL_* | GLOO_* | TORCH_NCCL_* | TORCH_FR_*) ;;
+        TORCH_ROCM_* | PYTORCH_* | HSA_* | AMDGCN_* | HIPBLASLT_*) ;;
+        CUDA_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES) ;;
+        MASTER_ADDR | MASTER_PORT | NODE_RANK) ;;
+        *) return 1 ;;
+    esac
+}
+# Pass them by name only: every user of the host could read a value on the command line.
+for variable in $(compgen -e); do
+    if is_passed "$variable" && [[ -n ${!variable:-} ]]; then
         if [[ $engine == apptainer ]]; then
             export "APPTAINERENV_$variable=${!variable}"
         else

@@ -207,7 +207,7 @@ def environment(**variables) -> dict[str, str]:
 
 
 def printed(*arguments, script="run_with_docker.sh", **variables) -> list[str]:
-    command = ["bash", str(ROOT / script), *arguments, "--print"]
+    command = ["bash", str(ROOT / script), "--print", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT
     )
@@ -318,6 +318,43 @@ def test_no_more_rights_than_needed(vendor, engine):
     mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
     assert mounts == [f"{ROOT}/results:{ROOT}/results:rw", f"{ROOT}/data:/workspace/data:rw"]
     assert "Us" not in words, "values are not for everybody's eyes"
+
+
+# Variables of docs/settings.md that users set for the host or for its container engine, and paths
+# that exist on the host only.
+OF_THE_HOST = {
+    "CONTAINER_ENGINE",
+    "CONTAINER_OPTIONS",
+    "GPU_VENDOR",
+    "JOB_NAME",
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "CC",
+    "PIP_FIND_LINKS",
+    "PIP_INDEX_URL",
+    "XDG_CACHE_HOME",
+    "QUACK_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "CUDNN_HOME",
+}
+
+
+def test_a_user_s_variables_reach_the_container(tmp_path):
+    table = (ROOT / "docs/settings.md").read_text()
+    wanted = set(re.findall(r"^\| `(\w+)` \| user", table, re.MULTILINE)) - OF_THE_HOST
+    assert {"ATTENTION_ENGINE", "ALLOW_KNOWN_ISSUES", "TORCH_ROCM_FA_PREFER_CK"} <= wanted
+    tuning = {"AMDGCN_USE_BUFFER_OPS", "HSA_NO_SCRATCH_RECLAIM", "NCCL_IB_HCA"}
+    values = dict.fromkeys(wanted | tuning | {"HF_TOKEN"}, "1")
+    values |= {name: tmp_path for name in ("DATADIR", "MODEL", "LOGDIR")}
+    words = container("amd", "docker", **values)
+    names = {words[i + 1] for i, word in enumerate(words) if word == "--env"}
+    assert wanted | tuning <= names
+    assert not names & (OF_THE_HOST | {"HF_TOKEN"})
+
+
+def test_print_behind_the_benchmark_is_that_of_the_launcher():
+    assert container("amd", "docker", "--print")[-2:] == ["llama31_8b", "--print"]
 
 
 def test_network_of_the_host_for_several_nodes_only():
