@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common import terminal
+from common import terminal, text_tables
 from common.command_line import Parser, meant
 from common.errors import ConfigError, StorageError, listed, write_whole
 
@@ -65,9 +65,16 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, indented. The first and the last column are left-aligned."""
+    """Return the lines of a table, indented. The first and the last column are left-aligned.
+
+    rich fits it to the terminal. Without rich, which `series status` may lack, cells are padded.
+    """
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
-    return ["  " + line for line in terminal.table(rows, alignment, indent=2)]
+    if terminal.has_rich():
+        lines = terminal.table(rows, alignment, indent=2)
+    else:
+        lines = ["  ".join(cells).rstrip() for cells in text_tables.align(rows, alignment)]
+    return ["  " + line for line in lines]
 
 
 def number(value: float | None, form: str) -> str:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+import sys
 from datetime import datetime, timedelta
 
 import pytest
@@ -78,6 +79,15 @@ def test_a_running_series(locked, capsys):
     assert found["attempts"][2]["loss"] == 2.5
     text = printed(capsys, locked)
     assert "1 of 10" in text and "run3" in text and "target" in text
+
+
+def test_a_python_without_packages_prints_the_same_table(locked, capsys, monkeypatch):
+    with_rich = printed(capsys, locked)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("common.terminal.has_rich", lambda: False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert printed(capsys, locked).split() == with_rich.split()
 
 
 def test_the_time_that_is_left(locked):
