@@ -99,7 +99,7 @@ def examine(benchmark: str, rest: list[str]) -> None:
     """Print the table. Raise PreflightError if a row refuses."""
     options = parser(benchmark).parse_args(rest)
     options.benchmark = benchmark
-    if options.nodes:
+    if options.nodes is not None:
         examine_nodes(options, os.environ)
         return
     rows, ranks = check(options, os.environ)

@@ -168,11 +168,13 @@ def test_a_port_in_use_is_named():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("hosts", ["one", "a,a", "a,-oProxyCommand=x", "a,b;reboot"])
+@pytest.mark.parametrize("hosts", ["", "one", "a,a", "a,-oProxyCommand=x", "a,b;reboot"])
 def test_hosts_that_are_no_hosts_are_refused(hosts):
     assert remote.node_names("a,user@b") == ["a", "user@b"]
     with pytest.raises(ConfigError):
         remote.node_names(hosts)
+    with pytest.raises(ConfigError, match="--nodes"):
+        preflight_command.examine("", ["--nodes", hosts])
 
 
 @pytest.mark.quick
