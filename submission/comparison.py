@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.records import published
 from common.records.published import Pace, Published
 from submission.runs import Run
-from submission.series import check_same, read_series, result, ten_runs
+from submission.series import LocalResult, check_same, read_series, result, ten_runs
 from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")  # a round of MLPerf Training, such as 5.1
@@ -232,9 +232,12 @@ def where(side: Published | Run) -> str:
 
 def tokens_per_gpu(side: Published) -> float | None:
     """Return the tokens per second and GPU of a result, or None if they are unknown."""
-    if side.samples_per_s is None or not side.gpus:
+    length = divisions(side.benchmark)["closed"].sequence_length
+    if isinstance(side, LocalResult):
+        length = side.sequence_length
+    if side.samples_per_s is None or not side.gpus or length is None:
         return None
-    return side.samples_per_s * divisions(side.benchmark)["closed"].sequence_length / side.gpus
+    return side.samples_per_s * length / side.gpus
 
 
 def speedup(mine: Published, other: Published) -> float | None:

@@ -37,6 +37,7 @@ from submission.comparison import (
     listing,
     where,
 )
+from submission.log_rules import REHEARSAL
 from submission.official_tools import RULESETS
 from submission.runs import NOT_STARTED, Run
 from submission.series import (
@@ -244,6 +245,9 @@ def report(series: Series, ten: TenRuns) -> list[str]:
     lines = [f"{first.benchmark}, {division}: {runs}, {where(first)}", ""]
     lines += table(_run_rows(series, ten))
     notes = list(series.notes)
+    invented = [run for run in series.runs if run.log.all(REHEARSAL)]
+    if invented:
+        notes.append(f"{plural(len(invented), 'log')} INVENTED by package --rehearse: no result")
     for run in series.runs:
         notes += [f"{run.name}: {note}" for note in _notes(run)]
     if notes:

@@ -223,11 +223,18 @@ def pace(ten: TenRuns) -> Pace | None:
     )
 
 
-def result(series: Series, ten: TenRuns) -> Published:
+@dataclass(frozen=True)
+class LocalResult(Published):
+    """The result of a local series, which may be one of miniatures."""
+
+    sequence_length: int | None  # None if the rules of its runs are unknown
+
+
+def result(series: Series, ten: TenRuns) -> LocalResult:
     """Return the result of `series` in the form of a published result. `ten`: its scored runs."""
     run = series.first
     measured = pace(ten)
-    return Published(
+    return LocalResult(
         round="",
         benchmark=run.benchmark,
         gpu=run.gpu,
@@ -242,6 +249,7 @@ def result(series: Series, ten: TenRuns) -> Published:
         samples_per_s=measured.samples_per_s if measured else None,
         evaluations=measured.evaluations if measured else None,
         evaluation_s=measured.evaluation_s if measured else None,
+        sequence_length=run.rules.sequence_length if run.rules else None,
     )
 
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from common import benchmarks
@@ -325,7 +325,7 @@ def write(path: Path, round_: str, results: list[Published]) -> int:
     )
     rows = [row for row in table["rows"] if row[0] != round_]
     for published in results:
-        rows.append([_rounded(value) for value in astuple(published)])
+        rows.append([_rounded(getattr(published, column)) for column in columns])
     rows.sort(key=lambda row: [str(value) for value in row[:6]])
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     sources = json.dumps(table["sources"], indent=2)

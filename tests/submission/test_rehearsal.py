@@ -11,7 +11,7 @@ from synthetic_run import LORA, PRETRAINING, find, records
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from llama2_70b_lora import rules as lora_rules
-from submission import check, package, rehearsal
+from submission import check, package, rehearsal, score
 from submission.log_rules import REHEARSAL
 from submission.package_checks import PackageRequest
 
@@ -67,6 +67,12 @@ def test_check_refuses_a_log_of_a_rehearsal(invented, capsys):
     (log,) = invented[0].glob(f"*/results/*/{NAMES[0]}/result_0.txt")
     assert check.main([str(log)]) == 20
     assert REHEARSAL in capsys.readouterr().out
+
+
+def test_score_says_that_the_logs_of_a_rehearsal_are_invented(invented, capsys):
+    (log,) = invented[0].glob(f"*/results/*/{NAMES[0]}/result_0.txt")
+    score.main([str(log.parent)])
+    assert "10 logs INVENTED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("org", [rehearsal.marked("Acme"), rehearsal.marked("Acme").lower()])

@@ -784,6 +784,12 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
     )
     printed = text(capsys, folder)
     assert "no score" in printed and "against" not in printed
+    mine = replace(series.result(read_series([folder]), read(folder)), gpus=2)
+    assert miniature.sequence_length < rules.CLOSED.sequence_length
+    rate = mine.samples_per_s
+    assert comparison.tokens_per_gpu(mine) == pytest.approx(
+        rate * miniature.sequence_length / mine.gpus
+    )
     found = evaluate(capsys, folder)
     assert (
         found["result"]["score"] is None
