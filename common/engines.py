@@ -216,7 +216,7 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     """Return the engine called `name`. Raises ConfigError as `choose` does."""
     variable = VARIABLES[operation]
     engines = {engine.name: engine for engine in ENGINES[operation]}
-    unset = f"set {variable} to another engine; unset, the fastest installed one is used"
+    unset = f"set {variable} to another engine, or unset it to use the fastest installed one"
     if name not in engines:
         raise ConfigError(
             f"unknown engine {variable}={name}", f"known are {', '.join(engines)}", unset

@@ -108,14 +108,14 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
         )
     if is_secondary(error):
         why = str(error).splitlines()[0][:300]
-        do = "see which rank did not report in ranks/"
+        do = "look in ranks/ for the rank that wrote no record"
         if any(word in str(error) for word in _TIMED_OUT):
             return Hang("a collective timed out", why, do)
         return RankLost("another rank ended", why, do)
     return RunError(
         f"{type(error).__name__}: {error}",
-        "this is an internal error, or a failure that this program does not know",
-        "see the traceback in ranks/, and report it",
+        "this is an internal error",
+        f"report it with ranks/rank_{rank}.traceback",
     )
 
 
