@@ -134,7 +134,7 @@ _chosen: dict[tuple[str, str, str], Choice] = {}
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why an engine cannot be used."""
+    """The reason why an engine cannot be used."""
 
     reason: str
     install: str = ""  # command that installs the engine; "" if none helps

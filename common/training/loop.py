@@ -124,7 +124,7 @@ class TrainingOutcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """When to evaluate and when to stop. All fields but `target_loss` count training sequences."""
+    """Conditions to evaluate and to stop. All fields but `target_loss` count training sequences."""
 
     eval_interval: int
     first_evaluation: int  # a multiple of eval_interval
