@@ -234,8 +234,8 @@ def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
     Raises ValueError if the logits are not contiguous, because a copy of gigabytes would go
     unnoticed, or if the labels have another shape. A later backward that would read the logits
-    raises RuntimeError: a second one through this loss (retain_graph), one through a second loss on
-    the same logits, or one through the op that computed them, if it has saved its output.
+    raises RuntimeError. Examples: a second backward of this loss (retain_graph), a second loss on
+    the same logits, an op that saved them as its output.
     """
     if not logits.is_contiguous() or labels.shape != logits.shape[:-1]:
         raise ValueError(

@@ -115,7 +115,7 @@ class CopyEngineReduceScatter:
         return gradients
 
     def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
-        """Yield what `rank` receives for each shard, [ranks - 1, rows, ...], as views."""
+        """Yield the receive buffer of `rank` for each shard, [ranks - 1, rows, ...], as a view."""
         buffer = self.buffers.buffers[rank][self.phase]
         offset = 0
         for shard in shards:
