@@ -41,7 +41,8 @@ class AttentionGraph(NamedTuple):
     """An autograd graph of attention alone. `out` was computed from the leaves `inputs`."""
 
     out: Tensor  # [batch, sequence, heads, head_dim]
-    inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, sequence, heads, head_dim]
+    # q [batch, sequence, heads, head_dim]; k, v [batch, sequence, kv_heads, head_dim]
+    inputs: tuple[Tensor, Tensor, Tensor]
 
     def backward(self, d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v. `d_out`: the gradient of `out`, of any shape."""
@@ -60,7 +61,9 @@ class SavedByBlock(SavedTensors):
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor  # fp32 [M], 1 / RMS of x
     n_1: QuantizedTensor  # [M, D]
-    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
+    # qk_norm.
+    qk_before_norm: Tensor | None
     attention: AttentionGraph
     o: QuantizedTensor  # [M, attention_size]
     residual: Tensor  # [M, D]

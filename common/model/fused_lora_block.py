@@ -49,7 +49,9 @@ class SavedByLoraBlock(SavedTensors):
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor  # fp32 [M], 1 / RMS of x
     t_qkv: Tensor  # [M, rank]
-    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
+    # qk_norm.
+    qk_before_norm: Tensor | None
     attention: AttentionGraph
     t_o: Tensor  # [M, rank]
     residual: Tensor  # [M, D]
