@@ -31,7 +31,7 @@ from common.kernels.quantize import (
 )
 from common.kernels.rope import rope_reference
 
-# Gradients of the rotated queries [batch, sequence, heads, head_dim], and of the rotated keys and of
+# Gradients of the rotated queries [batch, sequence, heads, head_dim], and of the rotated keys and
 # the values, each [batch, sequence, kv_heads, head_dim].
 Gradients = tuple[Tensor, Tensor, Tensor]
 # Weights of the queries' norm and of the keys' norm, each [head_dim].

@@ -28,7 +28,7 @@ class CopyEngineReduceScatter:
 
     The gradients received for a module are added when the next module starts, or by `finish`, after
     a barrier. At the barrier, all ranks have sent the gradients of this module and added those of
-    the module before, so the other of the two buffers is free. Nobody waits at the barrier, because
+    the module before. So the other of the two buffers is free. Nobody waits at the barrier, because
     every rank sent its rows a whole module's backward ago.
     """
 

@@ -11,8 +11,8 @@ optimizer's state. A step has three parts:
     gather    an all-gather sends these rows to the other ranks; the next forward of a module waits
               for its weights
 
-Reductions and gathers run on a side stream: a module's gradients are reduced during the rest of the
-backward, and its weights are gathered while earlier modules compute.
+Reductions and gathers run on a side stream. A module's gradients are reduced during the rest of the
+backward. Its weights are gathered while earlier modules compute.
 
 The shards of W are contiguous in W's own memory, in rank order, as collectives require. So a
 reduction reads the gradient where the matrix product wrote it. A gather writes the weight where the

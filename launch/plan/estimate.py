@@ -275,8 +275,9 @@ def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes per token that a block holds temporarily at attention's backward.
 
     They are the gradients of the block's output, of attention's output and of its inputs. On
-    Hopper, FlashAttention-4 also sums dQ in fp32, and with grouped heads dK and dV, unless the
-    config pins another engine. dQ has 134 MB per sequence of the 8B, and 268 MB of the 70B.
+    Hopper, FlashAttention-4 also sums dQ in fp32, and with grouped heads dK and dV. It is used
+    unless the config pins another engine. dQ has 134 MB per sequence of the 8B, and 268 MB of the
+    70B.
     """
     element = BYTES[config.precision]
     gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
