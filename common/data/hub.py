@@ -35,10 +35,9 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
 
     `kind`: "model" or "dataset".
 
-    Raises
-        PreflightError if huggingface_hub is not installed or the disk is too full
-        DataError if the hub does not have a file or sends a different one
-        StorageError if a file cannot be written or a different file has its name
+    Raises PreflightError if huggingface_hub is not installed or the disk is too full. Raises
+    DataError if the hub does not have a file or sends a different one. Raises StorageError if a
+    file cannot be written or a different file has its name.
     """
     try:
         import huggingface_hub

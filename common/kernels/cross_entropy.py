@@ -127,8 +127,8 @@ def _cross_entropy_backward_kernel(
     upstream = tl.load(upstream_ptr + row // sequence * upstream_stride)
     softmax = tl.exp2((z - tl.load(max_ptr + row)) * _LOG2_E) * (upstream / tl.load(sum_ptr + row))
     d_logits = softmax - tl.where(column == label, upstream, 0.0)
-    # Not multiplied by 0, which would leave NaN: the upstream gradient of a sequence without valid
-    # tokens is inf (1 / count), and the maximum and sum of an ignored row were never written.
+    # Not multiplied by 0, which would leave NaN. The upstream gradient of a sequence without valid
+    # tokens is inf (1 / count). The maximum and sum of an ignored row were never written.
     d_logits = tl.where(label == _IGNORE, 0.0, d_logits)
     tl.store(pointer, d_logits.to(logits_ptr.dtype.element_ty), mask=mask)
 

@@ -4,7 +4,7 @@
     out = residual + W_down swiglu(W_gate_up norm(residual))
 
 Forward and backward are straight lists of kernel launches. autograd sees one function per block
-(`FusedBlockFunction`), and the tensors that its backward needs are chosen here by hand.
+(`FusedBlockFunction`). The tensors that its backward needs are chosen here by hand.
 
 W_qkv has the rows of Q, then K, then V. W_gate_up has the rows of gate, then up. Kernels write the
 inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
@@ -53,9 +53,15 @@ class AttentionGraph(NamedTuple):
 class SavedByBlock(SavedTensors):
     """Tensors that a block keeps for its backward.
 
-    Bytes per token of the 8B in FP8: x and the residual 16,384, q, k and v 12,288, attention's
-    output 8,192, the columnwise inputs of the products 26,624, gate_up 57,344, rstd and attention's
-    log-sum-exp 136. Total: 120,968.
+    Bytes per token of the 8B in FP8:
+
+        x, residual                              16,384
+        q, k, v                                  12,288
+        attention's output                        8,192
+        columnwise inputs of the products        26,624
+        gate_up                                  57,344
+        rstd, log-sum-exp of attention              136
+        total                                   120,968
     """
 
     x: Tensor  # [M, D], the block's input
