@@ -227,8 +227,8 @@ def load(
     `overrides`: key -> text of `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
     `derived`: values that replace those of the file. `overrides` take precedence.
 
-    Raises ConfigError if the file is missing or is not valid TOML, a key is unknown or missing, a
-    value has the wrong type, or the batch is impossible.
+    Raises ConfigError if the file is missing or is not valid TOML. Raises it too if a key is
+    unknown or missing, a value has the wrong type, or the batch is impossible.
     """
     path = Path(path)
     try:

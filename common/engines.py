@@ -134,7 +134,7 @@ _chosen: dict[tuple[str, str, str], Choice] = {}
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why an engine cannot be used."""
+    """The reason why an engine cannot be used."""
 
     reason: str
     install: str = ""  # command that installs the engine; "" if none helps
@@ -216,7 +216,7 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     """Return the engine called `name`. Raises ConfigError as `choose` does."""
     variable = VARIABLES[operation]
     engines = {engine.name: engine for engine in ENGINES[operation]}
-    unset = f"set {variable} to another engine; unset, the fastest installed one is used"
+    unset = f"set {variable} to another engine, or unset it to use the fastest installed one"
     if name not in engines:
         raise ConfigError(
             f"unknown engine {variable}={name}", f"known are {', '.join(engines)}", unset

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class ValueSource(NamedTuple):
-    """Where the drivers report a value, and its divisors, which convert to the unit in its name."""
+    """The drivers' sources of a value, with divisors that convert it to the unit in its name."""
 
     nvidia_field: str  # field of nvidia-smi
     nvidia_divisor: float = 1

@@ -82,8 +82,8 @@ class Probe:
 def identify(gpus: Probe, override: str = "") -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
-    The kind of a GPU that is not in KINDS is derived: the driver reports memory, compute units and
-    architecture, and the peaks are 0 unless they are in DERIVED_SPEEDS.
+    The kind of a GPU that is not in KINDS is derived. The driver reports memory, compute units and
+    architecture. The peaks are 0 unless they are in DERIVED_SPEEDS.
 
     `override`: value of the environment variable GPU_KIND.
 

@@ -4,8 +4,8 @@ rich is imported only inside the functions that draw with it, because ranks, and
 packages, import this module too. They print plain lines. Output to a file or a pipe is always
 plain.
 
-A run must continue if stdout or stderr can no longer be written: the program that reads them exits,
-the terminal is closed, or the disk is full (`outlive_readers`).
+A run must continue if stdout or stderr can no longer be written (`outlive_readers`): the program
+that reads them exits, the terminal is closed, or the disk is full.
 """
 
 from __future__ import annotations

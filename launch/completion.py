@@ -120,7 +120,7 @@ def _complete_with(action: argparse.Action, complete: Any) -> None:
 
 
 def _file_completion() -> Any:
-    """Return what tells shtab to complete names of files."""
+    """Return shtab's marker for arguments that are completed with names of files."""
     import shtab
 
     return shtab.FILE

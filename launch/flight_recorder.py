@@ -128,9 +128,9 @@ def _first_open(
 
     `ranks`: rank -> its entries. `members`: ranks of the group. `heard`: ranks with a dump.
 
-    The dict has the group, the sequence number, CALL_FIELDS, and these ranks: those that entered
-    the collective, that are missing, that made a different call, that wait, and whose state is
-    unknown because they have no dump.
+    The dict has the group, the sequence number, CALL_FIELDS, and lists of ranks. The lists are the
+    ranks that entered the collective, that are missing, that made a different call, and that wait.
+    A last list has the ranks whose state is unknown because they have no dump.
     """
     # The recorder keeps only recent collectives, so start where every rank has entries.
     oldest = max(min(entries) for entries in ranks.values())

@@ -93,7 +93,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def versions(root: Path, gpus: Probe) -> dict:
-    """Return what is needed to reproduce the software: Python, packages, commit, GPUs and driver.
+    """Return the facts that reproduce the software: Python, packages, commit, GPUs and driver.
 
     Environment variables are left out, since they may hold secrets.
     """

@@ -167,8 +167,8 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
 
     Without this check, a machine whose GPUs are hidden would silently train the miniature on its
     CPU. A run is real if DATADIR, MODEL, DGXSYSTEM, DGXNGPU, MLPERF_SUBMISSION_* or an NEXP above 1
-    is set, unless the user asks for something else: with --miniature, --device cpu, --config FILE,
-    or a DGXSYSTEM that names a CPU.
+    is set. It is not if the user asks for something else with --miniature, --device cpu, --config
+    FILE, or a DGXSYSTEM that names a CPU.
     """
     if gpus.devices:
         return

@@ -1,7 +1,7 @@
 """Install the packages of a run: `./run_and_time.sh setup`.
 
 Other commands install missing packages automatically. Use this command if the machine that runs the
-benchmark has no network: prepare .venv on a login node with `--for cuda`, in a folder that both
+benchmark has no network. Prepare .venv on a login node with `--for cuda`, in a folder that both
 machines share. Both machines must have the same processor type (x86_64 or aarch64) and the same
 Python.
 """

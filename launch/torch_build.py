@@ -168,7 +168,7 @@ def require_fitting_torch(
 
 
 def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what Triton needs to compile and this machine lacks, "" if nothing is missing.
+    """Return a text with the compiler or header that Triton lacks here, "" if nothing is missing.
 
     The text names the packages to install. At its first launch Triton compiles a small C file
     against Python.h with $CC, gcc or clang (its runtime/build.py).

@@ -44,11 +44,11 @@ LOAD_BYTES_PER_S = 10e6
 
 
 class Refused(Exception):
-    """Raised for a pickle with anything but dicts, lists, numbers or arrays of numbers."""
+    """The error for a pickle with anything but dicts, lists, numbers or arrays of numbers."""
 
 
 class Stored:
-    """Replaces every name in the pickle, and keeps its call arguments and its state as data."""
+    """Stand-in for every name in the pickle. It keeps call arguments and state as data."""
 
     state: Any = None
 
@@ -60,7 +60,7 @@ class Stored:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Restricts `find_class`, the only way for a pickle to reach code."""
+    """Unpickler with a restricted `find_class`, the only way for a pickle to reach code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -82,7 +82,7 @@ def _numbers(dtype: Any, data: Any) -> np.ndarray:
 
 
 class RowConverter:
-    """Converts one row of the pickle to numbers, lists, dicts and numpy arrays."""
+    """Converter of one row of the pickle to numbers, lists, dicts and numpy arrays."""
 
     def __init__(self) -> None:
         self.count = 0  # values converted so far

@@ -2,12 +2,13 @@
 
 torchrun starts one process per GPU:
 
-    python -m llama2_70b_lora.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
-        --device cuda|cpu
+    python -m llama2_70b_lora.train --run-dir RUN_DIR --data-dir DATADIR --config-name NAME
+        --seed N --device cuda|cpu [--checkpoint WHEN] [--continue RUN]
 
-The process reads DIR/config.toml, which the launcher wrote, and the base weights from $MODEL, or
-from DATADIR/base if MODEL is unset. It builds the objects and loads the base, warms up on synthetic
-tokens, starts the clock and opens the data. At the end it saves the adapters in DIR/adapter.
+The process reads RUN_DIR/config.toml, which the launcher wrote. It runs the self-test and builds
+the objects. It loads the base weights from $MODEL, or from DATADIR/base if MODEL is unset. Then it
+warms up on synthetic tokens, starts the clock and opens the data. At the end it saves the adapters
+in RUN_DIR/adapter.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
 def high_priority_compute(config: Config) -> bool:
     """Return False: compute kernels never run on a high-priority stream (see `start_processes`).
 
-    The only kernels that run at the same time are the gathers of a sharded base.
+    The gathers of a sharded base and the transposes of a replicated one run at the same time, and
+    must not wait for compute.
     """
     return False
 

@@ -21,7 +21,7 @@ CHARACTERS_PER_S = 10_000
 
 
 class EncoderProcess:
-    """Encode batches of documents in a forked process. Use it as a context manager.
+    """A forked process that encodes batches of documents, as a context manager.
 
     Enter it before anything is encoded in this process: a fork does not copy a tokenizer's threads.
     """

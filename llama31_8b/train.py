@@ -2,10 +2,10 @@
 
 torchrun starts one process per GPU:
 
-    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
+    python -m llama31_8b.train --run-dir RUN_DIR --data-dir DATADIR --config-name NAME --seed N
         --device cuda|cpu [--checkpoint WHEN] [--continue RUN] [--save]
 
-The process reads DIR/config.toml, which the launcher wrote. It runs the self-test, builds the
+The process reads RUN_DIR/config.toml, which the launcher wrote. It runs the self-test, builds the
 objects, warms up on synthetic tokens, starts the clock and opens the data. With --save, it writes
 the model at the end (common/model/saved_model.py).
 """

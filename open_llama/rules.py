@@ -55,7 +55,9 @@ class Config(RunConfig):
     eval_interval_samples: int  # training sequences between evaluations
     target_loss: float = 0.0  # a run ends at this loss; 0: it ends after max_samples
 
-    schedule: str  # schedule of the learning rate: "cosine", "linear" or "constant"
+    # Schedule of the learning rate: "cosine", "linear" or "constant". The first two end at
+    # end_learning_rate_ratio, which may be 0.
+    schedule: str
     opt_learning_rate_warmup_steps: int  # optimizer steps of the linear warm-up
     end_learning_rate_ratio: float = 0.1  # last learning rate / opt_base_learning_rate
     adam_beta_1: float = 0.9  # decay of AdamW's first moment, per step

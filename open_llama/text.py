@@ -352,7 +352,7 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
 
 
 def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
-    """Return what identifies a preparation: its options, and its inputs' names, sizes and times."""
+    """Return the identity of a preparation: its options, and its inputs' names, sizes and times."""
     inputs = []
     for path in files:
         state = path.stat()

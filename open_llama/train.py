@@ -2,11 +2,12 @@
 
 torchrun starts one process per GPU:
 
-    python -m open_llama.train --run-dir DIR --data-dir DIR --config-name NAME --seed N
-        --device cuda|cpu
+    python -m open_llama.train --run-dir RUN_DIR --data-dir DATADIR --config-name NAME --seed N
+        --device cuda|cpu [--checkpoint WHEN] [--continue RUN]
 
-The process reads DIR/config.toml, which the launcher wrote. At the end it writes DIR/model in
-Hugging Face's format, or with LoRA DIR/adapter in peft's format.
+The process reads RUN_DIR/config.toml, which the launcher wrote. It runs the self-test, builds the
+objects, warms up on synthetic tokens, starts the clock and opens the data. At the end it writes
+RUN_DIR/model in Hugging Face's format, or with LoRA RUN_DIR/adapter in peft's format.
 """
 
 from __future__ import annotations

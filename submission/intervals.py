@@ -71,8 +71,8 @@ def training(events: list[Event], evaluations: list[Interval]) -> list[Interval]
 def _blocks(events: list[Event], name: str) -> list[Interval]:
     """Return the training intervals between <name>_start and <name>_stop, evaluations included.
 
-    In some logs the stop lines do not give the number of samples so far: mlperf_common logs the
-    block's size at start and stop, others log the number at the start. A block of such a log ends
+    In some logs the stop lines do not give the number of samples so far. mlperf_common logs the
+    block's size at start and stop. Others log the number at the start. A block of such a log ends
     at the number of the next evaluation.
     """
     starts = [samples_of(event) or 0 for event in events if event.key == f"{name}_start"]

@@ -1,7 +1,7 @@
 """Calls of the official tools of mlperf-logging: one for a log, four for a submission.
 
-The compliance checker, which judges a log, is called in this process, as the official package
-checker calls it: this is the only way to get its complaints by key. If it crashes, for example with
+The compliance checker judges a log. It is called in this process, as the official package checker
+calls it. This is the only way to get its complaints by key. If it crashes, for example with
 RecursionError, the log is refused.
 
 The other four are run as programs. Their exit code is always 0, so a tool passed if its output says

@@ -3,9 +3,9 @@
 They exclude lines that RunLog cannot write, and lines that our submissions must not contain. They
 apply to our own logs only. A violation there is an error: RunLog has a bug, or the log was edited.
 
-A log is ours if its division is miniature, if its division is open and its directory has a config
-of this project, or if its config_filename has the form of the names in configs/. Standard library
-only.
+A log of the open division is ours if its directory has a config of this project. Another log is
+ours if its division is miniature, or if its config_filename has the form of the names in configs/.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A rehearsal makes a submission from invented logs of the closed division and run
 on it. This tests every step except the runs, before a series is started. The attempts have the
 outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
 
-Nobody can submit the result: the names of the organization and of the system begin with MARK, every
-log has the record KEY, which `check` and `package` refuse, and the submission has the file NOTICE.
+Nobody can submit the result. The names of the organization and of the system begin with MARK. Every
+log has the record KEY, which `check` and `package` refuse. The submission has the file NOTICE.
 Standard library only.
 """
 

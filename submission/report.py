@@ -78,8 +78,9 @@ def parser() -> Parser:
 def _report(options: argparse.Namespace) -> None:
     """Write the page, or export the events of the runs, according to the options.
 
-    Raises ConfigError if a directory has no runs of this project, StorageError if the page cannot
-    be written, PreflightError if mlperf-logging, jinja2 or the package of --export is missing.
+    Raises ConfigError if a directory has no runs of this project. Raises StorageError if the page
+    cannot be written. Raises PreflightError if mlperf-logging, jinja2 or the package of --export is
+    missing.
     """
     folders = options.directories
     first = folders[0]

@@ -1,12 +1,15 @@
 """A run, read from the MLPerf log of any submitter and from the files in the same directory.
 
-Values that decide a score are read as the official tools of mlcommons/logging read them: minutes
-from the last run_start before the first run_stop (result_summarizer), samples at the last
-eval_accuracy before run_stop (rcp_checker).
+Values that decide a score are read as the official tools of mlcommons/logging read them. Minutes
+begin at the last run_start before the first run_stop (result_summarizer). Samples are those of the
+last eval_accuracy before run_stop (rcp_checker).
 
-Other values are read as far as possible. The logs of other submitters may have the rank before the
-token, contain every line eight times, have epochs instead of blocks, give the size of a block where
-others give the number of samples so far, or count one optimizer step too few.
+Other values are read as far as possible. The logs of other submitters may
+
+- have the rank before the token, or contain every line eight times
+- have epochs instead of blocks
+- give the size of a block where others give the number of samples so far
+- count one optimizer step too few
 
 Standard library only, except for mlperf-logging, which decides whether a log is accepted.
 """

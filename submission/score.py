@@ -264,7 +264,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
 
 
 def _notes(run: Run) -> list[str]:
-    """Return what is unusual about `run`, and why it is not good or not counted."""
+    """Return remarks on `run`: unusual values, and why it is not good or not counted."""
     if run.state == NOT_STARTED:
         reason = run.reason or "its log ends before run_start"
         return [f"not counted, because its clock never started: {reason}"]

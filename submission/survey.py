@@ -2,9 +2,9 @@
 
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and
 <submitter>/results/<system>/<benchmark>/result_*.txt. The command prints one row for each result
-set of our benchmarks: the verdicts and scores of the official tools and of this project, and, for
-each of our rules, the number of logs with a finding. A set passes if at most one of its logs has an
-error, because this log counts as the run that did not converge.
+set of our benchmarks. It has the verdicts and scores of the official tools and of this project. For
+each of our rules, it has the number of logs with a finding. A set passes if at most one of its logs
+has an error, because this log counts as the run that did not converge.
 
 With --round 5.1, the command writes the results into common/records/published.json instead. Rows of
 other rounds are kept.

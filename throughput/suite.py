@@ -36,8 +36,8 @@ SHORTEST_REPORTED = 60.0  # seconds; less remaining time is not reported
 class SuitePart:
     """One command of the suite.
 
-    In `arguments` and `quick`, {gpus} is replaced by the numbers of GPUs, such as 1,2,4, and
-    {layers} by --layers 8 on a GPU and by nothing on a CPU, whose model has 4 layers.
+    In `arguments` and `quick`, {gpus} is replaced by the numbers of GPUs, such as 1,2,4. {layers}
+    is replaced by --layers 8 on a GPU, and by nothing on a CPU, whose model has 4 layers.
     """
 
     name: str

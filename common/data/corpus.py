@@ -1,10 +1,13 @@
 """Training text of the miniature model: the documentation inside Python's standard library.
 
-It needs no download. There are three kinds of documents: the signature and docstring of a module,
-class or function; a block of comment lines; and a topic of `pydoc_data`, the language reference
-that `help()` shows. Some distributions omit these topics. Together the documents are 3 MB of
-English and Python. They are the same in every run with one Python version. Another version has
-slightly different texts, and so slightly different losses.
+It needs no download. There are three kinds of documents:
+
+- the signature and docstring of a module, class or function
+- a block of comment lines
+- a topic of `pydoc_data`, the language reference that `help()` shows; some distributions omit it
+
+Together the documents are 3 MB of English and Python. They are the same in every run with one
+Python version. Another version has slightly different texts, and so slightly different losses.
 
 Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
 """

@@ -14,10 +14,10 @@ documents. D documents hold T tokens in total. A run requests N samples of S tok
    final epoch, E-1 repetitions are shuffled, and then the last pass by itself. This yields one
    stream of E*T tokens.
 4. Samples. Sample j is the tokens j*S .. (j+1)*S of the stream, both included: it shares its last
-   token with the next one. There are n = (E*T - 1)//S samples; the tail is dropped. The start of
-   each sample (position in the document order, token within the document) comes from a running sum
-   over the ordered document lengths and a binary search in it for all multiples of S. No loop over
-   documents is needed.
+   token with the next one. There are n = (E*T - 1)//S samples; the tail is dropped. A sample starts
+   at a position in the document order and a token within that document. The starts come from a
+   running sum over the ordered document lengths, and a binary search in it for all multiples of S.
+   No loop over documents is needed.
 5. Sample order. The numbers 0..n-1 are shuffled. With a separate final epoch 0..a-1 and a..n-1 are
    shuffled separately.
 

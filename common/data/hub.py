@@ -3,8 +3,9 @@
 `prepare fetch --download` uses this module.
 
 A file is downloaded to the folder STAGE, under a name that is its checksum. It is moved to its own
-name when its size and checksum match the hub's list: SHA-256, or git's SHA-1 for a small file that
-is stored in git. So an interrupted download never leaves part of a file under the file's name.
+name when its size and checksum match the hub's list. The checksum is SHA-256, or git's SHA-1 for a
+small file that is stored in git. So an interrupted download never leaves part of a file under the
+file's name.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
 
     `kind`: "model" or "dataset".
 
-    Raises PreflightError if huggingface_hub is not installed or the disk is too full, DataError if
-    the hub does not have a file or sends a different one, and StorageError if a file cannot be
-    written or a different file has its name.
+    Raises PreflightError if huggingface_hub is not installed or the disk is too full. Raises
+    DataError if the hub does not have a file or sends a different one. Raises StorageError if a
+    file cannot be written or a different file has its name.
     """
     try:
         import huggingface_hub

@@ -121,8 +121,8 @@ class Tokens(AbstractContextManager):
     """An open `.bin`.
 
     Reads use `pread` instead of a memory map. So a failing disk raises an error and does not kill
-    the process with SIGBUS, and a slow read does not hold Python's global interpreter lock while
-    the training loop launches kernels.
+    the process with SIGBUS. And a slow read does not hold Python's global interpreter lock, which
+    the training loop needs to launch kernels.
     """
 
     def __init__(self, index: Index):

@@ -1,12 +1,12 @@
 """Add the gradient of a micro-batch, in the dtype of its reduction, to an fp32 total.
 
-The result is total + part, or part alone for the first micro-batch. torch's add of two dtypes
-reaches only half of the memory bandwidth (2.2 of 4.2 TB/s on an H200) while matrix products run at
-the same time. If ranks exchange their parts unreduced (sharding/copy_engine.py), the same pass
+The result is total + part, or part alone for the first micro-batch. While matrix products run at
+the same time, torch's add of two dtypes reaches only half of the memory bandwidth (2.2 of 4.2 TB/s
+on an H200). If ranks exchange their parts unreduced (sharding/copy_engine.py), the same pass
 computes their mean.
 
 The gradient of the embedding is added row by row. The dense gradient of the 8B's embedding would be
-1 GB per micro-batch, in which at most 8,192 of 128,256 rows are not zero.
+1 GB per micro-batch. A sequence makes at most 8,192 of its 128,256 rows nonzero.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Includes gradient clipping, and writes a rounded copy of the weights:
 m is computed as m += (1-b1) * (g' - m), and v likewise. In the form above, the fp32 numbers b2 and
 1-b2 do not add up to 1, which makes v wrong by 1e-5 for b2 = 0.999.
 
-torch's fused kernel moves its 28 bytes per weight at 2.85 of 4.2 TB/s on an H200, and a bf16 copy
-takes a second pass of 6 bytes. This kernel moves 30 bytes in one pass.
+torch's fused kernel moves its 28 bytes per weight at 2.85 of 4.2 TB/s on an H200. A bf16 copy takes
+a second pass of 6 bytes. This kernel moves 30 bytes in one pass.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The architecture of a GPU, and the tunable launch settings of kernels.
 
 Each kernel has a function `<kernel>_settings(architecture)` in the same file, which returns a Tile.
-To tune a kernel for another GPU, branch on the architecture's name there. Then run tests/kernels,
-which compile every kernel with these settings for every supported architecture and fail if a kernel
-spills registers or needs more shared memory than the GPU has. `throughput settings` times other
-settings.
+To tune a kernel for another GPU, branch on the architecture's name there. Then run tests/kernels.
+They compile every kernel with these settings for every supported architecture. They fail if a
+kernel spills registers or needs more shared memory than the GPU has. `throughput settings` times
+other settings.
 
 No setting was ever timed on an AMD GPU. Kernels for gfx950 have one stage, because those with more
 compute wrong results with Triton 3.7 and 3.8 (aiter#4163, aiter#5428).
@@ -47,7 +47,9 @@ class Tile(NamedTuple):
 def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
     """Raise AssertionError if a tensor is not contiguous.
 
-    `kernel` would read wrong elements of such a tensor, or memory outside of it.
+    `kernel`: its name, for the message.
+
+    A kernel would read wrong elements of such a tensor, or memory outside of it.
     """
     for tensor in tensors:
         assert tensor is None or tensor.is_contiguous(), (

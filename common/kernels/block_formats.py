@@ -23,8 +23,8 @@ is a weight with one scale per square of 32 x 32 elements, or 16 x 16 in NVFP4.
 are exact in bf16, which has 8 significant bits, except those of NVFP4: they are multiples of t and
 are rounded to bf16.
 
-If an element is NaN or infinite, its whole block becomes NaN, and in NVFP4 the whole tensor, so
-that the loss or the gradient norm shows it and the run stops.
+If an element is NaN or infinite, its whole block becomes NaN, and in NVFP4 the whole tensor. The
+loss or the gradient norm then shows it, and the run stops.
 """
 
 from __future__ import annotations
@@ -205,10 +205,9 @@ def hadamard(x: Tensor, random_signs: bool) -> Tensor:
 
     `random_signs`: multiply the elements by SIGNS first.
 
-    Returns fp32, with columns padded by zeros to a multiple of 16. The matrix is orthogonal. If
-    both factors of a product are transformed along the summed dimension, the product does not
-    change, but outliers are spread over 16 elements (NVIDIA, arXiv:2509.25149; Tseng et al.,
-    arXiv:2502.20586).
+    Returns fp32, with columns padded by zeros to a multiple of 16. The matrix is orthogonal. So the
+    product of two factors that are transformed along the summed dimension does not change. But
+    outliers are spread over 16 elements (NVIDIA, arXiv:2509.25149; Tseng et al., arXiv:2502.20586).
     """
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < HADAMARD_SIZE:  # Sylvester's construction

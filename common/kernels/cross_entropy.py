@@ -127,8 +127,8 @@ def _cross_entropy_backward_kernel(
     upstream = tl.load(upstream_ptr + row // sequence * upstream_stride)
     softmax = tl.exp2((z - tl.load(max_ptr + row)) * _LOG2_E) * (upstream / tl.load(sum_ptr + row))
     d_logits = softmax - tl.where(column == label, upstream, 0.0)
-    # Not multiplied by 0, which would leave NaN: the upstream gradient of a sequence without valid
-    # tokens is inf (1 / count), and the maximum and sum of an ignored row were never written.
+    # Not multiplied by 0, which would leave NaN. The upstream gradient of a sequence without valid
+    # tokens is inf (1 / count). The maximum and sum of an ignored row were never written.
     d_logits = tl.where(label == _IGNORE, 0.0, d_logits)
     tl.store(pointer, d_logits.to(logits_ptr.dtype.element_ty), mask=mask)
 
@@ -234,8 +234,8 @@ def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
     Raises ValueError if the logits are not contiguous, because a copy of gigabytes would go
     unnoticed, or if the labels have another shape. A later backward that would read the logits
-    raises RuntimeError: a second one through this loss (retain_graph), one through a second loss on
-    the same logits, or one through the op that computed them, if it has saved its output.
+    raises RuntimeError. Examples: a second backward of this loss (retain_graph), a second loss on
+    the same logits, an op that saved them as its output.
     """
     if not logits.is_contiguous() or labels.shape != logits.shape[:-1]:
         raise ValueError(

@@ -8,7 +8,7 @@ flash-attn-4 4.0.0b36):
 - `causal` aligns the last query with the last key. Here both are of equal length, so this is the
   usual mask.
 - On sm_90, head sizes are multiples of 8 from 8 to 256. Other sizes are an error.
-- The backward sums dQ, and with grouped heads also dK and dV, with atomics in fp32 buffers, so the
+- The backward sums dQ, and with grouped heads also dK and dV, with atomics in fp32 buffers. So the
   bits of runs differ. The buffer of dQ is 134 MB per sequence of the 8B and 268 MB of the 70B.
 - Kernels are compiled at their first call, which is in the self-test or the warm-up, before
   run_start. They are kept in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if

@@ -8,10 +8,10 @@ gradient of y:
     wgrad    d_W = g^T x     sums over M       g columnwise, x columnwise
 
 Hopper's tensor cores multiply FP8 only if both factors are contiguous along the summed dimension.
-torch requires that layout on all GPUs but those of compute capability 10.x (sm_100, sm_103), where
-torch 2.11 and newer accept any layout. On all others, each of the three tensors is needed in two
-layouts: `rowwise`, the tensor itself, and `columnwise`, a copy of its transpose. The kernel that
-computes a tensor also quantizes it. The same kernel or a second one writes the transpose
+torch requires that layout on all GPUs. The exception is compute capability 10.x (sm_100, sm_103),
+where torch 2.11 and newer accept any layout. On all other GPUs, each of the three tensors is needed
+in two layouts: `rowwise`, the tensor itself, and `columnwise`, a copy of its transpose. The kernel
+that computes a tensor also quantizes it. The same kernel or a second one writes the transpose
 (kernels/quantize.py). A frozen weight has no wgrad, so its x and g are quantized rowwise only.
 
 A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and

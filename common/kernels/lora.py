@@ -1,4 +1,4 @@
-"""Operations of a LoRA adapter on a frozen linear layer, y = W x + s B A D(x).
+"""Operations of a LoRA adapter on a frozen linear layer, y = W x + (s / q) B A D(x).
 
     down           T = D(n) A^T / q, with n = x * rstd * weight after a norm, else n = x
     up_            y += s T B^T

@@ -31,8 +31,8 @@ from common.kernels.quantize import (
 )
 from common.kernels.rope import rope_reference
 
-# Gradients of the rotated queries, of the rotated keys and of the values, each [batch, sequence,
-# heads, head_dim].
+# Gradients of the rotated queries [batch, sequence, heads, head_dim], and of the rotated keys and
+# the values, each [batch, sequence, kv_heads, head_dim].
 Gradients = tuple[Tensor, Tensor, Tensor]
 # Weights of the queries' norm and of the keys' norm, each [head_dim].
 Weights = tuple[Tensor, Tensor]

@@ -164,8 +164,8 @@ def add_rms_norm_triton(
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
     """Triton version of `add_rms_norm_reference`. All tensors must be contiguous.
 
-    In bf16, a launch that stores reads 4 bytes per element and writes 2 with a branch, else reads
-    2, in addition to writing the norm.
+    A launch that stores writes the norm. In bf16 it also reads 4 bytes per element and writes 2
+    with a branch, or reads 2 without one.
     """
     assert_contiguous("the norm", x, branch, weight)
     num_rows, num_columns = x.shape

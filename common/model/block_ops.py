@@ -90,8 +90,8 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         """Return the gradient of qkv [M, qkv_size] and those of this module's parameters.
 
-        `gradients`: gradients of the rotated queries, keys and values, each [batch, sequence,
-            heads, head_dim].
+        `gradients`: gradients of the rotated queries [batch, sequence, heads, head_dim], and of the
+            rotated keys and of the values, each [batch, sequence, kv_heads, head_dim].
         `qk_before_norm`: result of `rotate_`.
         `quantizer`: quantizer of the gradient of qkv.
         """

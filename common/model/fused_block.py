@@ -4,7 +4,7 @@
     out = residual + W_down swiglu(W_gate_up norm(residual))
 
 Forward and backward are straight lists of kernel launches. autograd sees one function per block
-(`FusedBlockFunction`), and the tensors that its backward needs are chosen here by hand.
+(`FusedBlockFunction`). The tensors that its backward needs are chosen here by hand.
 
 W_qkv has the rows of Q, then K, then V. W_gate_up has the rows of gate, then up. Kernels write the
 inputs of matrix products already quantized (kernels/fp8.py). Separate casts remain only after
@@ -41,7 +41,8 @@ class AttentionGraph(NamedTuple):
     """An autograd graph of attention alone. `out` was computed from the leaves `inputs`."""
 
     out: Tensor  # [batch, sequence, heads, head_dim]
-    inputs: tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, sequence, heads, head_dim]
+    # q [batch, sequence, heads, head_dim]; k, v [batch, sequence, kv_heads, head_dim]
+    inputs: tuple[Tensor, Tensor, Tensor]
 
     def backward(self, d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v. `d_out`: the gradient of `out`, of any shape."""
@@ -52,15 +53,23 @@ class AttentionGraph(NamedTuple):
 class SavedByBlock(SavedTensors):
     """Tensors that a block keeps for its backward.
 
-    Bytes per token of the 8B in FP8: x and the residual 16,384, q, k and v 12,288, attention's
-    output 8,192, the columnwise inputs of the products 26,624, gate_up 57,344, rstd and attention's
-    log-sum-exp 136. Total: 120,968.
+    Bytes per token of the 8B in FP8:
+
+        x, residual                              16,384
+        q, k, v                                  12,288
+        attention's output                        8,192
+        columnwise inputs of the products        26,624
+        gate_up                                  57,344
+        rstd, log-sum-exp of attention              136
+        total                                   120,968
     """
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor  # fp32 [M], 1 / RMS of x
     n_1: QuantizedTensor  # [M, D]
-    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
+    # qk_norm.
+    qk_before_norm: Tensor | None
     attention: AttentionGraph
     o: QuantizedTensor  # [M, attention_size]
     residual: Tensor  # [M, D]

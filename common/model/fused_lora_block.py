@@ -40,16 +40,25 @@ from common.sharding.activation_offload import ActivationOffloader
 class SavedByLoraBlock(SavedTensors):
     """Tensors that a block keeps for its backward.
 
-    Bytes per token of Llama 2 70B at rank 16, with activations in bf16: x, attention's output and
-    the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688 otherwise), t_qkv and
-    t_o 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8. Total: 127,304, or 83.4 GB
-    for 80 layers of a sequence of 8192.
+    Bytes per token of Llama 2 70B at rank 16, with activations in bf16:
+
+        x, attention's output, residual          49,152
+        q, k, v                                  20,480
+        gate_up in 8 bits                        57,344 (114,688 in bf16)
+        t_qkv, t_o                                   64
+        log-sum-exp of attention, fp32              256
+        rstd of the norms, fp32                       8
+        total                                   127,304
+
+    The total is 83.4 GB for 80 layers of a sequence of 8,192.
     """
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor  # fp32 [M], 1 / RMS of x
     t_qkv: Tensor  # [M, rank]
-    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
+    # qk_norm.
+    qk_before_norm: Tensor | None
     attention: AttentionGraph
     t_o: Tensor  # [M, rank]
     residual: Tensor  # [M, D]

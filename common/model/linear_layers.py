@@ -90,7 +90,8 @@ class FrozenWeights(Protocol):
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
         """Return the layer's matrices for dgrad.
 
-        In FP8 they are columnwise [K, N], and rowwise can be empty. Otherwise they are rowwise.
+        Products read `columnwise` [K, N] if it is not None. `rowwise` can then be empty. Otherwise
+        they read `rowwise` [N, K].
         """
 
     def release(self, layer: int) -> None:

@@ -68,7 +68,7 @@ class Head(nn.Module):
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what `Llama.forward` returns."""
+        """Return (loss_sum, count), or the logits without labels (see `Llama.forward`)."""
         normed = self.norm(x_BSD)
         logits = Output.apply(normed.flatten(0, 1), self.output.weight)
         logits = logits.view(*normed.shape[:2], -1)
@@ -98,7 +98,7 @@ class Llama(nn.Module):
         self.make_rope_tables("cpu")
 
     def tie_embedding(self) -> None:
-        """In shapes with `tied_embedding`, use the embedding's parameter as output projection.
+        """Share the embedding's parameter with the output projection if the shape ties them.
 
         Call it again after `to_empty` of a meta model, which creates two parameters.
         """

@@ -2,9 +2,9 @@
 
     y = x W^T + (alpha / rank) * dropout(x) A^T B^T
 
-There are two adapters per block: one for the fused query, key and value projection, with one A and
-one B for all three, and one for the output projection of attention. Only A and B train. They are
-fp32 and whole on every rank. Only they have optimizer state, and only their gradients are
+There are two adapters per block. One is for the fused query, key and value projection, with one A
+and one B for all three. The other is for the output projection of attention. Only A and B train.
+They are fp32 and whole on every rank. Only they have optimizer state, and only their gradients are
 communicated.
 """
 

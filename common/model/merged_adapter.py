@@ -3,9 +3,10 @@
 Each weight becomes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the
 checkpoint's dtype. The base is a Hugging Face safetensors checkpoint with fused (`qkv_proj`, as in
 MLCommons' copy) or ordinary projections. The result always has ordinary ones, which
-`transformers.AutoModelForCausalLM.from_pretrained` loads. Merging is for export only. Training
-never adds B @ A to W, because the update of a single step is far below half a unit in the last
-place of W and would be rounded away.
+`transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+Merging is for export only. Training never adds B @ A to W: the update of a single step is far below
+half a unit in the last place of W, and would be rounded away.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def merge(
 ) -> None:
     """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`.
 
-    `models`: models that a base without config.json can be -> their sequence lengths.
+    `models`: shape -> sequence length of each model that a base without config.json may be.
     `left_out`: names of files of the base that are not copied.
 
     Processes one shard at a time, with memory for the largest shard (5 GB in the MLCommons

@@ -1,8 +1,8 @@
 """Save the trained model of a run as a Hugging Face checkpoint, after run_stop (`--save`).
 
 The checkpoint is the folder `model/` in the run directory. It holds the parameters of the module,
-which every rank has whole: bf16 on a GPU, fp32 on a CPU, as in the last evaluation. The sharded
-fp32 masters are not saved. Only rank 0 writes.
+which every rank has whole, in the precision of the run, as in the last evaluation. The sharded fp32
+masters are not saved. Only rank 0 writes.
 """
 
 from __future__ import annotations

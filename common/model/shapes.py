@@ -26,9 +26,9 @@ class RopeScaling:
 class ModelShape:
     """Sizes and variants of a Llama-like model.
 
-    Raises ValueError if the number of query heads is not a multiple of the number of key heads, the
-    head dimension is odd, or the hidden size is not a multiple of the number of heads and
-    `explicit_head_dim` is not set.
+    The number of query heads must be a multiple of the number of key heads, and the head dimension
+    even. Without `explicit_head_dim`, the hidden size must be a multiple of the number of heads.
+    Otherwise ValueError is raised.
     """
 
     num_layers: int

@@ -118,8 +118,8 @@ def append(path: Path, line: dict) -> None:
     """
     try:
         flags = os.O_RDWR | os.O_APPEND
-        # Only the first line of a series creates the file: any other line would be skipped by
-        # `read` in a new ledger, which does not know its series.
+        # Only the first line of a series creates the file. A new ledger does not know the series of
+        # any other line, so `read` would skip it.
         if line["event"] == "series":
             flags |= os.O_CREAT
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """Published MLPerf Training results, and why the times of two results differ.
 
-The time of a series is T = S/r + n*e + rest, as means over the eight runs that count: S sequences
-to the target, r sequences per second, n evaluations of e seconds. The rest is what remains (a slow
-first block, pauses). The difference from a series 0 is split by logarithmic means (LMDI-I; Ang,
-Energy Policy 33 (2005) 867), L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
+The time of a series is T = S/r + n*e + rest. S is the number of sequences to the target, r the
+sequences per second, and n the number of evaluations of e seconds. All are means over the eight
+runs that count. The rest is the remaining time (a slow first block, pauses). The difference from a
+series 0 is split by logarithmic means (LMDI-I; Ang, Energy Policy 33 (2005) 867),
+L(a, b) = (a - b) / ln(a / b), L(a, a) = a:
 
   throughput   L(S/r, S0/r0) * ln(r0/r)
   samples      L(S/r, S0/r0) * ln(S/S0) + L(n*e, n0*e0) * ln(n/n0)

@@ -42,8 +42,8 @@ class AdamW:
         `kernels`: "reference" or "triton".
         `moment_dtype`: dtype of both moments, fp32 or bf16.
         `weights`: fp32, updated in place.
-        `rounded`: for each weight a tensor of its shape, to which `update` writes the new weight,
-            rounded to that tensor's dtype; None if there are no such tensors.
+        `rounded`: for each weight a tensor of its shape. `update` writes the new weight to it,
+            rounded to its dtype. None: there are no such tensors.
         """
         self.weights = list(weights)
         self.settings = settings

@@ -392,7 +392,7 @@ class FrozenBase:
         return self.num_shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
-        """Move the position in the pass behind `key`, and return the next layers to fetch."""
+        """Advance the position in the pass to just after `key`. Return the next layers to fetch."""
         count = len(self.order)
         for step in range(count):
             position = (self.position + step) % count

@@ -45,7 +45,7 @@ MakeUpdate = Callable[[Sequence[Tensor], Sequence[Tensor] | None], Update]
 
 
 def state_tensors(update: Update) -> list[Tensor]:
-    """Return all tensors of the rule's state: first those of all weights, then weight by weight."""
+    """Return all tensors of the rule's state: first the shared ones, then those of each weight."""
     state = update.state().values()
     tensors = [value for value in state if isinstance(value, Tensor)]
     per_weight = [value for value in state if not isinstance(value, Tensor)]

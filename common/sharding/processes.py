@@ -56,7 +56,7 @@ def start_processes(
     `timeout_s`: timeout of collectives in seconds.
     `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA
         GPU, so that kernels of side streams only fill idle multiprocessors. Ignored on AMD: there a
-        high priority is one more hardware queue, and ROCm 10 has none.
+        high priority is one more hardware queue, and ROCm 10 has no priorities.
     """
     # torch 2.13 renames collectives. Older versions have only the old names.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -91,7 +91,7 @@ def require_world_size(processes: Processes, expected: int) -> None:
         plural = "es" if started > 1 else ""
         raise ConfigError(
             f"{started} process{plural} started, but the config is for {expected}",
-            "gradients would be accumulated for another number, "
+            "gradients would be accumulated for another number of processes, "
             "and the global batch would not be the one in the log",
             "start it with ./run_and_time.sh, or change nodes and gpus_per_node",
         )

@@ -11,13 +11,13 @@ optimizer's state. A step has three parts:
     gather    an all-gather sends these rows to the other ranks; the next forward of a module waits
               for its weights
 
-Reductions and gathers run on a side stream: a module's gradients are reduced during the rest of the
-backward, and its weights are gathered while earlier modules compute.
+Reductions and gathers run on a side stream. A module's gradients are reduced during the rest of the
+backward. Its weights are gathered while earlier modules compute.
 
 The shards of W are contiguous in W's own memory, in rank order, as collectives require. So a
-reduction reads the gradient where the matrix product wrote it, and a gather writes the weight where
-the product reads it. FSDP2, in contrast, copies a module's parameters into one buffer and out
-again, which took 45 ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md).
+reduction reads the gradient where the matrix product wrote it. A gather writes the weight where the
+product reads it. FSDP2, in contrast, copies a module's parameters into one buffer and out again.
+That took 45 ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Bucket:
 class ZeroOptimizer:
     """The optimizer of sharded weights.
 
-    `step` does not read the `.grad` of parameters, which exists only during a backward, but the
-    `gradient` of each shard.
+    `step` reads the `gradient` of each shard. The `.grad` of a parameter exists only during a
+    backward.
     """
 
     sharded = True

@@ -8,8 +8,8 @@ the seed. A frozen base is not saved but loaded again.
 Each rank writes its own tensors in DCP's safetensors layout
 (torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which can
 execute code from a file. DCP re-shards tensors for a different number of ranks. facts.json has a
-digest of all values, which does not depend on the number of ranks. It proves that the loaded state
-is the saved one.
+digest of all values that any number of ranks can compute again. It proves that the loaded state is
+the saved one.
 
 A save copies the state to host memory while training pauses. A thread then writes it. The folder
 gets its final name when all its files are on the disk. Only then is the previous checkpoint
@@ -387,7 +387,7 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
 
 
 class Stager(BlockingAsyncStager):
-    """Gives DCP the copies in host memory, which it may write while training continues."""
+    """Source of DCP's copies in host memory, which it may write while training continues."""
 
     def __init__(self, copy_state: Callable[[], dict[str, Tensor]]):
         """`copy_state`: copies the state to host memory and returns the copies by name."""
@@ -399,7 +399,7 @@ class Stager(BlockingAsyncStager):
 
 
 class CheckpointWriter(dcp.HuggingFaceStorageWriter):
-    """Writes the tensors of a rank one after another to its own file.
+    """DCP's storage writer, which here writes a rank's tensors one after another to its own file.
 
     The `write_data` of DCP first builds one bytes object of the whole file. That is a second copy
     in host memory, and building it holds the GIL, so that no kernels can be launched.

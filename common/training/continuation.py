@@ -73,7 +73,7 @@ def require_possible(config: RunConfig) -> None:
     if config.nodes > 1:
         raise ConfigError(
             f"checkpoints are supported on one node only, not on {config.nodes}",
-            "the nodes may not share a directory",
+            "it is not certain that all nodes share a directory",
             "omit --checkpoint and --continue",
         )
 
@@ -117,12 +117,16 @@ def _defect(folder: Path, facts: object) -> str:
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
+    step = facts["step"]
+    samples = facts["samples"]
+    if step < 1:
+        return f"step is {step}, but must be at least 1"
     batch = facts["config"].get("global_batch_size")
-    if facts["step"] < 1 or type(batch) is not int or facts["samples"] != facts["step"] * batch:
-        return f"{facts['samples']} samples are not those of {facts['step']} steps of {batch}"
+    if type(batch) is not int or samples != step * batch:
+        return f"samples is {samples}, but step x global_batch_size is {step} x {batch}"
     files = len(list(folder.glob("rank_*.safetensors")))
     if files != facts["ranks"]:
-        return f"the run had {facts['ranks']} ranks, and there are files of {files}"
+        return f"ranks is {facts['ranks']}, but there are {files} rank files"
     return ""
 
 
@@ -151,6 +155,6 @@ def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: R
     if differences:
         raise ConfigError(
             f"{folder} cannot be continued: {'; '.join(differences)}",
-            "that would be another run, in what is learned or in the order of the data",
+            "these keys decide what is trained or the order of the data",
             "undo the change, or start a run without --continue",
         )

@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 24  # int32 words hashed at a time: 128 MiB as int64 on the device
-# Constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), as the signed integers that torch
-# supports.
+# Constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014). They are signed, as torch requires.
 _GOLDEN, _MIX_1, _MIX_2 = (
     c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def fingerprint(tensor: Tensor, first: int = 0) -> int:
-    """Return a 64-bit hash of a tensor's bits, computed on its device.
+    """Return a signed 64-bit hash of a tensor's bits, computed on its device.
 
-    The hash is the sum over i of splitmix64(word_i + i * golden), modulo 2^64, over the 32-bit
-    words of the tensor, with i counted from `first`. The sum over the parts of a tensor is the hash
-    of the whole. Words are mixed with their positions before the sum, so swapped values and
-    opposite changes do not cancel.
+    The hash is the sum over i of mix(word_i + i * golden), modulo 2^64, over the signed 32-bit
+    words of the tensor, with i counted from `first`. mix is a shortened form of splitmix64's output
+    function, in signed arithmetic:
+
+        x *= mix_1;  x = (x ^ (x >> 30)) * mix_2;  x ^ (x >> 31)
+
+    The sum over the parts of a tensor is the hash of the whole. Words are mixed with their
+    positions before the sum, so swapped values and opposite changes do not cancel.
     """
     words = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -words.numel() % 4)).view(torch.int32)

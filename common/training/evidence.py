@@ -55,8 +55,9 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
         do = f"{AVOID_FRAGMENTATION}; or {do}"
     share = fragmented / (allocated + fragmented)
     why = (
-        f"{asked:.2f} GiB more were needed at {allocated:.2f} GiB allocated; "
-        f"{fragmented:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
+        f"an allocation of {asked:.2f} GiB failed; {allocated:.2f} GiB were allocated; "
+        f"{fragmented:.2f} GiB ({share:.1%} of the reserved memory) were lost to fragmentation; "
+        f"torch: {text}"
     )
     return OutOfMemory("the GPU's memory is full", why, do)
 

@@ -68,8 +68,8 @@ def run_guarded(
     `returns`: return after success, for a profiler that writes its results at interpreter shutdown.
 
     The process ends by `os._exit`, for two reasons. Tearing down a broken process group can hang.
-    And after success, a thread of gloo that frees tensors during interpreter shutdown may not hold
-    the GIL, which called std::terminate in 4 of 72 processes under load.
+    And after success, a thread of gloo may free tensors during interpreter shutdown without the
+    GIL. That called std::terminate in 4 of 72 processes under load.
     """
     global _signals_raise
     _listen_to_signals(run_dir, rank)
@@ -80,8 +80,8 @@ def run_guarded(
             write_rank_record(run_dir, rank, "done", step=step())
     except BaseException as error:
         # This statement must come first: at any call, Python would raise the exception of a pending
-        # signal instead. torchrun sends SIGTERM to all ranks after one has died, at about the time
-        # when their collectives fail, and this error must be recorded.
+        # signal instead. After a rank has died, torchrun sends SIGTERM to all others, at about the
+        # time when their collectives fail. The error of the collective must be recorded.
         _signals_raise = False
         exit_with_failure(run_dir, rank, error, on_failure, step)
     if not returns:
@@ -108,14 +108,14 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
         )
     if is_secondary(error):
         why = str(error).splitlines()[0][:300]
-        do = "see which rank did not report in ranks/"
+        do = "look in ranks/ for the rank that wrote no record"
         if any(word in str(error) for word in _TIMED_OUT):
             return Hang("a collective timed out", why, do)
         return RankLost("another rank ended", why, do)
     return RunError(
         f"{type(error).__name__}: {error}",
-        "this is an internal error, or a failure that this program does not know",
-        "see the traceback in ranks/, and report it",
+        "this is an internal error",
+        f"report it with ranks/rank_{rank}.traceback",
     )
 
 

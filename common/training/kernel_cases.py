@@ -59,7 +59,7 @@ class Sizes:
 
 
 class Draw:
-    """Draws normal random tensors by a separate generator, not by the global ones of the run."""
+    """A source of normal random tensors. Its generator is separate from the run's global ones."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -73,7 +73,7 @@ class Draw:
 
 
 class Quantizers:
-    """Quantizers for one engine. Each is None without FP8."""
+    """Quantizers for one engine, None without FP8. `kept` is also None without LoRA."""
 
     def __init__(self, sizes: Sizes, device: torch.device):
         self.forward: Quantizer | None = None  # of a forward's result

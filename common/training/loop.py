@@ -1,8 +1,8 @@
 """The training loop of every benchmark: `train`, `train_step` and `evaluate`.
 
 A sequence's loss is the mean over its valid tokens. The loss of a step is the mean of the
-sequences' losses over the global batch. In pre-training all tokens are valid, so this is the mean
-over all tokens. In LoRA, where labels mask some tokens, the reference defines the loss in the same
+sequences' losses over the global batch. If all tokens are valid, this is the mean over all tokens.
+The labels of LoRA's evaluation mask some tokens, and its reference defines the loss in the same
 way.
 """
 
@@ -124,7 +124,7 @@ class TrainingOutcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """When to evaluate and when to stop. All fields but `target_loss` count training sequences."""
+    """Conditions to evaluate and to stop. All fields but `target_loss` count training sequences."""
 
     eval_interval: int
     first_evaluation: int  # a multiple of eval_interval

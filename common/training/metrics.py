@@ -127,7 +127,7 @@ class StepRate:
 
 
 class Meter:
-    """Collects the values of each step on the device. `flush` writes them to events.jsonl."""
+    """A collector of each step's values on the device. `flush` writes them to events.jsonl."""
 
     def __init__(
         self,

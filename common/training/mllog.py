@@ -85,7 +85,7 @@ class RunLog:
     ) -> None:
         """Log the keys of the submission. Raises ConfigError if one is empty.
 
-        `division`: closed, or miniature for the toy model.
+        `division`: closed, open, or miniature for the toy model.
         `status`: onprem or cloud.
         """
         pairs = {
@@ -167,7 +167,7 @@ class RunLog:
     def run_stop(self, samples: int, status: str) -> float:
         """Stop the clock, sync the log to the disk and return the minutes since run_start.
 
-        `status`: success if the target was reached, aborted if it was not, for any reason.
+        `status`: success if the run reached its goal, aborted if it did not, for any reason.
         """
         assert status in ("success", "aborted"), status
         stop_ms = self._count(

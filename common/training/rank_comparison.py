@@ -57,7 +57,7 @@ class BlockTimes:
 
 
 class RankComparison:
-    """Compares the ranks and names the slow ones.
+    """A comparison of the ranks that names the slow ones.
 
     At its power limit, the clock of a GPU varies: single times of 13 ms on an H200 under full load
     have a standard deviation of 2 %. Therefore each comparison uses the mean of many times, and the

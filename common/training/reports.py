@@ -56,7 +56,7 @@ class Reports:
         self.phase_began = now
 
     def succeed(self, samples: int, loss: float) -> None:
-        """Stop the clock of a run that reached its target."""
+        """Stop the clock of a run that reached its goal."""
         minutes = self.log.run_stop(samples, "success")
         self.events.write("verdict", status="success", samples=samples, loss=loss, minutes=minutes)
         self.over = True

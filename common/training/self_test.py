@@ -1,6 +1,7 @@
 """Self-test: check that this machine computes every op of a config correctly.
 
-Each op runs at the config's shapes, before any weight exists:
+Ops of a block and the head's products run at the config's shapes. Cross entropy runs on one
+sequence, and the optimizer on one matrix. All run before any weight exists:
 
     attention      forward and backward: all values finite, and one key head of the last sequence
                    compared with SDPA's math backend in fp32
@@ -88,7 +89,7 @@ class OpResult:
 
     def __str__(self) -> str:
         value = "not finite" if math.isnan(self.db) else f"{self.db:.1f} dB"
-        return f"{self.op} {self.shape}: {self.error or value}, {self.least:g} dB at least"
+        return f"{self.op} {self.shape}: {self.error or value} (minimum {self.least:g} dB)"
 
 
 @dataclass
@@ -416,7 +417,10 @@ def products_in_use(result: SelfTestResult) -> list[str]:
 def _product(
     product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw
 ) -> float:
-    """Return the dB of the product a [M, K] b [N, K]^T, both quantized as in a step.
+    """Return the dB of a product a b^T, of `a` [M, K] and `b` [N, K], quantized as in a step.
+
+    `product`: "fprop", "dgrad" or "wgrad".
+    `size`: (M, N, K).
 
     Gradients are e5m2, and operands have the layouts that the step multiplies.
     """
@@ -441,7 +445,7 @@ def _product(
 
 
 def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -> Tensor:
-    """Return a [M, K] b [N, K]^T, computed by the function of the step for `product`."""
+    """Return a b^T, of `a` [M, K] and `b` [N, K], by the step's function for `product`."""
     device = a.rowwise.device
     if fp8 and not takes_every_layout(device):
         # All three products of a step are then computed by `matmul`, from transposed copies.

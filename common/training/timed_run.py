@@ -147,7 +147,7 @@ def _prepare(
         config, rules.sequence_length, rules.flops_per_token, processes, reports.events
     )
     step = checkpoints.load() if checkpoints else 0
-    if run.continues is not None:  # logged even if the checkpoint is of step 0
+    if run.continues is not None:
         reports.meter.samples = step * config.global_batch_size
         reports.log.resumed(reports.samples, run.continues.name)
         reports.phase_done("load checkpoint", step=step)

@@ -2,8 +2,8 @@
 
 Everything that decides convergence comes from the nearest file. Settings that memory decides are
 computed: the micro-batch, at most the file's, and the options that save memory. The cheapest option
-comes first: a smaller micro-batch, then layers recomputed or offloaded, and last a storage of the
-frozen base that takes less memory, with which the other options are tried again.
+comes first: a smaller micro-batch, then layers recomputed or offloaded. The last option is a
+storage of the frozen base that takes less memory. With it, the other options are tried again.
 """
 
 from __future__ import annotations

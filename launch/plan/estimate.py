@@ -275,8 +275,9 @@ def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes per token that a block holds temporarily at attention's backward.
 
     They are the gradients of the block's output, of attention's output and of its inputs. On
-    Hopper, FlashAttention-4 also sums dQ in fp32, and with grouped heads dK and dV, unless the
-    config pins another engine. dQ has 134 MB per sequence of the 8B, and 268 MB of the 70B.
+    Hopper, FlashAttention-4 also sums dQ in fp32, and with grouped heads dK and dV. It is used
+    unless the config pins another engine. dQ has 134 MB per sequence of the 8B, and 268 MB of the
+    70B.
     """
     element = BYTES[config.precision]
     gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
@@ -377,7 +378,7 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
 # Assumed for every model and GPU.
 BF16_OVER_FP8 = 1.41
 # Smallest hidden size of the models that the efficiencies were fitted to, that of the 8B. Kernels
-# other than matrix products take a larger share of narrower models: with 2,048, the 1B of
+# other than matrix products take a larger share of narrower models. With 2,048, the 1B of
 # pretrain_1b.toml reaches 80 % of the calculated tokens/s on an H100 and 87 % on an H200.
 FITTED_HIDDEN_SIZE = 4096
 # FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores

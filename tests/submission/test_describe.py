@@ -210,7 +210,7 @@ def test_there_is_a_text_for_every_kind_of_gpu():
         assert (
             name in described["model_name"]
             and described["interconnect"]
-            and "HBM" in described["memory_configuration"]
+            and described["memory_configuration"]
         )
 
 

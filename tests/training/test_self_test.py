@@ -100,7 +100,7 @@ def test_attention_that_raises_is_one_finding(monkeypatch):
     monkeypatch.setattr(module, "causal_attention", none_left)
     result = self_test(PRODUCTS, CPU)
     assert [str(finding) for finding in result.bad] == [
-        "attention [2, 32, 4/2, 8]: No available kernel. Aborting execution., 30 dB at least"
+        "attention [2, 32, 4/2, 8]: No available kernel. Aborting execution. (minimum 30 dB)"
     ]
 
 

@@ -2,8 +2,8 @@
 
 On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it has only the default of
 cuBLAS, so tuning works but gains nothing. This code was run on an H100, and never on an AMD GPU.
-The numerical check is necessary because a fast solution can be wrong: hipBLASLt's solution 320617
-returned NaN on MI355X for e5m2 x e4m3 with an extreme dequantization scale
+The numerical check is necessary because a fast solution can be wrong. For example, hipBLASLt's
+solution 320617 returned NaN on MI355X for e5m2 x e4m3 with an extreme dequantization scale
 (ROCm/rocm-libraries#9450).
 """
 

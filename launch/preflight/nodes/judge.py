@@ -81,7 +81,7 @@ def blamed(bad: Iterable[Pair], nodes: Sequence[str]) -> dict[str, list[Pair]]:
 
     The node with the most bad links is blamed first, then the one with the most of those that are
     left. If several have equally many, the node that receives over most of them is blamed, or else
-    the last one: with two nodes, the cause cannot be told.
+    the last one. With two nodes, the cause cannot be told.
     """
     left = set(bad)
     links_of: dict[str, list[Pair]] = {}

@@ -58,7 +58,7 @@ def rank(number: int = 0, **facts) -> Measured:
         "attention": "cudnn",
         "self_test_s": 6.25,
         "self_test": [
-            ("attention", "attention [2, 8192, 32/8, 128]: 50.0 dB, 30 dB at least", True)
+            ("attention", "attention [2, 8192, 32/8, 128]: 50.0 dB (minimum 30 dB)", True)
         ],
         "speeds": speeds | facts.pop("speeds", {}),
     }
@@ -400,7 +400,7 @@ def test_self_test_verdict():
     bad = [
         (
             "attention backward dQ",
-            "attention backward dQ [2, 8192, 32/8, 128]: not finite, 30 dB at least",
+            "attention backward dQ [2, 8192, 32/8, 128]: not finite (minimum 30 dB)",
             False,
         )
     ]
