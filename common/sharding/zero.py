@@ -354,7 +354,7 @@ def make_reduce_scatter(
     """
     engine = accumulate.IMPLEMENTATIONS[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
-        return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
+        return NcclReduceScatter(processes.shard_group, processes.replicate_group, dtype, engine)
     # Imported only if a config selects them.
     from common.sharding.copy_engine import CopyEngineReduceScatter
     from common.sharding.symmetric_memory import SymmetricBuffers
