@@ -244,22 +244,20 @@ def product(
     )
 
 
-def matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    """Return a b^T, [M, N], of `a` [M, K] and `b` [N, K]. This is fprop."""
-    return product(a.rowwise, b.rowwise.t(), a.scale, b.scale)
+def fprop(x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+    """Return x W^T, [M, N], of `x` [M, K] and `weight` [N, K]."""
+    return product(x.rowwise, weight.rowwise.t(), x.scale, weight.scale)
 
 
 def dgrad(g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
     """Return g W, [M, K], of `g` [M, N] and `weight` [N, K]."""
     if weight.columnwise is None:
         return product(g.rowwise, weight.rowwise, g.scale, weight.scale)
-    return matmul(g, QuantizedTensor(weight.columnwise, None, weight.scale))
+    return product(g.rowwise, weight.columnwise.t(), g.scale, weight.scale)
 
 
 def wgrad(g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
     """Return g^T x, [N, K], of `g` [M, N] and `x` [M, K]."""
     if g.columnwise is None or x.columnwise is None:
         return product(g.rowwise.t(), x.rowwise, g.scale, x.scale)
-    return matmul(
-        QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale)
-    )
+    return product(g.columnwise, x.columnwise.t(), g.scale, x.scale)

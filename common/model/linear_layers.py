@@ -136,7 +136,7 @@ class LinearLayers:
 
     def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         """Return x W^T, [M, N], of `x` [M, K] and `weight` [N, K]."""
-        return fp8.matmul(x, weight)
+        return fp8.fprop(x, weight)
 
     def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         """Return g W, [M, K], of `g` [M, N] and `weight` [N, K]."""

@@ -45,7 +45,7 @@ from common.kernels.fp8 import (
     QuantizedTensor,
     Quantizer,
     dgrad,
-    matmul,
+    fprop,
     product_engine,
     takes_every_layout,
     wgrad,
@@ -444,11 +444,11 @@ def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -
     """Return a [M, K] b [N, K]^T, computed by the function of the step for `product`."""
     device = a.rowwise.device
     if fp8 and not takes_every_layout(device):
-        # All three products of a step are then computed by `matmul`, from transposed copies.
-        return matmul(a, b)
+        # A dgrad or wgrad of the step then makes the same call, with transposed copies.
+        return fprop(a, b)
     is_torch = not product_engine(device, a.rowwise.dtype).engine.module
     if product == "fprop" and (fp8 or not is_torch):
-        return matmul(a, b)
+        return fprop(a, b)
     if product == "fprop":
         # NaN in the result shows elements that were not stored.
         out = a.rowwise.new_full((a.rowwise.shape[0], b.rowwise.shape[0]), math.nan)

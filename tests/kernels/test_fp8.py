@@ -23,7 +23,7 @@ from common.kernels.fp8 import (
     Quantizer,
     dgrad,
     fp8_dtypes,
-    matmul,
+    fprop,
     quantize_weight,
     wgrad,
 )
@@ -249,7 +249,7 @@ def test_products_match_fp32_products_of_the_stored_values():
     weight = quantize_reference(w, w_quantizer)
     gradient = quantize_reference(g, g_quantizer)
     for ours, stored, true, bound in (
-        (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
+        (fprop(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
         (
             dgrad(gradient, weight),
             value_of(gradient) @ value_of(weight),
@@ -260,7 +260,7 @@ def test_products_match_fp32_products_of_the_stored_values():
     ):
         assert sqnr_db(ours.float(), stored) > 50 and sqnr_db(ours.float(), true) > bound
     plain = QuantizedTensor(x), QuantizedTensor(w), QuantizedTensor(g)
-    assert torch.equal(matmul(plain[0], plain[1]), x @ w.t())
+    assert torch.equal(fprop(plain[0], plain[1]), x @ w.t())
     assert torch.equal(dgrad(plain[2], plain[1]), g @ w) and torch.equal(
         wgrad(plain[2], plain[0]), g.t() @ x
     )
@@ -292,7 +292,7 @@ def test_an_engines_products_have_a_range_with_their_size_under_a_profiler_only(
     x, g, weight = (QuantizedTensor(normal(*size)) for size in ((32, 16), (32, 48), (48, 16)))
 
     def products():
-        return matmul(x, weight), dgrad(g, weight), wgrad(g, x)
+        return fprop(x, weight), dgrad(g, weight), wgrad(g, x)
 
     sizes = ["32 x 48 x 16", "32 x 16 x 48", "48 x 16 x 32"]
     assert ranges_of(products) == [f"gemm: {size}" for size in sizes]

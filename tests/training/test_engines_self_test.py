@@ -91,7 +91,7 @@ def wrong_dgrad(g, weight, gate_up, quantizer):
 
 
 def right_fprop(x, weight, quantizer, kept_quantizer, keep):
-    gate_up = fp8.matmul(x, weight)
+    gate_up = fp8.fprop(x, weight)
     return gate_up, swiglu.swiglu_quantized_reference(gate_up, quantizer)[0]
 
 
