@@ -46,7 +46,7 @@ def new_quantized(
     columnwise = None
     if quantizer.transposed:
         columnwise = like.new_empty(shape[::-1], dtype=quantizer.dtype)
-    return QuantizedTensor(rowwise, columnwise, quantizer.scale)
+    return QuantizedTensor(rowwise, columnwise, quantizer.inverse_scale)
 
 
 def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:

@@ -185,7 +185,7 @@ class EmulatedBase:
         if self.linear.healed:
             return stored
         return {
-            name: QuantizedTensor(self._cast(weight.rowwise, weight.scale))
+            name: QuantizedTensor(self._cast(weight.rowwise, weight.inverse_scale))
             for name, weight in stored.items()
         }
 
@@ -198,14 +198,16 @@ class EmulatedBase:
             columnwise = weight.columnwise
             if columnwise is None:
                 columnwise = weight.rowwise.t()
-            weights[name] = QuantizedTensor(torch.empty(0, 0), self._cast(columnwise, weight.scale))
+            weights[name] = QuantizedTensor(
+                torch.empty(0, 0), self._cast(columnwise, weight.inverse_scale)
+            )
         return weights
 
     def release(self, layer: int) -> None:
         self.base.release(layer)
 
-    def _cast(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+    def _cast(self, stored: Tensor, inverse_scale: Tensor | None) -> Tensor:
         """Cast a stored matrix. The result has its dtype, or is bf16 if it is stored in FP8."""
-        if scale is None:
+        if inverse_scale is None:
             return self.linear._cast(stored, weight=True)
-        return self.linear._cast(stored.float() * scale, torch.bfloat16, weight=True)
+        return self.linear._cast(stored.float() * inverse_scale, torch.bfloat16, weight=True)

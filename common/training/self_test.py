@@ -462,10 +462,10 @@ def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
     """Return rows of a quantized tensor in fp64."""
-    if x.scale is None:
+    if x.inverse_scale is None:
         return x.rowwise[rows].double()
     # As uint8, because torch cannot index FP8 tensors.
-    return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
+    return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.inverse_scale
 
 
 # --- SwiGLU in the epilogues of products
@@ -588,4 +588,4 @@ def _output_db(truth: Output, value: Output) -> float:
 
 
 def _dequantized(x: QuantizedTensor) -> Tensor:
-    return x.rowwise if x.scale is None else x.rowwise.float() * x.scale
+    return x.rowwise if x.inverse_scale is None else x.rowwise.float() * x.inverse_scale

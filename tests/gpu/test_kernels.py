@@ -38,7 +38,7 @@ pytestmark = [
 
 def decibels(quantized: QuantizedTensor, truth: torch.Tensor) -> float:
     """Return the SQNR in dB of the rows that `truth` has."""
-    return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.scale, truth)
+    return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.inverse_scale, truth)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
@@ -227,7 +227,7 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
         dim=2,
     ).flatten()
     errors = [
-        (x.rowwise[:sequence].double() * x.scale).flatten().sub_(truth).norm()
+        (x.rowwise[:sequence].double() * x.inverse_scale).flatten().sub_(truth).norm()
         for x in (expected, got)
     ]
     assert errors[1] <= 1.12 * errors[0]  # 1 dB

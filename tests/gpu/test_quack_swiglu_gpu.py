@@ -88,8 +88,8 @@ class Case:
         product = torch._scaled_mm(
             self.operand.rowwise,
             weight.t(),
-            scale_a=self.operand.scale,
-            scale_b=self.weight.scale,
+            scale_a=self.operand.inverse_scale,
+            scale_b=self.weight.inverse_scale,
             out_dtype=torch.float32,
         )
         if not self.backward:
@@ -104,7 +104,7 @@ def value(result):
     """Return a bf16 or quantized result in fp32."""
     if isinstance(result, torch.Tensor):
         return result.float()
-    return result.rowwise.float() * result.scale
+    return result.rowwise.float() * result.inverse_scale
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -179,7 +179,7 @@ def test_nan_and_infinity_show(backward):
     stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored[5].isnan().all() and stored.isnan().sum() == stored.shape[1]
     assert quantizers[0].state[AMAX].isfinite()
-    case.operand.scale.fill_(3e38)
+    case.operand.inverse_scale.fill_(3e38)
     stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored.isnan().any(1).float().mean() > 0.9
     assert quantizers[0].state[AMAX].isinf()

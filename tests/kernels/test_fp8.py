@@ -48,7 +48,7 @@ def quantizers(count=2, **kind):
 
 
 def value_of(quantized: QuantizedTensor) -> torch.Tensor:
-    return quantized.rowwise.float() * quantized.scale
+    return quantized.rowwise.float() * quantized.inverse_scale
 
 
 @pytest.mark.parametrize("gradient, bound", [(False, 31.0), (True, 25.0)], ids=["e4m3", "e5m2"])

@@ -80,7 +80,11 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     plain, ours = (function(parts, before, weights, EPS, cos, sin, None) for function in BACKWARDS)
     for quantized, d_weights in (plain, ours):
         d_qkv = quantized.rowwise.view_as(upstream)
-        assert d_qkv.dtype == dtype and quantized.columnwise is None and quantized.scale is None
+        assert (
+            d_qkv.dtype == dtype
+            and quantized.columnwise is None
+            and quantized.inverse_scale is None
+        )
         assert error(d_qkv[:, :, :turned], leaves[0].grad) < TOLERANCE[dtype]
         assert torch.equal(d_qkv[:, :, turned:], parts[2]), "copied"
         for d_weight, leaf in zip(d_weights, leaves[1:], strict=True):

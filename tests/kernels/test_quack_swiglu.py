@@ -47,7 +47,7 @@ def finished(x, halves, scale, recording=True, gradient=False):
     quantizer.recording = recording
     out = store(x, quantizer)
     columnwise = torch.empty(out.shape[::-1], dtype=out.dtype, device=out.device)
-    out = QuantizedTensor(out, columnwise, quantizer.scale)
+    out = QuantizedTensor(out, columnwise, quantizer.inverse_scale)
     return finish_swiglu(out, quantizer, partial_amax(x, halves), COLUMNS, halves), quantizer
 
 
@@ -96,7 +96,7 @@ def test_largest_byte_is_that_of_the_formats_largest_number():
 
 
 def values(x):
-    return x.rowwise.float() * x.scale
+    return x.rowwise.float() * x.inverse_scale
 
 
 class Quack:
@@ -125,7 +125,7 @@ class Quack:
     def backward(self, g, weight, scale, gate_up, d_gate_up):
         self.calls.append("backward")
         d_h = (values(g) @ values(weight).t()).bfloat16().float()
-        kept = gate_up.rowwise.float() if gate_up.scale is None else values(gate_up)
+        kept = gate_up.rowwise.float() if gate_up.inverse_scale is None else values(gate_up)
         gate, up = kept.chunk(2, 1)
         s = torch.sigmoid(gate)
         result = torch.cat((d_h * up * s * (1 + gate * (1 - s)), d_h * gate * s), 1)
@@ -194,7 +194,10 @@ def test_after_the_first_step_the_epilogues_compute_what_the_kernels_do(quack, l
     else:
         assert torch.equal(found[0], truth[0])
     for one, other in zip(found[1:3], truth[1:3], strict=True):
-        assert torch.equal(one.scale, other.scale) and one.rowwise.dtype == other.rowwise.dtype
+        assert (
+            torch.equal(one.inverse_scale, other.inverse_scale)
+            and one.rowwise.dtype == other.rowwise.dtype
+        )
         equal = one.rowwise.float() == other.rowwise.float()
         assert equal.float().mean() > 0.99
         assert torch.equal(one.columnwise.float(), one.rowwise.float().t())

@@ -41,7 +41,7 @@ def test_without_a_quantizer_the_tensor_itself_comes_back():
     x = normal(3, 4)
     for function in IMPLEMENTATIONS.values():
         plain = function(x, None)
-        assert plain.rowwise is x and plain.scale is None and plain.columnwise is None
+        assert plain.rowwise is x and plain.inverse_scale is None and plain.columnwise is None
 
 
 @pytest.mark.parametrize("engine", IMPLEMENTATIONS)
@@ -71,7 +71,7 @@ def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
         scaling.step_done()
     x[1, 2] = bad
     quantized = IMPLEMENTATIONS[engine](x, quantizer)
-    values = quantized.rowwise * quantized.scale
+    values = quantized.rowwise * quantized.inverse_scale
     assert torch.equal(values.isnan(), x != 0.5)
     assert (values[x == 0.5] == 0.5).all()
 

@@ -108,7 +108,7 @@ def test_unquantized_results_are_as_exact_as_plain_torch(
         "the residual is torch's sum"
     )
     d_x, none, d_weight = backward(d_n, residual, rstd, weight, d_residual, None)
-    assert none is None and n.columnwise is None and n.scale is None
+    assert none is None and n.columnwise is None and n.inverse_scale is None
     assert n.rowwise.dtype == d_x.dtype == d_weight.dtype == dtype and rstd.dtype == torch.float32
     plain = by_autograd(x, branch, weight, d_n, d_residual)
     truth = by_autograd(residual.double(), None, *cast((weight, d_n, d_residual), torch.float64))
@@ -139,7 +139,7 @@ def check_quantized(quantized, value, quantizer, before):
             torch.equal(quantized.columnwise, quantized.rowwise.t())
             and quantized.columnwise.is_contiguous()
         )
-    assert quantized.scale.data_ptr() == quantizer.state[INVERSE:].data_ptr()
+    assert quantized.inverse_scale.data_ptr() == quantizer.state[INVERSE:].data_ptr()
     assert quantizer.state[AMAX] == (
         torch.maximum(before[AMAX], amax) if quantizer.recording else before[AMAX]
     )

@@ -105,7 +105,7 @@ def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
         ours.rowwise.shape == truth.shape
         and ours.rowwise.dtype == dtype
         and ours.columnwise is None
-        and ours.scale is None
+        and ours.inverse_scale is None
     )
     assert error(plain.rowwise, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
     assert error(ours.rowwise, truth) <= 2 * error(plain.rowwise, truth)
@@ -134,7 +134,7 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, t
             torch.equal(quantized.columnwise, quantized.rowwise.t())
             and quantized.columnwise.is_contiguous()
         )
-        assert torch.equal(quantized.scale, 1 / quantizer.state[SCALE : SCALE + 1])
+        assert torch.equal(quantized.inverse_scale, 1 / quantizer.state[SCALE : SCALE + 1])
         assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
         assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
         assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"

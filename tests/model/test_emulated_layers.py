@@ -145,12 +145,12 @@ def test_a_base_in_fp8_is_read_in_the_format_until_healing_and_then_as_stored():
     )
     base = layers.frozen_base(stored)
     layers.allocate(torch.device("cpu"))
-    whole = stored.operands["o"].rowwise.float() * stored.operands["o"].scale
+    whole = stored.operands["o"].rowwise.float() * stored.operands["o"].inverse_scale
     forward, backward = base.forward_weights(0)["o"], base.backward_weights(0)["o"]
-    assert forward.scale is None and torch.equal(
+    assert forward.inverse_scale is None and torch.equal(
         forward.rowwise, along_rows(whole, "mxfp4").bfloat16()
     )
-    assert backward.scale is None and torch.equal(
+    assert backward.inverse_scale is None and torch.equal(
         backward.columnwise, along_rows(whole.t(), "mxfp4").bfloat16()
     )
     base.release(0)
@@ -160,7 +160,7 @@ def test_a_base_in_fp8_is_read_in_the_format_until_healing_and_then_as_stored():
         base.forward_weights(0)["o"].rowwise.view(torch.uint8),
         stored.operands["o"].rowwise.view(torch.uint8),
     )
-    assert base.backward_weights(0)["o"].scale is stored.operands["o"].scale
+    assert base.backward_weights(0)["o"].inverse_scale is stored.operands["o"].inverse_scale
 
 
 def test_gradients_are_rounded_stochastically_and_nothing_else_is():
