@@ -225,7 +225,7 @@ class Checkpoints:
             "samples": samples,
             "ranks": self.processes.world_size,
         }
-        writer = CheckpointWriter(self.folder / f"step_{step:08d}", facts)
+        writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges
         # values, so the other ranks wait until this is done.
         if self.rank == 0:
@@ -235,7 +235,7 @@ class Checkpoints:
         self.saving = dcp.async_save(
             {},
             storage_writer=writer,
-            async_stager=Stager(self._copy_state),
+            async_stager=DcpStager(self._copy_state),
             process_group=self.group,
         )  # type: ignore[assignment]
         self.last_save = time.monotonic()
@@ -314,8 +314,8 @@ class Checkpoints:
         try:
             dcp.load(
                 state,
-                storage_reader=CheckpointReader(str(folder)),
-                planner=Planner(self._write_heartbeat),
+                storage_reader=DcpReader(str(folder)),
+                planner=DcpPlanner(self._write_heartbeat),
                 process_group=self.group,
             )
         except CheckpointException as error:
@@ -386,7 +386,7 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
     raise error
 
 
-class Stager(BlockingAsyncStager):
+class DcpStager(BlockingAsyncStager):
     """Gives DCP the copies in host memory, which it may write while training continues."""
 
     def __init__(self, copy_state: Callable[[], dict[str, Tensor]]):
@@ -398,7 +398,7 @@ class Stager(BlockingAsyncStager):
         return self.copy_state()
 
 
-class CheckpointWriter(dcp.HuggingFaceStorageWriter):
+class DcpWriter(dcp.HuggingFaceStorageWriter):
     """Writes the tensors of a rank one after another to its own file.
 
     The `write_data` of DCP first builds one bytes object of the whole file. That is a second copy
@@ -459,7 +459,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class CheckpointReader(dcp.HuggingFaceStorageReader):
+class DcpReader(dcp.HuggingFaceStorageReader):
     """A reader whose exceptions, unlike those of safetensors, can be pickled and sent to ranks."""
 
     def read_metadata(self) -> Metadata:
@@ -482,7 +482,7 @@ def _sendable() -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-class Planner(dcp.DefaultLoadPlanner):
+class DcpPlanner(dcp.DefaultLoadPlanner):
     """A planner that calls `on_tensor` after each loaded tensor."""
 
     def __init__(self, on_tensor: Callable[[], None]):
