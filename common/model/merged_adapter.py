@@ -24,7 +24,7 @@ from common.data.preparation import say
 from common.errors import ConfigError, listed
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
-    DTYPES,
+    STORED_DTYPES,
     StoredTensor,
     read_json,
     read_tensors,
@@ -138,7 +138,7 @@ def _config(base: Path, weights: dict[str, StoredTensor], models: Mapping[ModelS
     for model, sequence_length in models.items():
         for layout in (FUSED, ORDINARY):
             if shapes == tensor_shapes(model, layout):
-                dtype = DTYPES[next(iter(weights.values())).dtype]
+                dtype = STORED_DTYPES[next(iter(weights.values())).dtype]
                 return llama_config(model, sequence_length, dtype)
     refuse(
         f"{path}: no such file",
@@ -236,7 +236,7 @@ def _check_shapes(
     """Raise WeightsError unless the products B A of `modules` have the shape of the weight."""
     rank = adapter.rank
     rows = 0
-    fits = stored.dtype in DTYPES
+    fits = stored.dtype in STORED_DTYPES
     sizes = []
     for module in modules:
         b = adapter.tensors[f"{module}.lora_B"].shape
@@ -250,6 +250,6 @@ def _check_shapes(
         refuse(
             f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
             f" the weight in the base is {stored.dtype} {stored.shape}",
-            f"it must be rows x columns in {', '.join(DTYPES)}",
+            f"it must be rows x columns in {', '.join(STORED_DTYPES)}",
             ANOTHER_BASE,
         )
