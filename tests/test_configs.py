@@ -279,7 +279,7 @@ def test_impossible_value_of_lora(key, value):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
 
 
-@pytest.mark.parametrize("name", block_formats.FORMATS)
+@pytest.mark.parametrize("name", block_formats.BLOCK_FORMATS)
 @pytest.mark.parametrize(
     ("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")]
 )

@@ -81,7 +81,7 @@ class BlockFormat:
     has_tensor_scale: bool = False  # the two scales of NVFP4 instead of E8M0
 
 
-FORMATS = {  # by their names in a config
+BLOCK_FORMATS = {  # by their names in a config
     "mxfp8": BlockFormat(E4M3, E4M3),
     "mxfp8_hybrid": BlockFormat(E4M3, E5M2),
     "mxfp6_e2m3": BlockFormat(E2M3, E2M3),

@@ -31,7 +31,7 @@ class EmulatedLayers(DelayedScaling):
         super().__init__()
         assert form is not None
         self.format = form
-        self.blocks = block_formats.FORMATS[form.name]
+        self.blocks = block_formats.BLOCK_FORMATS[form.name]
         self.stochastic = "stochastic" in form.options
         self.square_weights = "square_weights" in form.options
         self.transform = ""

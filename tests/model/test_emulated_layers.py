@@ -9,7 +9,7 @@ from plain_block import Block
 from signal_to_noise import sqnr_db
 from test_fused_block import QK_NORM, SHAPE, run
 
-from common.kernels.block_formats import FORMATS, hadamard, quantize
+from common.kernels.block_formats import BLOCK_FORMATS, hadamard, quantize
 from common.linear_formats import linear_format
 from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import FusedLoraBlock
@@ -49,7 +49,7 @@ class ThreeProducts(torch.autograd.Function):
 
 
 def along_rows(x, recipe, gradient=False, weight=False):
-    form = FORMATS[recipe.split("+")[0]]
+    form = BLOCK_FORMATS[recipe.split("+")[0]]
     square = weight and "square_weights" in recipe
     return quantize(
         x, form, form.gradient_element if gradient else form.element, square=square

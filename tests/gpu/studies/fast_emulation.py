@@ -214,7 +214,7 @@ def install(device: torch.device, side: int = 1024) -> str:
     transformed.
     """
     x, found = torch.randn(side, side, device=device).bfloat16(), []
-    for name, form in block_formats.FORMATS.items():
+    for name, form in block_formats.BLOCK_FORMATS.items():
         made = [
             function(transform(x.t(), False), form, form.gradient_element, x.dtype)
             for function, transform in ((PLAIN, PLAIN_HADAMARD), (emulate, hadamard))
