@@ -80,7 +80,7 @@ FORMATS = {
     )
 }
 # Syntax of an emulated format: its options in this order, and its end.
-EMULATED = re.compile(
+EMULATED_SYNTAX = re.compile(
     r"(?P<name>\w+)(?P<options>(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)"
     r"( until (?P<until>step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?), then (?P<then>fp8|bf16))?",
     re.ASCII,
@@ -92,7 +92,7 @@ def linear_format(text: str) -> LinearFormat | None:
     """Return the format that a config calls `text`, or None if it is unknown."""
     if text in FORMATS:
         return FORMATS[text]
-    found = EMULATED.fullmatch(text)
+    found = EMULATED_SYNTAX.fullmatch(text)
     if found is None or found["name"] not in FORMATS or not FORMATS[found["name"]].emulated:
         return None
     options = tuple(found["options"].split("+")[1:])
