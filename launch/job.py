@@ -19,7 +19,7 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import (
-    FOLDER,
+    CHECKPOINTS_FOLDER,
     newest,
     require_possible,
     require_same,
@@ -206,7 +206,7 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | N
     """
     newest_first = sorted(folder.glob("*/"), reverse=True)  # names begin with the date and time
     for run in newest_first:
-        if not any((run / FOLDER).glob("step_*[0-9]")):
+        if not any((run / CHECKPOINTS_FOLDER).glob("step_*[0-9]")):
             continue
         checkpoint, facts = newest(run)
         try:

@@ -54,9 +54,9 @@ from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
+    CHECKPOINTS_FOLDER,
     FACTS,
-    FOLDER,
-    PARTIAL,
+    PARTIAL_SUFFIX,
     When,
     damaged,
     newest,
@@ -101,7 +101,7 @@ class Checkpoints:
         self.processes = processes
         self.rank = processes.rank
         self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
-        self.folder = run.run_dir / FOLDER
+        self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
@@ -279,7 +279,7 @@ class Checkpoints:
         self.saving = None
         if error is not None:
             if self.rank == 0:
-                for partial in self.folder.glob(f"*{PARTIAL}"):
+                for partial in self.folder.glob(f"*{PARTIAL_SUFFIX}"):
                     shutil.rmtree(partial, ignore_errors=True)
             _raise_unsaved(error, self.folder)
 
@@ -406,7 +406,7 @@ class DcpWriter(dcp.HuggingFaceStorageWriter):
     """
 
     def __init__(self, folder: Path, facts: dict):
-        super().__init__(path=str(folder) + PARTIAL, save_distributed=True)
+        super().__init__(path=str(folder) + PARTIAL_SUFFIX, save_distributed=True)
         self.folder = folder
         self.facts = facts
 
@@ -445,8 +445,8 @@ class DcpWriter(dcp.HuggingFaceStorageWriter):
         _sync(self.folder.parent)
         for path in previous:
             # Rename it first: a partly removed checkpoint must not have the name of a complete one.
-            if path.suffix != PARTIAL:
-                path = path.rename(str(path) + PARTIAL)
+            if path.suffix != PARTIAL_SUFFIX:
+                path = path.rename(str(path) + PARTIAL_SUFFIX)
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import ConfigError, WeightsError
 
-FOLDER = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 FACTS = "facts.json"
-PARTIAL = ".partial"
+PARTIAL_SUFFIX = ".partial"
 FACT_TYPES = {  # the required keys of facts.json
     "benchmark": str,
     "seed": int,
@@ -85,11 +85,11 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
     """
     folders = [
         path
-        for path in (run_dir / FOLDER).glob("step_*")
-        if path.suffix != PARTIAL and path.is_dir()
+        for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
+        if path.suffix != PARTIAL_SUFFIX and path.is_dir()
     ]
     if not folders:
-        why = f"{run_dir / FOLDER} contains no complete checkpoint"
+        why = f"{run_dir / CHECKPOINTS_FOLDER} contains no complete checkpoint"
         if not run_dir.is_dir():
             why = f"the directory {run_dir} does not exist"
         raise ConfigError(

@@ -25,7 +25,7 @@ from common.linear_formats import FORMATS, LinearFormat, linear_format
 from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.sharding.optimizer import UPDATES
-from common.training.continuation import FOLDER
+from common.training.continuation import CHECKPOINTS_FOLDER
 from launch.plan import estimate
 from launch.plan.benchmark import workload
 from llama31_8b.rules import Config, Rules
@@ -208,7 +208,7 @@ def test_one_rank_trains_and_continues_with_the_new_rule_and_format(processes, p
         json.loads(line) for line in (tmp_path / "on" / "events.jsonl").read_text().splitlines()
     ]
     assert [event["rounded12_steps"] for event in events if event["event"] == "linear"] == [12]
-    (folder,) = (tmp_path / "run" / FOLDER).glob("step_*")
+    (folder,) = (tmp_path / "run" / CHECKPOINTS_FOLDER).glob("step_*")
     with safe_open(folder / "rank_0.safetensors", "pt") as file:
         names = set(file.keys())
     assert {"head.output.weight.velocity", "rank_0.rounded12_steps"} <= names and not any(
