@@ -157,13 +157,13 @@ def _prepare(
 def main(
     argv: list[str],
     benchmark: str,
-    kind: type[RunConfig],
+    config_class: type[RunConfig],
     run_rank: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
     """Parse `argv`, call `run_rank`, record failures and end the process.
 
-    `kind`: class Config of the benchmark's rules.py.
+    `config_class`: class Config of the benchmark's rules.py.
     `saves`: accept --save.
     """
     args = _parser(benchmark, saves).parse_args(argv)
@@ -172,7 +172,7 @@ def main(
 
     def work() -> None:
         nonlocal reports
-        config = configs.load(args.run_dir / "config.toml", kind)
+        config = configs.load(args.run_dir / "config.toml", config_class)
         reports = Reports.open(args.run_dir, rank)
         run_rank(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
 

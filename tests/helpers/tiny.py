@@ -309,8 +309,8 @@ def fill(base: FrozenBase, shape: ModelShape, scale: float = 1.0) -> FrozenBase:
 
 def with_precision(config: lora_rules.Config, precision: str) -> lora_rules.Config:
     """Return `config` with the precision of a GPU. On a CPU a config without FP8 is in fp32."""
-    kind = type("Config", (lora_rules.Config,), {"precision": precision})
-    return kind(**vars(config))
+    config_class = type("Config", (lora_rules.Config,), {"precision": precision})
+    return config_class(**vars(config))
 
 
 def lora_steps(
