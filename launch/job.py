@@ -21,9 +21,9 @@ from common.terminal import print_stderr, shown
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
@@ -160,7 +160,7 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     if checkpoint or continues:
         require_possible(selection.config)
     if checkpoint:
-        when_from(checkpoint)
+        parse_interval(checkpoint)
     data_dir, log_dir = directories(benchmark, selection.config, environment)
     if continues == AUTO:
         _require_checkpoint_option(checkpoint)

@@ -57,12 +57,12 @@ from common.training.continuation import (
     CHECKPOINTS_FOLDER,
     FACTS,
     PARTIAL_SUFFIX,
-    When,
+    CheckpointInterval,
     damaged,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from common.training.digest import fingerprint
 from common.training.reports import Reports
@@ -100,7 +100,9 @@ class Checkpoints:
         self.assembly = assembly
         self.processes = processes
         self.rank = processes.rank
-        self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
+        self.interval: CheckpointInterval | None = None
+        if run.checkpoint:
+            self.interval = parse_interval(run.checkpoint)
         self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
@@ -153,7 +155,7 @@ class Checkpoints:
 
     def _part(self, live: Tensor, rows: int) -> TensorPart:
         """Allocate host memory for a tensor. Arguments as in the result of `_tensors`."""
-        pinned = self.when is not None and live.is_cuda
+        pinned = self.interval is not None and live.is_cuda
         host = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
         if not rows:
             return TensorPart(live, host, host, 0)
@@ -211,7 +213,7 @@ class Checkpoints:
         if self.saving is not None and self.saving.done():
             self.finish()
         self.step = step
-        if self.when is None or not self.due(self.when, evaluated):
+        if self.interval is None or not self.due(self.interval, evaluated):
             return
         began = time.monotonic()
         self._write_heartbeat()
@@ -245,15 +247,15 @@ class Checkpoints:
             f"checkpoint of step {step}: training paused for {paused_s:.1f} s; writing continues"
         )
 
-    def due(self, when: When, evaluated: bool) -> bool:
+    def due(self, interval: CheckpointInterval, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after this step."""
-        if when.evaluations:
+        if interval.evaluations:
             if not evaluated:
                 return False
             self.evaluations += 1
-            return self.evaluations % when.evaluations == 0
+            return self.evaluations % interval.evaluations == 0
         # The clock of rank 0 decides for all ranks.
-        is_due = self.rank == 0 and time.monotonic() - self.last_save >= when.seconds
+        is_due = self.rank == 0 and time.monotonic() - self.last_save >= interval.seconds
         return bool(self.processes.sum(torch.tensor([float(is_due)], device=self.processes.device)))
 
     def _copy_state(self) -> dict[str, Tensor]:

@@ -24,11 +24,11 @@ from common.training.continuation import (
     CHECKPOINTS_FOLDER,
     FACTS,
     PARTIAL_SUFFIX,
-    When,
+    CheckpointInterval,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
@@ -292,7 +292,7 @@ def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
 ):
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 5)
     whole, rest = run_and_continue(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
 
@@ -327,10 +327,12 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
 
 
 def test_the_checkpoint_option_takes_evaluations_or_seconds():
-    assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
+    assert parse_interval("3") == CheckpointInterval(3, 0.0) and parse_interval(
+        "600s"
+    ) == CheckpointInterval(0, 600.0)
     for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
         with pytest.raises(ConfigError, match="--checkpoint"):
-            when_from(text)
+            parse_interval(text)
 
 
 @pytest.fixture
@@ -452,7 +454,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
 
     monkeypatch.setattr(checkpoint, "write_file", late)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 1)
     ended = run(
         tmp_path / "run",
         tmp_path / "data",
