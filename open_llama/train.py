@@ -32,7 +32,7 @@ from common.training import full_training, timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES
 from common.training.full_training import assemble_full
-from common.training.loop import pad_for_ranks
+from common.training.loop import rank_micro_batches
 from common.training.lora_training import (
     assemble_lora,
     base_fingerprints,
@@ -156,7 +156,7 @@ def open_data(
     assert isinstance(config, Config)
     batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
     validation = validation_pairs(config, rules, run.data_dir)
-    eval_batches = pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    eval_batches = rank_micro_batches(validation, processes, config.eval_micro_batch_size)
     return Prefetcher(batches, processes.device), eval_batches
 
 

@@ -22,7 +22,7 @@ from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
-from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
@@ -92,7 +92,7 @@ def open_data(
 ) -> tuple[Iterator[Tensor], list[Tensor]]:
     rows = next_token_pairs(np.load(data_dir / TRAIN_FILE))
     validation = next_token_pairs(np.load(data_dir / VALIDATION_FILE))
-    return batches(rows, config, processes, step), pad_for_ranks(
+    return batches(rows, config, processes, step), rank_micro_batches(
         validation, processes, config.eval_micro_batch_size
     )
 
