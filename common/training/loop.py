@@ -202,8 +202,8 @@ def train(
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
             meter.flush()
-            if reports.ranks:
-                reports.ranks.compare(step, samples, meter.seconds())
+            if reports.rank_comparison:
+                reports.rank_comparison.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:

@@ -101,7 +101,9 @@ def train(
         target_loss=rules.target_loss,
         max_samples=config.max_samples,
     )
-    reports.ranks = compare_ranks(processes, reports.events, reports.progress, assembly.model)
+    reports.rank_comparison = compare_ranks(
+        processes, reports.events, reports.progress, assembly.model
+    )
     try:
         outcome = loop.train(
             assembly, lr_at, batches, eval_batches, batching, goal, processes, reports, checkpoints
