@@ -137,7 +137,7 @@ class Checkpoints:
         names = {parameter: name for name, parameter in model.named_parameters()}
         tensors = {}
         per_weight = {"master": optimizer.weights}
-        for kind, state in optimizer.update.state().items():
+        for kind, state in optimizer.rule.state().items():
             if isinstance(state, Tensor):
                 tensors[f"optimizer.{kind}"] = (state.view(1) if state.ndim == 0 else state, 0)
             else:
@@ -326,7 +326,7 @@ class Checkpoints:
             part.live.copy_(part.host)
         if self._digest(state_by_name, facts) != facts["digest"]:
             raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
-        counted = self.assembly.optimizer.update.state().get("steps")
+        counted = self.assembly.optimizer.rule.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
             raise damaged(
                 folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"

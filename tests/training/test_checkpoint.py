@@ -68,7 +68,7 @@ def trained(run_dir, folder, rules=TINY, **options):
             for name, parameter in assembly.model.named_parameters()
         }
         optimizer = assembly.optimizer
-        state = optimizer.update.state()
+        state = optimizer.rule.state()
         moments = zip(begun["weights"], state["first_moment"], state["second_moment"], strict=False)
         begun["moments"] = {
             name: torch.stack([first.float(), second.float()]) for name, first, second in moments
@@ -105,7 +105,7 @@ def as_after(checkpoints, steps: int):
 
     A checkpoint whose step differs from the optimizer's is refused as damaged.
     """
-    checkpoints.assembly.optimizer.update.steps.fill_(steps)
+    checkpoints.assembly.optimizer.rule.steps.fill_(steps)
     return checkpoints
 
 

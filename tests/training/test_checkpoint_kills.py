@@ -33,7 +33,7 @@ def save_on_and_on(rank, ranks, port, folder, ready):
     while True:
         for weight in checkpoints.assembly.optimizer.weights:
             weight.fill_(step)
-        checkpoints.assembly.optimizer.update.state()["steps"].fill_(step)
+        checkpoints.assembly.optimizer.rule.state()["steps"].fill_(step)
         checkpoints.offer(step, evaluated=True)
         if step == first:
             ready.touch()  # the first save is under way

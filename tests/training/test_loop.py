@@ -29,7 +29,7 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import NonFinite, TargetMissed
 from common.model.initialization import copy_weight, init_weights
 from common.model.linear_layers import LinearLayers
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training import loop
@@ -496,9 +496,9 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
 
     def assemble(config, rules, processes, seed):
         model = Scripted(losses)
-        update = UPDATES["adamw"](rules, "reference", torch.float32)
+        make_rule = UPDATE_RULES["adamw"](rules, "reference", torch.float32)
         return Assembly(
-            model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers()
+            model, ReplicatedOptimizer(model.parameters(), processes, make_rule), LinearLayers()
         )
 
     changes = {

@@ -24,7 +24,7 @@ from common.kernels.fp8 import QuantizedTensor
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
 from launch.plan import estimate
 from launch.plan.benchmark import workload
@@ -122,7 +122,8 @@ BOTH = {"rules": RULES, "linear": "rounded12", "opt_base_learning_rate": 0.5}
 @contextmanager
 def plugged_in():
     sgd = mock.patch.dict(
-        UPDATES, sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm)
+        UPDATE_RULES,
+        sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm),
     )
     linear_format.cache_clear()
     with sgd, mock.patch.dict(FORMATS, rounded12=ROUNDED):

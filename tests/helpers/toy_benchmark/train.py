@@ -16,7 +16,7 @@ from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training import timed_run
@@ -44,12 +44,16 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         )
 
     def make_optimizer(model: Llama) -> ZeroOptimizer:
-        update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
+        make_rule = UPDATE_RULES[rules.opt_name](rules, kernels, torch.float32)
         reduce_scatter = partial(
             make_reduce_scatter, config.reduce_scatter, processes, dtype, kernels
         )
         return ZeroOptimizer(
-            [model.embedding, *model.blocks, model.head], processes, update, kernels, reduce_scatter
+            [model.embedding, *model.blocks, model.head],
+            processes,
+            make_rule,
+            kernels,
+            reduce_scatter,
         )
 
     def fill_weights(model: Llama, optimizer: ZeroOptimizer) -> None:
