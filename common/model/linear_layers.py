@@ -371,7 +371,9 @@ def swiglu_epilogues(
 
     Also returns None in the first step, when the quantizer must know the amax before it stores.
     """
-    if not ops.fuses or quantizer is None or quantizer.two_pass or operand.inverse_scale is None:
+    if not ops.may_fuse_swiglu or operand.inverse_scale is None:
+        return None
+    if quantizer is None or quantizer.two_pass:
         return None
     engine = swiglu_engine(operand.rowwise.device).engine
     return engines.module_of(engine) if engine.module else None

@@ -209,7 +209,7 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
         products=result.products,
         swiglu=result.swiglu,
         missing=result.missing,
-        choices=products_in_use(result),
+        choices=cublaslt_choices(result),
         seconds=result.seconds,
         ops=len(result.findings),
         worst=str(result.worst),
@@ -403,7 +403,7 @@ def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Chec
         yield "bf16 product", str(SPLIT_K), PRODUCT_DB, measure
 
 
-def products_in_use(result: SelfTestResult) -> list[str]:
+def cublaslt_choices(result: SelfTestResult) -> list[str]:
     """Return the algorithms that the cublaslt engine has chosen so far, with their times."""
     if result.products != "cublaslt":
         return []
@@ -473,7 +473,8 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
     """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
-    return engines.SWIGLU in engines.operations(sizes.fp8) and KERNEL_ENGINES[sizes.kernels].fuses
+    operations = engines.operations(sizes.fp8)
+    return engines.SWIGLU in operations and KERNEL_ENGINES[sizes.kernels].may_fuse_swiglu
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:

@@ -146,9 +146,8 @@ def quack(monkeypatch):
 class Case:
     """A step's operands and quantizers. `lora`: gate_up is kept in 8 bits."""
 
-    def __init__(self, fuses=True, lora=False):
-        kind = KERNEL_ENGINES["reference"]
-        self.ops = replace(kind, fuses=fuses)
+    def __init__(self, may_fuse_swiglu=True, lora=False):
+        self.ops = replace(KERNEL_ENGINES["reference"], may_fuse_swiglu=may_fuse_swiglu)
         self.inputs = DelayedScaling()
         made = [self.inputs.quantizer(gradient=gradient) for gradient in (False, True)]
         made += [self.inputs.quantizer(weight=True) for _ in range(2)]
@@ -228,7 +227,7 @@ def test_a_profile_shows_the_sizes_of_both_products(quack):
 
 
 def test_the_reference_and_other_formats_are_left_alone(quack):
-    case = Case(fuses=False)
+    case = Case(may_fuse_swiglu=False)
     case.step()
     case.step()
     plain = Case()
