@@ -190,9 +190,9 @@ class RunConfig:
     @property
     def linear_format(self) -> LinearFormat:
         """Number format that the key `linear` names."""
-        form = linear_format(self.linear)
-        assert form is not None, "checked when the config was made"
-        return form
+        number_format = linear_format(self.linear)
+        assert number_format is not None, "checked when the config was made"
+        return number_format
 
     @property
     def world_size(self) -> int:

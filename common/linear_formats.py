@@ -45,12 +45,12 @@ class LinearFormat:
         """Whether kernels store operands in FP8, from the first step on or after `until`."""
         return self.in_fp8 or (self.then != "" and FORMATS[self.then].in_fp8)
 
-    def operand_bytes(self, element: int) -> int:
+    def operand_bytes(self, run_bytes: int) -> int:
         """Return the bytes of one element of an operand, in one layout.
 
-        `element`: bytes of an element in the precision of the run.
+        `run_bytes`: bytes of an element in the precision of the run.
         """
-        return self.bytes_per_element or element
+        return self.bytes_per_element or run_bytes
 
 
 LAYERS = "common.model.linear_layers:LinearLayers"
@@ -65,8 +65,8 @@ def _emulated(name: str, log_precision: str) -> LinearFormat:
 
 
 FORMATS = {
-    form.name: form
-    for form in (
+    number_format.name: number_format
+    for number_format in (
         LinearFormat("bf16", LAYERS),
         LinearFormat(
             "fp8", DELAYED_SCALING, "fp8", bytes_per_element=1, weight_copies=2, in_fp8=True

@@ -25,21 +25,21 @@ from common.model.linear_layers import BlockQuantizers, DelayedScaling, FrozenWe
 
 
 class EmulatedLayers(DelayedScaling):
-    """Linear layers that emulate a block format and, after healing, compute in `form.then`."""
+    """Linear layers that emulate a block format and, after healing, compute in format `then`."""
 
-    def __init__(self, form: LinearFormat | None = None):
+    def __init__(self, number_format: LinearFormat | None = None):
         super().__init__()
-        assert form is not None
-        self.format = form
-        self.blocks = block_formats.BLOCK_FORMATS[form.name]
-        self.stochastic = "stochastic" in form.options
-        self.square_weights = "square_weights" in form.options
+        assert number_format is not None
+        self.format = number_format
+        self.blocks = block_formats.BLOCK_FORMATS[number_format.name]
+        self.stochastic = "stochastic" in number_format.options
+        self.square_weights = "square_weights" in number_format.options
         self.transform = ""
         for option in ("hadamard", "random_hadamard"):
-            if option in form.options:
+            if option in number_format.options:
                 self.transform = option
         # Heal after `point` steps if `until` is "step", at a loss of `point` if it is "loss".
-        self.until, _, point = form.until.partition(" ")
+        self.until, _, point = number_format.until.partition(" ")
         self.point = float(point or 0)
         self.steps_done = 0
         self.healed = False

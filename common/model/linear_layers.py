@@ -100,8 +100,8 @@ class FrozenWeights(Protocol):
 class LinearLayers:
     """Linear layers in the precision of the run, without state."""
 
-    def __init__(self, form: LinearFormat | None = None):
-        """Create the layers. `form`: used by classes that implement several formats."""
+    def __init__(self, number_format: LinearFormat | None = None):
+        """Create the layers. `number_format`: used by classes that implement several formats."""
         self.quantizers: list[Quantizer] = []
 
     # Operands.
@@ -379,7 +379,7 @@ def swiglu_epilogues(
     return engines.module_of(engine) if engine.module else None
 
 
-def linear_layers(form: LinearFormat) -> LinearLayers:
-    """Return a new implementation of `form`."""
-    module, _, name = form.implementation.partition(":")
-    return getattr(importlib.import_module(module), name)(form)
+def linear_layers(number_format: LinearFormat) -> LinearLayers:
+    """Return a new implementation of `number_format`."""
+    module, _, name = number_format.implementation.partition(":")
+    return getattr(importlib.import_module(module), name)(number_format)

@@ -107,7 +107,9 @@ def ties_and_neighbors(name):
 
 
 def test_a_config_knows_the_same_formats():
-    emulated = {name for name, form in linear_formats.FORMATS.items() if form.emulated}
+    emulated = {
+        name for name, number_format in linear_formats.FORMATS.items() if number_format.emulated
+    }
     assert set(BLOCK_FORMATS) == emulated and set(TORCHAO_ELEMENTS) | {"nvfp4"} == set(
         BLOCK_FORMATS
     )

@@ -49,10 +49,13 @@ class ThreeProducts(torch.autograd.Function):
 
 
 def along_rows(x, recipe, gradient=False, weight=False):
-    form = BLOCK_FORMATS[recipe.split("+")[0]]
+    block_format = BLOCK_FORMATS[recipe.split("+")[0]]
     square = weight and "square_weights" in recipe
     return quantize(
-        x, form, form.gradient_element if gradient else form.element, square=square
+        x,
+        block_format,
+        block_format.gradient_element if gradient else block_format.element,
+        square=square,
     ).dequantize(x.dtype)
 
 

@@ -14,14 +14,16 @@ TIES = [0.5, 1.5, 2.5, 3.5, 5.0, 7.0, -5.0, 6.0, -0.25, 0.75, 1.25, 1.75, 0.0, -
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_the_kernels_give_the_bits_of_the_plain_emulation(name, square):
-    form = BLOCK_FORMATS[name]
+    block_format = BLOCK_FORMATS[name]
     torch.manual_seed(1)
     for shape in ((96, 160), (64, 96)) if square else ((5, 64), (96, 160)):  # tiles are 64 x 64
         x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).bfloat16().to(DEVICE)
         x[0], x[1, :16] = 0.0, torch.tensor(TIES).to(x)
         for view in (x, x.t().contiguous().t()):
             plain, fast = (
-                emulate(view, form, form.gradient_element, torch.float32, square=square)
+                emulate(
+                    view, block_format, block_format.gradient_element, torch.float32, square=square
+                )
                 for emulate in (fast_emulation.PLAIN, fast_emulation.emulate)
             )
             assert torch.equal(plain, fast)
