@@ -185,15 +185,17 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     cos, sin = rope_tables(
         ModelShape(1, heads * head_dim, 256, heads, kv_heads, 71, 500000.0), sequence, device
     )
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     qkv = torch.randn(batch * sequence, all_heads * head_dim, device=device, dtype=torch.bfloat16)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
-    truth = rope_reference(unpacked[:1, :, :turned].double(), cos, sin)
+    truth = rope_reference(unpacked[:1, :, :rotated_heads].double(), cos, sin)
     plain = rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads)
     ours = rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads)
-    errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
+    errors = [
+        (x.view_as(unpacked)[:1, :, :rotated_heads].double() - truth).norm() for x in (plain, ours)
+    ]
     assert errors[1] <= 2 * errors[0]
-    assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
+    assert torch.equal(ours.view_as(unpacked)[:, :, rotated_heads:], unpacked[:, :, rotated_heads:])
     # A fused multiply-add rounds once where torch rounds twice.
     assert (ours != plain).sum() <= 1e-3 * ours.numel()
 
@@ -221,8 +223,8 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     assert torch.equal(got.columnwise.view(torch.uint8), got.rowwise.view(torch.uint8).t())
     truth = torch.cat(
         (
-            rope_reference(upstream[:1, :, :turned].double(), cos, -sin),
-            upstream[:1, :, turned:].double(),
+            rope_reference(upstream[:1, :, :rotated_heads].double(), cos, -sin),
+            upstream[:1, :, rotated_heads:].double(),
         ),
         dim=2,
     ).flatten()

@@ -59,26 +59,27 @@ def parts_of(upstream, heads, kv_heads, kind="contiguous"):
 def test_forward_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     expected = torch.cat(
-        (rope_reference(unpacked[:, :, :turned], cos, sin), unpacked[:, :, turned:]), dim=2
+        (rope_reference(unpacked[:, :, :rotated_heads], cos, sin), unpacked[:, :, rotated_heads:]),
+        dim=2,
     )
-    truth = rotated(unpacked[:, :, :turned].double(), cos, sin)
-    plain = error(expected[:, :, :turned], truth)
+    truth = rotated(unpacked[:, :, :rotated_heads].double(), cos, sin)
+    plain = error(expected[:, :, :rotated_heads], truth)
     assert plain < (1e-6 if dtype == torch.float32 else 1e-3)
     for function in (rope_packed_reference_, rope_packed_triton_):
         ours = qkv.clone()
         assert function(ours, cos, sin, heads, kv_heads) is ours
         ours = ours.view_as(unpacked)
-        assert torch.equal(ours[:, :, turned:], unpacked[:, :, turned:]), (
+        assert torch.equal(ours[:, :, rotated_heads:], unpacked[:, :, rotated_heads:]), (
             "the values are not rotated"
         )
         assert torch.equal(ours[:, 0], unpacked[:, 0]) and not torch.equal(
             ours[:, 1], unpacked[:, 1]
         ), "position 0 of each sequence"
-        assert error(ours[:, :, :turned], truth) <= 2 * plain
+        assert error(ours[:, :, :rotated_heads], truth) <= 2 * plain
         assert torch.allclose(
             ours, expected, rtol=2e-3 if dtype == torch.float16 else 1e-6, atol=1e-6
         )
@@ -90,11 +91,13 @@ def test_forward_rotates_queries_and_keys_alone(shape, dtype):
 def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     leaf = normal(batch, sequence, all_heads, head_dim, dtype=dtype).double().requires_grad_()
     upstream = normal(batch, sequence, all_heads, head_dim, seed=4, dtype=dtype)
     (
-        torch.cat((rotated(leaf[:, :, :turned], cos, sin), leaf[:, :, turned:]), dim=2)
+        torch.cat(
+            (rotated(leaf[:, :, :rotated_heads], cos, sin), leaf[:, :, rotated_heads:]), dim=2
+        )
         * upstream.double()
     ).sum().backward()
     truth = leaf.grad.view(batch * sequence, -1)
@@ -109,7 +112,9 @@ def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
     )
     assert error(plain.rowwise, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
     assert error(ours.rowwise, truth) <= 2 * error(plain.rowwise, truth)
-    assert torch.equal(ours.rowwise.view_as(leaf)[:, :, turned:], parts[2]), "copied, not rotated"
+    assert torch.equal(ours.rowwise.view_as(leaf)[:, :, rotated_heads:], parts[2]), (
+        "copied, not rotated"
+    )
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
