@@ -58,7 +58,7 @@ AMAX_FLOOR = 1e-12  # keeps the scale of a tensor of tiny values finite
 
 # Indices of a quantizer's state. INVERSE, which products read, is first, because cuBLASLt requires
 # it to be aligned to 16 bytes.
-INVERSE, SCALE, AMAX, CLIPPED = range(4)
+INVERSE, SCALE, AMAX, SATURATED = range(4)
 
 NO_RANGE = nullcontext()
 

@@ -24,10 +24,10 @@ from common import engines
 from common.kernels import fp8
 from common.kernels.fp8 import (
     AMAX,
-    CLIPPED,
     HEADROOM,
     HISTORY,
     INVERSE,
+    SATURATED,
     SCALE,
     QuantizedTensor,
     Quantizer,
@@ -278,7 +278,7 @@ class DelayedScaling(LinearLayers):
         for quantizer in self.quantizers:
             quantizer.dtype = e5m2 if quantizer.gradient else e4m3
             quantizer.transposed &= not every_layout
-        # Columns: INVERSE, SCALE, AMAX, CLIPPED.
+        # Columns: INVERSE, SCALE, AMAX, SATURATED.
         self.scales = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
         self.history = torch.zeros(
             HISTORY, len(self.quantizers), dtype=torch.float32, device=device
@@ -355,13 +355,14 @@ class DelayedScaling(LinearLayers):
         self._start_step()
 
     def evaluated(self, loss: float) -> dict[str, object]:
-        return {"clipped_elements": self.take_clipped()}
+        # The key in events.jsonl keeps its name. It counts saturated elements.
+        return {"clipped_elements": self.take_saturated()}
 
-    def take_clipped(self) -> int:
+    def take_saturated(self) -> int:
         """Return how many elements have saturated since the last call. Waits for the device."""
-        clipped = int(self.scales[:, CLIPPED].sum())
-        self.scales[:, CLIPPED] = 0.0
-        return clipped
+        saturated = int(self.scales[:, SATURATED].sum())
+        self.scales[:, SATURATED] = 0.0
+        return saturated
 
 
 def swiglu_epilogues(

@@ -9,7 +9,7 @@ from kernel_checks import error, sqnr_db
 
 from common.kernels import accumulate, adamw, lora, rms_norm
 from common.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_reference, cross_entropy_triton
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, product
+from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor, product
 from common.kernels.lora import Dropout
 from common.kernels.quantize import quantize_reference, quantize_triton
 from common.kernels.rope import (
@@ -90,7 +90,7 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
             d = backward(d_h, kept, gradient)
             if step == 0:
                 scaling.step_done()
-        assert not scaling.scales[:, CLIPPED].any()
+        assert not scaling.scales[:, SATURATED].any()
         assert (kept is gate_up) != keeps
         results.append(((h, d), kept, scaling.scales.clone()))
     (expected, kept, state), (got, kernel_kept, kernel_state) = results
@@ -171,9 +171,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
                     ours.state[entry], reference.state[entry], rtol=2**-8, atol=0
                 )
             torch.testing.assert_close(
-                ours.state[CLIPPED], runs * reference.state[CLIPPED], rtol=1e-3, atol=2
+                ours.state[SATURATED], runs * reference.state[SATURATED], rtol=1e-3, atol=2
             )
-        assert growth == 1 or quantizers[2].state[CLIPPED] > 0
+        assert growth == 1 or quantizers[2].state[SATURATED] > 0
         scaling.step_done()
 
 
@@ -214,7 +214,7 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
         function(*parts, cos, sin, quantizer)  # two passes
         scaling.step_done()
         results.append((function(*parts, cos, sin, quantizer), scaling.scales.clone()))
-        assert not scaling.scales[:, CLIPPED].any()
+        assert not scaling.scales[:, SATURATED].any()
     (expected, state), (got, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
     assert (

@@ -7,7 +7,7 @@ from kernel_checks import error
 from common import engines
 from common.engines import SWIGLU
 from common.errors import ConfigError
-from common.kernels.fp8 import AMAX, CLIPPED, INVERSE, SCALE
+from common.kernels.fp8 import AMAX, INVERSE, SATURATED, SCALE
 from common.kernels.quantize import quantize_triton
 from common.kernels.swiglu import swiglu_engine
 from common.model.block_ops import KERNEL_ENGINES
@@ -123,7 +123,7 @@ def test_epilogues_are_as_exact_as_the_kernels(backward, rows, hidden, ffn):
     largest = float(truths[-1].abs().max())
     print(f"amax: epilogue {amaxes[1]:.5g}, kernel {amaxes[0]:.5g}, fp32 {largest:.5g}")
     assert amaxes[1] == pytest.approx(largest, rel=1e-2)  # sums of 14 bits
-    assert case.states(CLIPPED) == [0, 0]
+    assert case.states(SATURATED) == [0, 0]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
@@ -164,7 +164,7 @@ def test_saturated_elements_are_counted(backward):
         quantizer.state[SCALE] *= 4
         quantizer.state[INVERSE] /= 4
     kernels, epilogues = case.results()
-    counts = case.states(CLIPPED)
+    counts = case.states(SATURATED)
     print(f"saturated: epilogue {counts[1]:g}, kernel {counts[0]:g}")
     assert counts[0] > 10 and counts[0] * 0.98 <= counts[1] <= 2 * counts[0]
     same = kernels[-1].rowwise.float() == epilogues[-1].rowwise.float()

@@ -14,10 +14,10 @@ from common import engines
 from common.kernels import architecture, fp8
 from common.kernels.fp8 import (
     AMAX,
-    CLIPPED,
     HEADROOM,
     HISTORY,
     INVERSE,
+    SATURATED,
     SCALE,
     QuantizedTensor,
     Quantizer,
@@ -109,7 +109,7 @@ def test_an_evaluation_changes_no_scale_and_records_nothing():
     assert torch.equal(scaling.scales, before)
     scaling.start_pass(True)
     quantize_reference(torch.full((2, 2), 1e4), quantizer)
-    assert quantizer.state[AMAX] == 1e4 and quantizer.state[CLIPPED] == 4
+    assert quantizer.state[AMAX] == 1e4 and quantizer.state[SATURATED] == 4
 
 
 def test_the_amax_of_a_step_is_that_of_all_its_micro_batches_also_in_the_first_step():
@@ -143,7 +143,7 @@ def test_a_tensor_that_begins_with_zeros_does_not_saturate_when_values_come(zero
         scaling.step_done()
         assert quantizer.state[SCALE] == quantizer.state[INVERSE] == 1.0
     quantize_reference(normal(16, 16).clamp(-1, 1) * size, quantizer)
-    assert scaling.take_clipped() == 0
+    assert scaling.take_saturated() == 0
     scaling.step_done()
     assert (
         sqnr_db(

@@ -6,7 +6,7 @@ from kernel_checks import DEVICE, error, normal, unrounded
 from test_rope import MEMORY_ORDERS, SHAPES, parts_of, rotated, tables
 
 from common.kernels import qk_norm, rope
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 
 pytestmark = pytest.mark.quick
@@ -123,13 +123,13 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
         assert all(torch.equal(a, b) for a, b in zip(d_weights, again, strict=True))
         assert torch.equal(quantized.columnwise, quantized.rowwise.t())
         assert quantizer.state[AMAX] == (exact.rowwise.abs().max() if step < 3 else 0.0)
-        assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
-        assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
+        assert quantizer.state[SATURATED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
+        assert step != 2 or quantizer.state[SATURATED] > 0, "the test must see saturation"
         state = scaling.scales.clone()
         reference, _ = qk_norm.qk_norm_rope_backward_reference(*arguments, quantizer)
         assert torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-4, atol=1e-5)
         scaling.scales.copy_(state)
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if step < 3:
             scaling.step_done()
 

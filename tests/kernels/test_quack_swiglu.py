@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import engines
 from common.kernels import quack_swiglu
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor
+from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor
 from common.kernels.quack_swiglu import finish_swiglu, largest_byte
 from common.kernels.quantize import quantize_reference
 from common.kernels.swiglu import swiglu_engine
@@ -61,7 +61,7 @@ def test_the_amax_and_saturated_elements_are_recorded(halves, gradient):
     assert torch.equal(out.columnwise.view(torch.uint8), out.rowwise.view(torch.uint8).t())
     exact = int((x.abs() > 2.0).sum())
     rounded = int((out.rowwise.float().abs() == limit).sum())
-    assert 10 < exact <= quantizer.state[CLIPPED] <= rounded
+    assert 10 < exact <= quantizer.state[SATURATED] <= rounded
     assert torch.equal(out.rowwise.view(torch.uint8), store(x, quantizer).view(torch.uint8))
 
 
@@ -69,7 +69,7 @@ def test_elements_within_the_scales_range_are_not_counted_as_saturated():
     x = normal(16, 96, seed=1)
     x[3, 5] = 440.0  # stored as 448
     _, quantizer = finished(x, 1, 1.0)
-    assert quantizer.state[CLIPPED] == 0 and quantizer.state[AMAX] == 440.0
+    assert quantizer.state[SATURATED] == 0 and quantizer.state[AMAX] == 440.0
 
 
 def test_an_evaluation_records_nothing():

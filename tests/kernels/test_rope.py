@@ -5,7 +5,7 @@ import torch
 from kernel_checks import DEVICE, error, normal, unrounded
 
 from common.kernels import rope
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 from common.kernels.rope import (
     rope_packed_backward_reference,
@@ -141,8 +141,8 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, t
         )
         assert torch.equal(quantized.inverse_scale, 1 / quantizer.state[SCALE : SCALE + 1])
         assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
-        assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
-        assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
+        assert quantizer.state[SATURATED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
+        assert step != 2 or quantizer.state[SATURATED] > 0, "the test must see saturation"
         before = scaling.scales.clone()
         reference = rope_packed_backward_reference(*parts, cos, sin, quantizer)
         assert (
@@ -150,7 +150,7 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, t
             and (reference.columnwise is None) != transposed
         )
         scaling.scales.copy_(before)
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if step < 3:
             scaling.step_done()
 

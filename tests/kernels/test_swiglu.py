@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE, error, normal, unrounded
 
 from common.kernels import swiglu
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 from common.kernels.swiglu import (
     swiglu_quantized_backward_reference,
@@ -121,11 +121,11 @@ def test_quantized_results_in_first_and_later_steps_and_an_evaluation(transposed
             for x, q in ((h_exact, quantizer), (d_exact, gradient), (x, kept_quantizer))
         ]
         counts = [2 * saturated[0], saturated[1], saturated[2]]  # h was made twice
-        assert scaling.scales[:, CLIPPED].tolist() == [
+        assert scaling.scales[:, SATURATED].tolist() == [
             float(c) if step in (1, 2) else 0.0 for c in counts
         ], step
         assert step != 2 or min(counts) > 0, "the test must see saturation"
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if recording:
             scaling.step_done()
 
