@@ -41,7 +41,7 @@ from common.training.lora_training import (
 )
 from common.training.reports import Reports
 from common.training.run import Run
-from common.training.schedules import warmup_cosine
+from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from common.training.self_test import run_self_test
 from open_llama.data import sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
@@ -104,14 +104,9 @@ def learning_rate(config: Config) -> Callable[[int], float]:
     end = base * config.end_learning_rate_ratio
     if config.schedule == "cosine":
         return warmup_cosine(base, end, warmup, steps)
-    fall = base - end if config.schedule == "linear" else 0.0
-
-    def lr_at(step: int) -> float:
-        if step < warmup:
-            return base * (step + 1) / (warmup + 1)
-        return base - fall * min(1.0, (step - warmup) / (steps - warmup))
-
-    return lr_at
+    if config.schedule == "linear":
+        return warmup_linear(base, end, warmup, steps)
+    return warmup_constant(base, warmup)
 
 
 def run_rank(run: Run, reports: Reports) -> None:
