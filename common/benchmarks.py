@@ -222,10 +222,10 @@ def load_all(
 
     They are sorted by GPU kind and number of GPUs. Raises ConfigError.
     """
-    kind = config_class(name)
     loaded = []
     for config_name in config_names(root, name):
-        config = configs.load(config_path(root, name, config_name), kind, overrides)
+        path = config_path(root, name, config_name)
+        config = configs.load(path, config_class(name), overrides)
         loaded.append((config_name, config))
     order = [*KINDS, "CPU"]
     loaded.sort(key=lambda item: (order.index(item[1].gpu), item[1].world_size))

@@ -190,9 +190,9 @@ class RunConfig:
     @property
     def linear_format(self) -> LinearFormat:
         """Number format that the key `linear` names."""
-        form = linear_format(self.linear)
-        assert form is not None, "checked when the config was made"
-        return form
+        number_format = linear_format(self.linear)
+        assert number_format is not None, "checked when the config was made"
+        return number_format
 
     @property
     def world_size(self) -> int:
@@ -217,13 +217,13 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 def load(
     path: Path,
-    kind: type[AnyConfig],
+    config_class: type[AnyConfig],
     overrides: Mapping[str, str] | None = None,
     derived: Mapping[str, str | int] | None = None,
 ) -> AnyConfig:
     """Read and check the TOML at `path`.
 
-    `kind`: the `rules.Config` of the benchmark.
+    `config_class`: the `rules.Config` of the benchmark.
     `overrides`: key -> text of `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
     `derived`: values that replace those of the file. `overrides` take precedence.
 
@@ -252,19 +252,19 @@ def load(
             "correct the line it names",
         ) from None
     # Check the file alone first, so that its errors do not name the overrides.
-    from_table(dict(table), kind, str(path))
+    from_table(dict(table), config_class, str(path))
     table |= derived or {}
     if not overrides:
-        return from_table(table, kind, str(path))
+        return from_table(table, config_class, str(path))
     for key, text in overrides.items():
         table[key] = _parse_value(text)
     given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
-    return from_table(table, kind, f"{given} (of {path.name})")
+    return from_table(table, config_class, f"{given} (of {path.name})")
 
 
-def from_table(table: dict, kind: type[AnyConfig], source: str) -> AnyConfig:
+def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyConfig:
     """Return the config of a parsed TOML. `source`: its name, for errors. Raises ConfigError."""
-    known = {f.name: f for f in fields(kind)}
+    known = {f.name: f for f in fields(config_class)}
     for key in table:
         if key not in known:
             raise _unknown_key(key, list(known), source)
@@ -279,7 +279,7 @@ def from_table(table: dict, kind: type[AnyConfig], source: str) -> AnyConfig:
             continue
         table[name] = _checked(table[name], str(f.type), name, source)
     try:
-        return kind(**table)
+        return config_class(**table)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.what}", error.why, error.do) from None
 

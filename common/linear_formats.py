@@ -45,12 +45,12 @@ class LinearFormat:
         """Whether kernels store operands in FP8, from the first step on or after `until`."""
         return self.in_fp8 or (self.then != "" and FORMATS[self.then].in_fp8)
 
-    def operand_bytes(self, element: int) -> int:
+    def operand_bytes(self, run_bytes: int) -> int:
         """Return the bytes of one element of an operand, in one layout.
 
-        `element`: bytes of an element in the precision of the run.
+        `run_bytes`: bytes of an element in the precision of the run.
         """
-        return self.bytes_per_element or element
+        return self.bytes_per_element or run_bytes
 
 
 LAYERS = "common.model.linear_layers:LinearLayers"
@@ -65,8 +65,8 @@ def _emulated(name: str, log_precision: str) -> LinearFormat:
 
 
 FORMATS = {
-    form.name: form
-    for form in (
+    number_format.name: number_format
+    for number_format in (
         LinearFormat("bf16", LAYERS),
         LinearFormat(
             "fp8", DELAYED_SCALING, "fp8", bytes_per_element=1, weight_copies=2, in_fp8=True
@@ -80,7 +80,7 @@ FORMATS = {
     )
 }
 # Syntax of an emulated format: its options in this order, and its end.
-EMULATED = re.compile(
+EMULATED_SYNTAX = re.compile(
     r"(?P<name>\w+)(?P<options>(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)"
     r"( until (?P<until>step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?), then (?P<then>fp8|bf16))?",
     re.ASCII,
@@ -92,7 +92,7 @@ def linear_format(text: str) -> LinearFormat | None:
     """Return the format that a config calls `text`, or None if it is unknown."""
     if text in FORMATS:
         return FORMATS[text]
-    found = EMULATED.fullmatch(text)
+    found = EMULATED_SYNTAX.fullmatch(text)
     if found is None or found["name"] not in FORMATS or not FORMATS[found["name"]].emulated:
         return None
     options = tuple(found["options"].split("+")[1:])

@@ -19,11 +19,11 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import (
-    FOLDER,
+    CHECKPOINTS_FOLDER,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
@@ -160,7 +160,7 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     if checkpoint or continues:
         require_possible(selection.config)
     if checkpoint:
-        when_from(checkpoint)
+        parse_interval(checkpoint)
     data_dir, log_dir = directories(benchmark, selection.config, environment)
     if continues == AUTO:
         _require_checkpoint_option(checkpoint)
@@ -206,7 +206,7 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | N
     """
     newest_first = sorted(folder.glob("*/"), reverse=True)  # names begin with the date and time
     for run in newest_first:
-        if not any((run / FOLDER).glob("step_*[0-9]")):
+        if not any((run / CHECKPOINTS_FOLDER).glob("step_*[0-9]")):
             continue
         checkpoint, facts = newest(run)
         try:

@@ -16,10 +16,8 @@ AMD's and NVIDIA's submissions differ by one position. They turned labels into a
 The first token of each answer is then not counted, and the one after its end is. This project
 follows the reference, which has Hugging Face's rule: a mask belongs to the predicted token.
 
-Order: epoch e is the e-th permutation of the rows drawn from one `numpy.random.RandomState(seed)`,
-a legacy generator whose stream is frozen. Epochs follow each other without a gap, so a batch may
-hold the end of one and the beginning of the next. A random order is necessary, not only allowed: in
-file order the loss stays above the target (0.937 against 0.922 shuffled, as measured by AMD).
+Order: common/data/shuffled_epochs.py. A random order is necessary, not only allowed: in file order
+the loss stays above the target (0.937 against 0.922 shuffled, as measured by AMD).
 
 The rules do not allow a run to read tokens before the clock starts. They fix the number of rows, so
 a run opens no file earlier. It then reads each file whole: 256 MB as int32 on each rank, and 0.7 GB
@@ -28,12 +26,12 @@ during the read. This module does not import torch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from common.data.shuffled_epochs import shuffled_micro_batches
 from common.errors import DataError
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
@@ -159,13 +157,6 @@ def next_token_labels(rows: np.ndarray) -> np.ndarray:
     return shifted
 
 
-def row_order(rows: int, seed: int) -> Iterator[int]:
-    """Yield row numbers without end: one permutation of all rows after another."""
-    random = np.random.RandomState(seed)
-    while True:
-        yield from random.permutation(rows).tolist()
-
-
 def train_batches(
     rows: np.ndarray,
     seed: int,
@@ -179,15 +170,10 @@ def train_batches(
 
     `rows`: the result of `read_rows`.
 
-    Each is int32 [micro_batch_size, 2, sequence]. A step has global_batch_size /
-    (micro_batch_size * world_size) of them on each rank. Step s trains on the global_batch_size
-    rows from s * global_batch_size on, for any number of ranks. Each rank takes a contiguous share
-    of them and cuts it into micro-batches.
+    Each is int32 [micro_batch_size, 2, sequence]. The order is that of shuffled_micro_batches.
     """
-    share = global_batch_size // world_size  # rows per rank and step
-    order = itertools.islice(row_order(len(rows), seed), step * global_batch_size, None)
-    while True:
-        rows_of_step = list(itertools.islice(order, global_batch_size))
-        own = rows_of_step[rank * share : (rank + 1) * share]
-        for start in range(0, share, micro_batch_size):
-            yield next_token_labels(rows[own[start : start + micro_batch_size]])
+    micro_batches = shuffled_micro_batches(
+        len(rows), seed, global_batch_size, micro_batch_size, rank, world_size, step
+    )
+    for numbers in micro_batches:
+        yield next_token_labels(rows[numbers])

@@ -136,9 +136,9 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     alone = not torch.distributed.is_initialized()
     processes = start_processes("cpu", 60.0)
     settings = AdamWSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    update = partial(AdamW, settings, "reference", torch.float32)
+    make_rule = partial(AdamW, settings, "reference", torch.float32)
     assembly = Assembly(
-        model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers()
+        model, ReplicatedOptimizer(model.parameters(), processes, make_rule), LinearLayers()
     )
     lr_at = warmup_cosine(
         BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS

@@ -31,7 +31,7 @@ from common.sharding.processes import Processes
 from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES
-from common.training.loop import pad_for_ranks
+from common.training.loop import rank_micro_batches
 from common.training.lora_training import (
     assemble_lora,
     base_fingerprints,
@@ -135,7 +135,7 @@ def open_data(
     )
     validation = next_token_labels(read_rows(data_dir, "validation", rules))
     batches = Prefetcher(pairs, processes.device)
-    eval_batches = pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    eval_batches = rank_micro_batches(validation, processes, config.eval_micro_batch_size)
     return batches, eval_batches
 
 

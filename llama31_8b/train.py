@@ -29,7 +29,7 @@ from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES
 from common.training.full_training import assemble_full, high_priority_compute
-from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
@@ -124,7 +124,7 @@ def open_data(
             data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size
         )
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
-    eval_batches = pad_for_ranks(
+    eval_batches = rank_micro_batches(
         next_token_pairs(validation), processes, config.eval_micro_batch_size
     )
     return batches, eval_batches

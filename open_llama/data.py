@@ -1,8 +1,8 @@
 """Batches of Megatron's token files: sequences cut from one stream, or one document per sequence.
 
 A stream is read in Megatron's order (common/data/gpt_dataset.py). With one document per sequence,
-epoch e is the e-th permutation of the documents drawn from `numpy.random.RandomState(seed)`. A
-document longer than a sequence is cut off, and a shorter one is padded. The loss ignores padding.
+the documents are shuffled in each epoch (common/data/shuffled_epochs.py). A document longer than a
+sequence is cut off, and a shorter one is padded. The loss ignores padding.
 
 Sequences of an evaluation are spread evenly over the validation file. The first ones could belong
 to a few long documents.
@@ -10,7 +10,6 @@ to a few long documents.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 from common.data.gpt_dataset import TrainData, check_ids, train_batches
 from common.data.indexed_dataset import Index, Tokens
 from common.data.indexed_dataset_header import index_path, tokens_path, whole_sequences
+from common.data.shuffled_epochs import shuffled_micro_batches
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.training.loop import next_token_pairs
@@ -125,22 +125,17 @@ def document_batches(
     Each is int32 [micro_batch_size, 2, sequence_length]. A step holds the same documents for any
     number of processes.
     """
-    batch = config.global_batch_size
-    share = batch // config.world_size
-    order = itertools.islice(document_order(len(documents), seed), step * batch, None)
-    while True:
-        numbers_of_step = list(itertools.islice(order, batch))
-        own = numbers_of_step[rank * share : (rank + 1) * share]
-        for start in range(0, share, config.micro_batch_size):
-            chosen = own[start : start + config.micro_batch_size]
-            yield np.stack([documents[number] for number in chosen])
-
-
-def document_order(count: int, seed: int) -> Iterator[int]:
-    """Yield document numbers without end: one permutation of all after another."""
-    random = np.random.RandomState(seed)
-    while True:
-        yield from random.permutation(count).tolist()
+    micro_batches = shuffled_micro_batches(
+        len(documents),
+        seed,
+        config.global_batch_size,
+        config.micro_batch_size,
+        rank,
+        config.world_size,
+        step,
+    )
+    for numbers in micro_batches:
+        yield np.stack([documents[number] for number in numbers])
 
 
 def sequences_in(config: Config, rules: Rules, data_dir: Path) -> int:

@@ -20,7 +20,7 @@ from common.model.merged_adapter import read_adapter
 from common.model.peft_adapter import OUTPUT, SPLIT
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
-from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama.data import spread_windows
 
 MICRO_BATCH_TOKENS = 8192
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> None:
         vocab_size = model.shape.vocab_size
         pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
-        loss = evaluate(model, pad_for_ranks(pairs, processes, size), processes)
+        loss = evaluate(model, rank_micro_batches(pairs, processes, size), processes)
     torch.distributed.destroy_process_group()
     print(
         f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}:"

@@ -20,7 +20,7 @@ from common.model.peft_adapter import save_peft_adapter
 from common.model.saved_model import FILE_BYTES
 from common.model.shapes import ModelShape
 from common.training.build import DTYPES, default_dtype
-from common.training.checkpoint import CheckpointReader
+from common.training.checkpoint import DcpReader
 from common.training.continuation import newest
 from open_llama.rules import Config, Rules, rules_of
 from open_llama.tokenizer import copy_tokenizer
@@ -82,7 +82,5 @@ def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
     master = torch.empty(size, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming a single process", which is right
-        dcp.load(
-            {f"{name}.master": master}, storage_reader=CheckpointReader(str(folder)), no_dist=True
-        )
+        dcp.load({f"{name}.master": master}, storage_reader=DcpReader(str(folder)), no_dist=True)
     return master

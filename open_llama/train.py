@@ -33,7 +33,7 @@ from common.training import full_training, timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES
 from common.training.full_training import assemble_full
-from common.training.loop import pad_for_ranks
+from common.training.loop import rank_micro_batches
 from common.training.lora_training import (
     assemble_lora,
     base_fingerprints,
@@ -42,7 +42,7 @@ from common.training.lora_training import (
 )
 from common.training.reports import Reports
 from common.training.run import Run
-from common.training.schedules import warmup_cosine
+from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from common.training.self_test import run_self_test
 from open_llama.data import sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
@@ -105,14 +105,9 @@ def learning_rate(config: Config) -> Callable[[int], float]:
     end = base * config.end_learning_rate_ratio
     if config.schedule == "cosine":
         return warmup_cosine(base, end, warmup, steps)
-    fall = base - end if config.schedule == "linear" else 0.0
-
-    def lr_at(step: int) -> float:
-        if step < warmup:
-            return base * (step + 1) / (warmup + 1)
-        return base - fall * min(1.0, (step - warmup) / (steps - warmup))
-
-    return lr_at
+    if config.schedule == "linear":
+        return warmup_linear(base, end, warmup, steps)
+    return warmup_constant(base, warmup)
 
 
 def run_rank(run: Run, reports: Reports) -> None:
@@ -157,7 +152,7 @@ def open_data(
     assert isinstance(config, Config)
     batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
     validation = validation_pairs(config, rules, run.data_dir)
-    eval_batches = pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    eval_batches = rank_micro_batches(validation, processes, config.eval_micro_batch_size)
     return Prefetcher(batches, processes.device), eval_batches
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
-from common.training.mllog import EMULATED
+from common.training.mllog import EMULATED_KEY
 from submission import check, describe, official_tools, rehearsal
 from submission.examined import Examined
 from submission.findings import Finding
@@ -215,7 +215,7 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
         "a run is timed from its first step to its last, without interruption",
         "run it without --continue",
     )
-    emulated = run.log.value(EMULATED)
+    emulated = run.log.value(EMULATED_KEY)
     require(
         emulated is None,
         f"{run.folder} emulated {emulated}",

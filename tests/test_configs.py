@@ -279,18 +279,27 @@ def test_impossible_value_of_lora(key, value):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
 
 
-@pytest.mark.parametrize("name", block_formats.FORMATS)
+@pytest.mark.parametrize("name", block_formats.BLOCK_FORMATS)
 @pytest.mark.parametrize(
     ("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")]
 )
 def test_every_emulated_format_can_be_chosen_and_healed(name, until, then):
     end = f" until {until}, then {then}" if until else ""
     for options in ((), ("stochastic",), ("stochastic", "random_hadamard", "square_weights")):
-        form = configs.from_table(
+        number_format = configs.from_table(
             GOOD | {"linear": "+".join((name, *options)) + end}, Config, "some.toml"
         ).linear_format
-        assert (form.name, form.options, form.until, form.then) == (name, options, until, then)
-        assert form.emulated and form.stores_fp8 == (then == "fp8") and not form.in_fp8
+        assert (
+            number_format.name,
+            number_format.options,
+            number_format.until,
+            number_format.then,
+        ) == (name, options, until, then)
+        assert (
+            number_format.emulated
+            and number_format.stores_fp8 == (then == "fp8")
+            and not number_format.in_fp8
+        )
 
 
 @pytest.mark.parametrize("key", ["fp8", "block_format", "healing"])

@@ -213,8 +213,8 @@ TYPED = re.compile(r"(^|[._])(rules|configs?)$")
 OPTIONS = {
     field.name
     for name in BENCHMARKS
-    for kind in (benchmarks.config_class(name), *map(type, benchmarks.divisions(name).values()))
-    for field in dataclasses.fields(kind)
+    for typed in (benchmarks.config_class(name), *map(type, benchmarks.divisions(name).values()))
+    for field in dataclasses.fields(typed)
 }
 
 

@@ -21,7 +21,7 @@ from throughput import published, report
 from throughput.tables import Section, Table
 
 TOLERANCE = "3%"
-FOLDER = Path(__file__).with_name("baselines")
+BASELINES = Path(__file__).with_name("baselines")
 PASS = "PASS"
 FAIL = "FAIL"
 NOT_MEASURED = "not measured"
@@ -122,7 +122,7 @@ def find(name: str, tables: Iterable[Table]) -> Baseline:
     path = Path(name)
     if path.is_file():
         return read(path)
-    measured = {file.stem.lower(): file for file in FOLDER.glob("*.json")}
+    measured = {file.stem.lower(): file for file in BASELINES.glob("*.json")}
     if name.lower() in measured:
         return read(measured[name.lower()])
     tables = list(tables)

@@ -44,7 +44,7 @@ from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.kernel_cases import Sizes
-from common.training.loop import evaluate, pad_for_ranks, train_step
+from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.self_test import check_engines, require_sound
 from common.training.warmup import synthetic_batches
@@ -189,7 +189,7 @@ def measure_evaluation(
     tokens = np.random.default_rng(0).integers(
         0, model.shape.vocab_size, (count, 2, length), np.int32
     )
-    batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
+    batches = rank_micro_batches(tokens, processes, config.eval_micro_batch_size)
     for _ in range(2):  # the first time does not count
         processes.barrier()
         began = time.monotonic()

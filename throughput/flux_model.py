@@ -100,8 +100,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     Multiplying complex numbers moves 20 bytes per element in plain torch. Products and sums of real
     numbers would move 48.
     """
-    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rope
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    rotated = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rope
+    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
 
 
 def sinusoids(value: Tensor) -> Tensor:

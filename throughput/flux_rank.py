@@ -186,8 +186,8 @@ def build(request: FluxRequest, processes: Processes) -> tuple[Flux, ZeroOptimiz
     model.to_empty(device=device)
     kernels = kernels_of(device)
     reduce_scatter = partial(make_reduce_scatter, "nccl", processes, DTYPE, kernels)
-    update = partial(AdamW, SETTINGS, kernels, DTYPE)
-    optimizer = ZeroOptimizer(model.parts, processes, update, kernels, reduce_scatter)
+    make_rule = partial(AdamW, SETTINGS, kernels, DTYPE)
+    optimizer = ZeroOptimizer(model.parts, processes, make_rule, kernels, reduce_scatter)
     for name, parameter in model.named_parameters():
         is_norm = name.endswith((".norm.q.weight", ".norm.k.weight"))
         weight = torch.full(parameter.shape, 1.0 if is_norm else 0.0, device=device)

@@ -81,7 +81,7 @@ class BlockFormat:
     has_tensor_scale: bool = False  # the two scales of NVFP4 instead of E8M0
 
 
-FORMATS = {  # by their names in a config
+BLOCK_FORMATS = {  # by their names in a config
     "mxfp8": BlockFormat(E4M3, E4M3),
     "mxfp8_hybrid": BlockFormat(E4M3, E5M2),
     "mxfp6_e2m3": BlockFormat(E2M3, E2M3),
@@ -115,7 +115,7 @@ class Blocks(NamedTuple):
 
 def emulate(
     x: Tensor,
-    form: BlockFormat,
+    block_format: BlockFormat,
     element: Element,
     dtype: torch.dtype,
     *,
@@ -123,12 +123,14 @@ def emulate(
     stochastic: bool = False,
 ) -> Tensor:
     """Quantize and dequantize `x` [rows, columns]. The result is in `dtype`."""
-    return quantize(x, form, element, square=square, stochastic=stochastic).dequantize(dtype)
+    return quantize(x, block_format, element, square=square, stochastic=stochastic).dequantize(
+        dtype
+    )
 
 
 def quantize(
     x: Tensor,
-    form: BlockFormat,
+    block_format: BlockFormat,
     element: Element,
     *,
     square: bool = False,
@@ -136,12 +138,12 @@ def quantize(
 ) -> Blocks:
     """Quantize `x` [rows, columns] of any float dtype in blocks along its rows.
 
-    `square`: one scale per square of `form.block_size` x `form.block_size` elements, instead of one
-        per `form.block_size` elements of a row. The last block of a row or column can be shorter.
+    `square`: one scale per square of b x b elements, instead of one per b elements of a row, with
+        b = `block_format.block_size`. The last block of a row or column can be shorter.
     `stochastic`: round up or down at random, so that the mean is exact, instead of to the nearest
         number, ties to even. Draws from the default generator of x's device.
     """
-    size = form.block_size
+    size = block_format.block_size
     height = size if square else 1
     padded = x
     if x.shape[1] % size or x.shape[0] % height:
@@ -150,7 +152,7 @@ def quantize(
     blocks = padded.float().contiguous().view(block_shape)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
-    if form.has_tensor_scale:
+    if block_format.has_tensor_scale:
         # As a tensor, because a GPU divides by a Python number inexactly, by multiplication with
         # its inverse.
         largest = amax.new_full((), element.largest)

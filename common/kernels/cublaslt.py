@@ -329,7 +329,7 @@ def product(
 
     `a`: [M, K], in FP8 with contiguous rows, in bf16 with contiguous rows or columns.
     `b`: [K, N], in FP8 with contiguous columns, in bf16 with contiguous rows or columns.
-    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale.
+    `scale_a`, `scale_b`: given for FP8 factors, the inverse scales, fp32 [1].
 
     Raises RuntimeError for a product that cuBLASLt cannot compute.
     """

@@ -220,7 +220,7 @@ def _down_kernel(
     partial_ptr,
     num_rows,
     num_columns,
-    columns_each,
+    columns_per_part,
     factor,
     THRESHOLD: tl.constexpr,
     RANK: tl.constexpr,
@@ -229,14 +229,14 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute partial sums of T for ROWS rows. A program sums over `columns_each` columns."""
+    """Compute partial sums of T for ROWS rows. A program sums over `columns_per_part` columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
     t = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
     for first in tl.range(
-        part * columns_each,
-        tl.minimum((part + 1) * columns_each, num_columns),
+        part * columns_per_part,
+        tl.minimum((part + 1) * columns_per_part, num_columns),
         COLUMNS,
         num_stages=STAGES,
     ):
@@ -273,7 +273,7 @@ def _up_backward_kernel(
     state_ptr,
     num_rows,
     num_columns,
-    rows_each,
+    rows_per_part,
     p_factor,
     b_factor,
     MODE: tl.constexpr,
@@ -284,9 +284,10 @@ def _up_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute partial sums of P and dB. A program reads COLUMNS columns x `rows_each` rows of g.
+    """Compute partial sums of P and dB.
 
-    It writes partial sum program_id(0) of P, and partial sum program_id(1) of dB.
+    A program reads COLUMNS columns x `rows_per_part` rows of g. It writes partial sum program_id(0)
+    of P, and partial sum program_id(1) of dB.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, BLOCK_RANK)
@@ -295,7 +296,10 @@ def _up_backward_kernel(
     b = tl.load(b_ptr + column[:, None] * RANK + rank[None, :], mask=b_mask, other=0.0)
     d_b = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)  # transposed: its rows are stored whole
     for first in tl.range(
-        part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES
+        part * rows_per_part,
+        tl.minimum((part + 1) * rows_per_part, num_rows),
+        ROWS,
+        num_stages=STAGES,
     ):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -339,7 +343,7 @@ def _down_backward_kernel(
     partial_ptr,
     num_rows,
     num_columns,
-    rows_each,
+    rows_per_part,
     THRESHOLD: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -349,7 +353,7 @@ def _down_backward_kernel(
 ):
     """Update d_n and compute partial sums of dA, with the same dropout mask.
 
-    A program handles COLUMNS columns x `rows_each` rows of x and d_n.
+    A program handles COLUMNS columns x `rows_per_part` rows of x and d_n.
     """
     first_column = tl.program_id(0) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
@@ -359,7 +363,10 @@ def _down_backward_kernel(
     a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
     d_a = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)
     for first in tl.range(
-        part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES
+        part * rows_per_part,
+        tl.minimum((part + 1) * rows_per_part, num_rows),
+        ROWS,
+        num_stages=STAGES,
     ):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         p = tl.load(
@@ -415,7 +422,7 @@ def down_backward_settings(arch: str) -> Tile:
     )
 
 
-def _each(size: int, tile: int, parts: int) -> int:
+def _part_size(size: int, tile: int, parts: int) -> int:
     """Return the number of elements per partial sum, a multiple of the tile's size."""
     return triton.cdiv(triton.cdiv(size, tile), parts) * tile
 
@@ -434,8 +441,8 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     num_rows, num_columns = x.shape
     rank = lora_a.shape[0]
     tile = down_settings(architecture(x.device))
-    each = _each(num_columns, tile.columns, tile.parts)
-    parts = triton.cdiv(num_columns, each)
+    part_size = _part_size(num_columns, tile.columns, tile.parts)
+    parts = triton.cdiv(num_columns, part_size)
     partial = x.new_empty(parts, num_rows, rank, dtype=torch.float32)
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
@@ -448,7 +455,7 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
         partial,
         num_rows,
         num_columns,
-        each,
+        part_size,
         1.0 / kept_share(dropout),
         threshold,
         rank,
@@ -479,8 +486,8 @@ def up_backward_triton(
     num_rows, num_columns = g.shape
     rank = lora_b.shape[1]
     tile = up_backward_settings(architecture(g.device))
-    each = _each(num_rows, tile.rows, tile.parts)
-    parts = triton.cdiv(num_rows, each)
+    part_size = _part_size(num_rows, tile.rows, tile.parts)
+    parts = triton.cdiv(num_rows, part_size)
     column_parts = triton.cdiv(num_columns, tile.columns)
     p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
     b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
@@ -498,7 +505,7 @@ def up_backward_triton(
             state,
             num_rows,
             num_columns,
-            each,
+            part_size,
             scale / kept_share(dropout),
             scale,
             mode,
@@ -527,8 +534,8 @@ def down_backward_triton_(
     num_rows, num_columns = x.shape
     rank = lora_a.shape[0]
     tile = down_backward_settings(architecture(x.device))
-    each = _each(num_rows, tile.rows, tile.parts)
-    parts = triton.cdiv(num_rows, each)
+    part_size = _part_size(num_rows, tile.rows, tile.parts)
+    parts = triton.cdiv(num_rows, part_size)
     partial = x.new_empty(parts, rank, num_columns, dtype=torch.float32)
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
@@ -543,7 +550,7 @@ def down_backward_triton_(
         partial,
         num_rows,
         num_columns,
-        each,
+        part_size,
         threshold,
         rank,
         _block_rank(rank),

@@ -58,11 +58,11 @@ def qk_norm_rope_reference_(
     Computes in fp32 and rounds once.
     """
     sequence, half = cos.shape
-    turned = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
-    before = turned.flatten(2).flatten(0, 1).clone() if keep else None
-    x_hat, _ = _normalized(turned, eps)
+    rotated = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
+    before = rotated.flatten(2).flatten(0, 1).clone() if keep else None
+    x_hat, _ = _normalized(rotated, eps)
     normalized = x_hat * _weight_of_heads(weights, heads, kv_heads)
-    turned.copy_(rope_reference(normalized, cos, sin))
+    rotated.copy_(rope_reference(normalized, cos, sin))
     return before
 
 

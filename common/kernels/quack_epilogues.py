@@ -166,9 +166,9 @@ def backward_epilogue(acc, gate, up, scale_g, scale_weight, scale):
 
 
 @gemm_epilogue(outputs=("d_gate", "d_up"), reduces={"amax": row_amax("amax")})
-def backward_from_8_bits_epilogue(acc, gate, up, scale_g, scale_weight, scale, kept_scale):
+def backward_from_8_bits_epilogue(acc, gate, up, scale_g, scale_weight, scale, kept_inverse_scale):
     d_h, _ = rounded(acc * (scale_g * scale_weight), 0.0)
-    d_gate, d_up = gradients(d_h, gate * kept_scale, up * kept_scale)
+    d_gate, d_up = gradients(d_h, gate * kept_inverse_scale, up * kept_inverse_scale)
     return {"d_gate": d_gate * scale, "d_up": d_up * scale, "amax": largest_of(d_gate, d_up)}
 
 
@@ -193,8 +193,8 @@ def forward(
     columns of h in a tile).
     """
     amax = _partial_amax(x, weight, FORWARD_COLUMNS)
-    arguments = {"scale_x": x.scale, "scale_weight": weight.scale, "scale": scale}
-    arguments |= {"h": h, "amax": amax}
+    arguments = {"scale_x": x.inverse_scale, "scale_weight": weight.inverse_scale}
+    arguments |= {"scale": scale, "h": h, "amax": amax}
     kept_amax = None
     if gate_up is not None:
         arguments["gate"], arguments["up"] = gate_up.chunk(2, 1)
@@ -237,12 +237,13 @@ def backward(
     Returns (amax for each row and tile, fp32 [M, tiles]; columns of d_h in a tile).
     """
     amax = _partial_amax(g, weight, BACKWARD_COLUMNS)
-    arguments = {"scale_g": g.scale, "scale_weight": weight.scale, "scale": scale, "amax": amax}
+    arguments = {"scale_g": g.inverse_scale, "scale_weight": weight.inverse_scale}
+    arguments |= {"scale": scale, "amax": amax}
     arguments["gate"], arguments["up"] = gate_up.rowwise.chunk(2, 1)
     arguments["d_gate"], arguments["d_up"] = d_gate_up.chunk(2, 1)
     epilogue = backward_epilogue
-    if gate_up.scale is not None:
-        arguments["kept_scale"] = gate_up.scale
+    if gate_up.inverse_scale is not None:
+        arguments["kept_inverse_scale"] = gate_up.inverse_scale
         epilogue = backward_from_8_bits_epilogue
     epilogue.gemm(
         g.rowwise,

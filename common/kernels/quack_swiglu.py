@@ -209,7 +209,7 @@ def down_dgrad(
         gate_up = QuantizedTensor(gate_up)
     num_rows, num_columns = gate_up.rowwise.shape
     d_gate_up = new_quantized(quantizer, (num_rows, num_columns), gate_up.rowwise)
-    weight = QuantizedTensor(weight.columnwise, None, weight.scale)
+    weight = QuantizedTensor(weight.columnwise, None, weight.inverse_scale)
     out = d_gate_up.rowwise
     with product_range(g.rowwise, weight.rowwise, WITH_SWIGLU):
         amax, columns = require().backward(g, weight, scale_of(quantizer), gate_up, out)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.kernels import transpose
 from common.kernels.architecture import Tile, architecture, assert_contiguous
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
+from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor, Quantizer
 
 # Triton kernels can use globals only if they are constexpr.
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
@@ -46,7 +46,7 @@ def new_quantized(
     columnwise = None
     if quantizer.transposed:
         columnwise = like.new_empty(shape[::-1], dtype=quantizer.dtype)
-    return QuantizedTensor(rowwise, columnwise, quantizer.scale)
+    return QuantizedTensor(rowwise, columnwise, quantizer.inverse_scale)
 
 
 def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
@@ -133,7 +133,7 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
             amax = x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()
             quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], amax)
         if mode == STORE_AND_RECORD:
-            quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
+            quantizer.state[SATURATED] += (scaled.abs() > quantizer.largest).sum()
         if mode != AMAX_ONLY:
             clamped = scaled.clamp(-quantizer.largest, quantizer.largest)
             out.rowwise.copy_((clamped + 0.0 * x_fp32).to(quantizer.dtype))  # 0 * inf is NaN
@@ -187,7 +187,7 @@ def store_quantized(
     `mask`: [R, C].
     `out_ptr`: [num_rows, num_columns].
     `columnwise_ptr`: the transpose of out, or None.
-    `state_ptr`: state of the quantizer. Offsets 1, 2 and 3 are SCALE, AMAX and CLIPPED of
+    `state_ptr`: state of the quantizer. Offsets 1, 2 and 3 are SCALE, AMAX and SATURATED of
         kernels/fp8.py.
     """
     offset = out_ptr + row[:, None] * num_columns + column[None, :]

@@ -221,7 +221,7 @@ def _rms_norm_backward_kernel(
     # The amax and the number of saturated elements are kept per column and recorded once per
     # program, which saves a sum and a load for each row.
     amax = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    saturated = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(REPEATS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(
@@ -267,12 +267,12 @@ def _rms_norm_backward_kernel(
         if MODE != STORE and MODE != UNQUANTIZED:
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
         if MODE == STORE_AND_RECORD:
-            clipped += tl.sum((tl.abs(d_x) * scale > LARGEST).to(tl.float32), 0)
+            saturated += tl.sum((tl.abs(d_x) * scale > LARGEST).to(tl.float32), 0)
     if MODE != STORE and MODE != UNQUANTIZED:
         largest = tl.max(amax)
         raise_amax(largest, state_ptr)
         if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
-            tl.atomic_add(state_ptr + 3, tl.sum(clipped), sem="relaxed")
+            tl.atomic_add(state_ptr + 3, tl.sum(saturated), sem="relaxed")
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
         tl.store(
             d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column,

@@ -248,9 +248,9 @@ def _rope_packed_backward_kernel(
         angle = position[:, None] * HALF + column[None, :]
         cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        turned = first * cos + second * sin
+        rotated = first * cos + second * sin
         second = second * cos - first * sin
-        first = turned
+        first = rotated
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
     store_quantized(

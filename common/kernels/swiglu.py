@@ -86,8 +86,8 @@ def swiglu_quantized_backward_reference(
     `quantizer`: quantizer of the result. Without one, the result is in d_h's dtype.
     """
     if isinstance(kept, QuantizedTensor):
-        assert kept.scale is not None
-        kept = kept.rowwise.float() * kept.scale
+        assert kept.inverse_scale is not None
+        kept = kept.rowwise.float() * kept.inverse_scale
     gate, up = kept.float().chunk(2, dim=1)
     s = torch.sigmoid(gate)
     d_gate = d_h.float() * up * s * (1 + gate * (1 - s))
@@ -224,7 +224,7 @@ def swiglu_quantized_triton(
 def _swiglu_quantized_backward_kernel(
     d_h_ptr,
     kept_ptr,
-    kept_scale_ptr,
+    kept_inverse_scale_ptr,
     d_gate_up_ptr,
     columnwise_ptr,
     state_ptr,
@@ -244,10 +244,10 @@ def _swiglu_quantized_backward_kernel(
     gate_ptr = kept_ptr + row[:, None] * (2 * FFN) + column[None, :]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FFN, mask=mask, other=0.0).to(tl.float32)
-    if kept_scale_ptr is not None:
-        scale = tl.load(kept_scale_ptr)
-        gate *= scale
-        up *= scale
+    if kept_inverse_scale_ptr is not None:
+        inverse_scale = tl.load(kept_inverse_scale_ptr)
+        gate *= inverse_scale
+        up *= inverse_scale
     s = _sigmoid(gate)
     d_h_s = d_h * s
     d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
@@ -292,7 +292,7 @@ def swiglu_quantized_backward_triton(
     num_rows, ffn = d_h.shape
     if not isinstance(kept, QuantizedTensor):
         kept = QuantizedTensor(kept)
-    kept_rowwise, _, kept_scale = kept
+    kept_rowwise, _, kept_inverse_scale = kept
     assert_contiguous("SwiGLU's backward", d_h, kept_rowwise)
     tile = swiglu_quantized_backward_settings(architecture(d_h.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
@@ -302,7 +302,7 @@ def swiglu_quantized_backward_triton(
         _swiglu_quantized_backward_kernel[grid](
             d_h,
             kept_rowwise,
-            kept_scale,
+            kept_inverse_scale,
             out.rowwise,
             out.columnwise,
             state,

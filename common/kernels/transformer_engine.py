@@ -74,7 +74,7 @@ def product(
 
     `a`: [M, K], bf16 or FP8, with contiguous rows or columns.
     `b`: [K, N], like `a`.
-    `scale_a`, `scale_b`: given for FP8 factors, fp32 [1], value = stored number * scale.
+    `scale_a`, `scale_b`: given for FP8 factors, the inverse scales, fp32 [1].
 
     FP8 products sum with fast accumulation, as in `fp8.product`. Raises RuntimeError if both
     factors have contiguous columns only, which no layout of `general_gemm` supports.
@@ -100,13 +100,13 @@ def product(
     )[0]
 
 
-def quantized(x: Tensor, scale: Tensor) -> Any:
-    """Return Transformer Engine's object for an FP8 tensor and its scale, without a copy."""
+def quantized(x: Tensor, inverse_scale: Tensor) -> Any:
+    """Return Transformer Engine's object for an FP8 tensor, without a copy."""
     dtypes = importlib.import_module("transformer_engine_torch").DType
     in_e4m3 = x.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     return importlib.import_module(STORAGE).Float8TensorStorage(
         data=x.view(torch.uint8),
-        fp8_scale_inv=scale,
+        fp8_scale_inv=inverse_scale,
         fp8_dtype=dtypes.kFloat8E4M3 if in_e4m3 else dtypes.kFloat8E5M2,
         fake_dtype=torch.bfloat16,
     )

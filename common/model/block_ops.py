@@ -36,7 +36,7 @@ class KernelEngine:
     swiglu: Callable[..., tuple[QuantizedTensor, Tensor | QuantizedTensor]]
     swiglu_backward: Callable[..., QuantizedTensor]
     # Whether FP8 products may compute SwiGLU in their epilogues, if an engine supports it.
-    fuses: bool
+    may_fuse_swiglu: bool
 
 
 # RunConfig.kernels -> the functions. Engines of attention and products: common/engines.py.
@@ -49,7 +49,7 @@ KERNEL_ENGINES = {
         rope.rope_packed_backward_reference,
         swiglu.swiglu_quantized_reference,
         swiglu.swiglu_quantized_backward_reference,
-        fuses=False,
+        may_fuse_swiglu=False,
     ),
     "triton": KernelEngine(
         quantize.quantize_triton,
@@ -59,7 +59,7 @@ KERNEL_ENGINES = {
         rope.rope_packed_backward_triton,
         swiglu.swiglu_quantized_triton,
         swiglu.swiglu_quantized_backward_triton,
-        fuses=True,
+        may_fuse_swiglu=True,
     ),
 }
 

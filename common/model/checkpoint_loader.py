@@ -24,7 +24,7 @@ from torch import Tensor
 from common.errors import StorageError
 from common.model.checkpoint_names import parts_of
 from common.model.checkpoint_reader import (
-    DTYPES,
+    STORED_DTYPES,
     Checkpoint,
     StoredTensor,
     check_hashes,
@@ -214,7 +214,7 @@ def _execute(reads: list[Read]) -> int:
         raw = local.buffer[:size]
         offset = read.stored.offset + read.first * read.row_bytes
         _read_exactly(files[read.stored.file], read.stored.file, raw, offset)
-        rows = raw.view(DTYPES[read.stored.dtype]).view(read.target.shape)
+        rows = raw.view(STORED_DTYPES[read.stored.dtype]).view(read.target.shape)
         if rows.dtype != read.target.dtype:
             rows = rows.to(device)  # convert on the device, which is faster than on the host
         read.target.copy_(rows)

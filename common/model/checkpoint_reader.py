@@ -39,7 +39,7 @@ from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 from common.terminal import Progress
 
-DTYPES = {  # name in safetensors -> dtype of torch
+STORED_DTYPES = {  # name in safetensors -> dtype of torch
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -188,10 +188,10 @@ def _check_tensors(
                 "this is a model of another size, or the file is damaged",
                 CHECK_MODEL,
             )
-        elif stored.dtype not in DTYPES:
+        elif stored.dtype not in STORED_DTYPES:
             refuse(
                 f"{stored.file}: {name}: unsupported dtype {stored.dtype}, "
-                f"expected one of {', '.join(DTYPES)}",
+                f"expected one of {', '.join(STORED_DTYPES)}",
                 "quantized weights need scales, which are not read here",
                 "use the checkpoint in bf16",
             )

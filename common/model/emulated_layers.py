@@ -25,21 +25,21 @@ from common.model.linear_layers import BlockQuantizers, DelayedScaling, FrozenWe
 
 
 class EmulatedLayers(DelayedScaling):
-    """Linear layers that emulate a block format and, after healing, compute in `form.then`."""
+    """Linear layers that emulate a block format and, after healing, compute in format `then`."""
 
-    def __init__(self, form: LinearFormat | None = None):
+    def __init__(self, number_format: LinearFormat | None = None):
         super().__init__()
-        assert form is not None
-        self.format = form
-        self.blocks = block_formats.FORMATS[form.name]
-        self.stochastic = "stochastic" in form.options
-        self.square_weights = "square_weights" in form.options
+        assert number_format is not None
+        self.format = number_format
+        self.blocks = block_formats.BLOCK_FORMATS[number_format.name]
+        self.stochastic = "stochastic" in number_format.options
+        self.square_weights = "square_weights" in number_format.options
         self.transform = ""
         for option in ("hadamard", "random_hadamard"):
-            if option in form.options:
+            if option in number_format.options:
                 self.transform = option
         # Heal after `point` steps if `until` is "step", at a loss of `point` if it is "loss".
-        self.until, _, point = form.until.partition(" ")
+        self.until, _, point = number_format.until.partition(" ")
         self.point = float(point or 0)
         self.steps_done = 0
         self.healed = False
@@ -185,7 +185,7 @@ class EmulatedBase:
         if self.linear.healed:
             return stored
         return {
-            name: QuantizedTensor(self._cast(weight.rowwise, weight.scale))
+            name: QuantizedTensor(self._cast(weight.rowwise, weight.inverse_scale))
             for name, weight in stored.items()
         }
 
@@ -198,14 +198,16 @@ class EmulatedBase:
             columnwise = weight.columnwise
             if columnwise is None:
                 columnwise = weight.rowwise.t()
-            weights[name] = QuantizedTensor(torch.empty(0, 0), self._cast(columnwise, weight.scale))
+            weights[name] = QuantizedTensor(
+                torch.empty(0, 0), self._cast(columnwise, weight.inverse_scale)
+            )
         return weights
 
     def release(self, layer: int) -> None:
         self.base.release(layer)
 
-    def _cast(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+    def _cast(self, stored: Tensor, inverse_scale: Tensor | None) -> Tensor:
         """Cast a stored matrix. The result has its dtype, or is bf16 if it is stored in FP8."""
-        if scale is None:
+        if inverse_scale is None:
             return self.linear._cast(stored, weight=True)
-        return self.linear._cast(stored.float() * scale, torch.bfloat16, weight=True)
+        return self.linear._cast(stored.float() * inverse_scale, torch.bfloat16, weight=True)

@@ -80,7 +80,7 @@ FAMILIES = {
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # The only supported values of these keys. They are also the defaults of keys that are missing or
 # null in config.json.
-COMPUTED = {
+SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -150,7 +150,7 @@ def _from_config(path: Path) -> Family:
             "grouped-query attention and SwiGLU",
             "choose a model of one of these types",
         )
-    for key, value in COMPUTED.items():
+    for key, value in SUPPORTED_VALUES.items():
         if config.get(key) not in (None, value):
             _refuse(path, key, config[key])
     return Family(str(path), _shape(path, config), _sliding_window(path, config))

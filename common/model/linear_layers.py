@@ -24,10 +24,10 @@ from common import engines
 from common.kernels import fp8
 from common.kernels.fp8 import (
     AMAX,
-    CLIPPED,
     HEADROOM,
     HISTORY,
     INVERSE,
+    SATURATED,
     SCALE,
     QuantizedTensor,
     Quantizer,
@@ -101,8 +101,8 @@ class FrozenWeights(Protocol):
 class LinearLayers:
     """Linear layers in the precision of the run, without state."""
 
-    def __init__(self, form: LinearFormat | None = None):
-        """Create the layers. `form`: used by classes that implement several formats."""
+    def __init__(self, number_format: LinearFormat | None = None):
+        """Create the layers. `number_format`: used by classes that implement several formats."""
         self.quantizers: list[Quantizer] = []
 
     # Operands.
@@ -137,7 +137,7 @@ class LinearLayers:
 
     def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         """Return x W^T, [M, N], of `x` [M, K] and `weight` [N, K]."""
-        return fp8.matmul(x, weight)
+        return fp8.fprop(x, weight)
 
     def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         """Return g W, [M, K], of `g` [M, N] and `weight` [N, K]."""
@@ -279,7 +279,7 @@ class DelayedScaling(LinearLayers):
         for quantizer in self.quantizers:
             quantizer.dtype = e5m2 if quantizer.gradient else e4m3
             quantizer.transposed &= not every_layout
-        # Columns: INVERSE, SCALE, AMAX, CLIPPED.
+        # Columns: INVERSE, SCALE, AMAX, SATURATED.
         self.scales = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
         self.history = torch.zeros(
             HISTORY, len(self.quantizers), dtype=torch.float32, device=device
@@ -356,13 +356,14 @@ class DelayedScaling(LinearLayers):
         self._start_step()
 
     def evaluated(self, loss: float) -> dict[str, object]:
-        return {"clipped_elements": self.take_clipped()}
+        # The key in events.jsonl keeps its name. It counts saturated elements.
+        return {"clipped_elements": self.take_saturated()}
 
-    def take_clipped(self) -> int:
+    def take_saturated(self) -> int:
         """Return how many elements have saturated since the last call. Waits for the device."""
-        clipped = int(self.scales[:, CLIPPED].sum())
-        self.scales[:, CLIPPED] = 0.0
-        return clipped
+        saturated = int(self.scales[:, SATURATED].sum())
+        self.scales[:, SATURATED] = 0.0
+        return saturated
 
 
 def swiglu_epilogues(
@@ -372,13 +373,15 @@ def swiglu_epilogues(
 
     Also returns None in the first step, when the quantizer must know the amax before it stores.
     """
-    if not ops.fuses or quantizer is None or quantizer.two_pass or operand.scale is None:
+    if not ops.may_fuse_swiglu or operand.inverse_scale is None:
+        return None
+    if quantizer is None or quantizer.two_pass:
         return None
     engine = swiglu_engine(operand.rowwise.device).engine
     return engines.module_of(engine) if engine.module else None
 
 
-def linear_layers(form: LinearFormat) -> LinearLayers:
-    """Return a new implementation of `form`."""
-    module, _, name = form.implementation.partition(":")
-    return getattr(importlib.import_module(module), name)(form)
+def linear_layers(number_format: LinearFormat) -> LinearLayers:
+    """Return a new implementation of `number_format`."""
+    module, _, name = number_format.implementation.partition(":")
+    return getattr(importlib.import_module(module), name)(number_format)

@@ -23,20 +23,19 @@ from torch import Tensor
 
 from common.data.preparation import say
 from common.errors import ConfigError, listed
-from common.model import checkpoint_names
-from common.model.checkpoint_names import INDEX, SINGLE, tensor_shapes
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
-    DTYPES,
+    STORED_DTYPES,
     StoredTensor,
     read_json,
     read_tensors,
     refuse,
 )
 from common.model.checkpoint_writer import llama_config, write_file, write_json
-from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
+from common.model.peft_adapter import ADAPTER_CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
 from common.model.shapes import ModelShape
 
-FUSED = "qkv_proj"
+QKV_PROJECTION = "qkv_proj"
 # Suffixes of files that are not copied: the weights of the base, and modeling code, which may be
 # for the fused layout.
 NOT_COPIED = (
@@ -105,7 +104,7 @@ def merge(
     for path in sorted(base.iterdir()):
         if _is_copied(path) and path.name not in left_out:
             shutil.copyfile(path, partial / path.name)
-    write_json(partial / checkpoint_names.CONFIG, config)
+    write_json(partial / CONFIG, config)
     weight_map: dict[str, str] = {}
     size = 0
     for number, shard in enumerate(shards, start=1):
@@ -131,16 +130,16 @@ def _config(base: Path, weights: dict[str, StoredTensor], models: Mapping[ModelS
     It is that of the base, without references to modeling code. Raises WeightsError if the base has
     none and its tensors are not those of one of `models`.
     """
-    path = base / checkpoint_names.CONFIG
+    path = base / CONFIG
     if path.exists():
         config = read_json(path)
         config.pop("auto_map", None)
         return config
     shapes = {name: stored.shape for name, stored in weights.items()}
     for model, sequence_length in models.items():
-        for layout in (checkpoint_names.FUSED, checkpoint_names.ORDINARY):
+        for layout in (FUSED, ORDINARY):
             if shapes == tensor_shapes(model, layout):
-                dtype = DTYPES[next(iter(weights.values())).dtype]
+                dtype = STORED_DTYPES[next(iter(weights.values())).dtype]
                 return llama_config(model, sequence_length, dtype)
     refuse(
         f"{path}: no such file",
@@ -172,13 +171,13 @@ def read_adapter(folder: Path) -> StoredAdapter:
 
     Raises WeightsError if it cannot be read, or if peft would compute more than alpha / rank B A.
     """
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / ADAPTER_CONFIG)
     path = folder / WEIGHTS
     rank = config.get("r")
     alpha = config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         refuse(
-            f"{folder / CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
+            f"{folder / ADAPTER_CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
             "both must be numbers",
             "save the adapter again",
         )
@@ -191,7 +190,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             unsupported.append(f"{key} {value}")
     if unsupported:
         refuse(
-            f"{folder / CONFIG}: cannot merge {listed(unsupported)}",
+            f"{folder / ADAPTER_CONFIG}: cannot merge {listed(unsupported)}",
             "this package saves no such adapters",
             "merge it with peft",
         )
@@ -215,8 +214,8 @@ def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Update
     expected: set[str] = set()
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
-        if leaf in (FUSED, *SPLIT, OUTPUT):
-            leaves = SPLIT if leaf == FUSED else (leaf,)
+        if leaf in (QKV_PROJECTION, *SPLIT, OUTPUT):
+            leaves = SPLIT if leaf == QKV_PROJECTION else (leaf,)
             updates[weight] = tuple(f"{parent}.{name}" for name in leaves)
             for module in updates[weight]:
                 expected |= {f"{module}.lora_A", f"{module}.lora_B"}
@@ -238,7 +237,7 @@ def _check_shapes(
     """Raise WeightsError unless the products B A of `modules` have the shape of the weight."""
     rank = adapter.rank
     rows = 0
-    fits = stored.dtype in DTYPES
+    fits = stored.dtype in STORED_DTYPES
     sizes = []
     for module in modules:
         b = adapter.tensors[f"{module}.lora_B"].shape
@@ -252,6 +251,6 @@ def _check_shapes(
         refuse(
             f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
             f" the weight in the base is {stored.dtype} {stored.shape}",
-            f"it must be rows x columns in {', '.join(DTYPES)}",
+            f"it must be rows x columns in {', '.join(STORED_DTYPES)}",
             ANOTHER_BASE,
         )

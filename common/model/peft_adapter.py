@@ -20,7 +20,7 @@ from torch import Tensor
 from common.errors import StorageError
 from common.model.shapes import ModelShape
 
-CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SPLIT = ("q_proj", "k_proj", "v_proj")
 OUTPUT = "o_proj"
@@ -65,7 +65,7 @@ def save_peft_adapter(
     try:
         partial.mkdir(parents=True)
         (partial / WEIGHTS).write_bytes(data)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         partial.rename(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

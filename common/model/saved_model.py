@@ -17,15 +17,15 @@ from common.model.checkpoint_writer import write_checkpoint
 from common.model.llama import Llama
 from common.terminal import data_size
 
-FOLDER = "model"
-PARTIAL = "model.partial"  # name of the folder until it is complete
+MODEL_FOLDER = "model"
+PARTIAL_FOLDER = "model.partial"  # name of the folder until it is complete
 # Bytes per file. Files end with a whole tensor, so a file of the 8B may reach 5.05 GB.
 FILE_BYTES = 4_000_000_000
 
 
 def require_absent(run_dir: Path) -> None:
     """Raise ConfigError if the run directory already has a saved model, or a part of one."""
-    for folder in (run_dir / FOLDER, run_dir / PARTIAL):
+    for folder in (run_dir / MODEL_FOLDER, run_dir / PARTIAL_FOLDER):
         if folder.exists():
             raise ConfigError(
                 f"{folder} exists",
@@ -39,18 +39,18 @@ def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> 
 
     Raises StorageError. After a failure, no part of the model is left.
     """
-    partial = run_dir / PARTIAL
+    partial = run_dir / PARTIAL_FOLDER
     total = sum(parameter.nbytes for parameter in model.parameters())
     try:
         write_checkpoint(
             model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor
         )
-        return partial.rename(run_dir / FOLDER)
+        return partial.rename(run_dir / MODEL_FOLDER)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise StorageError(
-                f"the trained model was not saved in {run_dir / FOLDER}: {error.strerror}",
+                f"the trained model was not saved in {run_dir / MODEL_FOLDER}: {error.strerror}",
                 f"it needs {data_size(total)}; the disk is full or read-only",
                 "free space before the next run",
             ) from error

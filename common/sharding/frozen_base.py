@@ -257,8 +257,8 @@ class FrozenBase:
         # Zeros, so that the padding of a layer, and its hash, is the same in every run.
         size = (len(self.orientations), self.num_layers, self.layer_bytes // self.num_shards)
         self.stored = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        # cuBLASLt reads scales at multiples of 16 bytes.
-        self.scales = torch.zeros(
+        # cuBLASLt reads inverse scales at multiples of 16 bytes.
+        self.inverse_scales = torch.zeros(
             self.num_layers, len(self.matrices), 4, dtype=torch.float32, device=self.device
         )[..., :1]
         self.buffers = None
@@ -305,8 +305,8 @@ class FrozenBase:
             quantizer.dtype = self.dtype
             quantizer.state = torch.zeros(4, device=self.device)
             quantized = self.quantize(full, quantizer)
-            assert quantized.scale is not None
-            self.scales[layer, number] = quantized.scale
+            assert quantized.inverse_scale is not None
+            self.inverse_scales[layer, number] = quantized.inverse_scale
             self._store(LayerKey(ROWWISE, layer), quantized.rowwise, matrix.offset)
             if quantized.columnwise is not None:
                 self._store(LayerKey(COLUMNWISE, layer), quantized.columnwise, matrix.offset)
@@ -330,8 +330,8 @@ class FrozenBase:
             torch.cuda.synchronize(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return the scales, and this rank's bytes of each layer and orientation."""
-        return [self.scales, *self.stored.flatten(0, 1)]
+        """Return the inverse scales, and this rank's bytes of each layer and orientation."""
+        return [self.inverse_scales, *self.stored.flatten(0, 1)]
 
     # Reading.
 
@@ -346,7 +346,7 @@ class FrozenBase:
         return COLUMNWISE if self.reads_transpose else ROWWISE
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """Return name -> W rowwise [N, K], with its scale if in FP8. Valid until `release`."""
+        """Return name -> W rowwise [N, K], in FP8 with its inverse scale. Valid until `release`."""
         return self._weights(LayerKey(ROWWISE, layer))
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
@@ -364,14 +364,17 @@ class FrozenBase:
 
     def _weights(self, key: LayerKey) -> dict[str, QuantizedTensor]:
         layer = self._layer(key)
-        scales = self.scales[key.layer]
+        inverse_scales = self.inverse_scales[key.layer]
         weights = {}
-        for (name, matrix), scale in zip(self.matrices.items(), scales, strict=True):
+        named = zip(self.matrices.items(), inverse_scales, strict=True)
+        for (name, matrix), inverse_scale in named:
             values = matrix.view(layer, key.orientation, self.dtype)
             if key.orientation == COLUMNWISE:
-                weights[name] = QuantizedTensor(values.new_empty(0, 0), values, scale)
+                weights[name] = QuantizedTensor(values.new_empty(0, 0), values, inverse_scale)
+            elif self.in_fp8:
+                weights[name] = QuantizedTensor(values, None, inverse_scale)
             else:
-                weights[name] = QuantizedTensor(values, None, scale if self.in_fp8 else None)
+                weights[name] = QuantizedTensor(values)
         return weights
 
     def _layer(self, key: LayerKey) -> Tensor:

@@ -17,7 +17,7 @@ from common.benchmarks import Rules
 from common.sharding.adamw import AdamW, AdamWSettings
 
 
-class Update(Protocol):
+class UpdateRule(Protocol):
     """An update rule over a list of fp32 weights, without communication."""
 
     def update(
@@ -25,7 +25,7 @@ class Update(Protocol):
     ) -> None:
         """Do one step.
 
-        Also write each new weight, rounded, to its tensor of `rounded` (see MakeUpdate).
+        Also write each new weight, rounded, to its tensor of `rounded` (see MakeUpdateRule).
 
         `gradients`: one per weight, not clipped. None: the weight stays unchanged.
         `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
@@ -41,12 +41,12 @@ class Update(Protocol):
 
 # Creates an update rule from (weights, rounded). The rule updates the fp32 weights in place.
 # `rounded`: for each weight a tensor of its shape, or None (see AdamW).
-MakeUpdate = Callable[[Sequence[Tensor], Sequence[Tensor] | None], Update]
+MakeUpdateRule = Callable[[Sequence[Tensor], Sequence[Tensor] | None], UpdateRule]
 
 
-def state_tensors(update: Update) -> list[Tensor]:
+def state_tensors(rule: UpdateRule) -> list[Tensor]:
     """Return all tensors of the rule's state: first the shared ones, then those of each weight."""
-    state = update.state().values()
+    state = rule.state().values()
     tensors = [value for value in state if isinstance(value, Tensor)]
     per_weight = [value for value in state if not isinstance(value, Tensor)]
     for tensors_of_weight in zip(*per_weight, strict=True):
@@ -54,7 +54,7 @@ def state_tensors(update: Update) -> list[Tensor]:
     return tensors
 
 
-def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
+def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdateRule:
     """Return the function that creates AdamW with the settings of the rules."""
     settings = AdamWSettings(
         betas=(rules.adam_beta_1, rules.adam_beta_2),
@@ -67,7 +67,7 @@ def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
 
 # `opt_name` of a benchmark's Rules -> function of (rules, engine of the kernels, dtype of the
 # state).
-UPDATES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
+UPDATE_RULES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdateRule]] = {"adamw": adamw}
 
 
 def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:

@@ -35,7 +35,7 @@ class Processes:
         return self.mesh.get_group("shard") if self.mesh.ndim > 1 else self.mesh.get_group()
 
     @property
-    def node_group(self) -> dist.ProcessGroup | None:
+    def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard, one on each node. None if there is one node."""
         return self.mesh.get_group("replicate") if self.mesh.ndim > 1 else None
 

@@ -60,19 +60,19 @@ class NcclReduceScatter:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        nodes: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
         dtype: torch.dtype,
         accumulate: Accumulate,
     ):
         """Set the groups and functions.
 
         `group`: the ranks over which weights are sharded.
-        `nodes`: on several nodes, the ranks that hold the same shard; else None.
+        `replicas`: on several nodes, the ranks that hold the same shard; else None.
         `dtype`: dtype of the sent values.
         `accumulate`: adds a mean to an fp32 gradient.
         """
         self.group = group
-        self.nodes = nodes
+        self.replicas = replicas
         self.dtype = dtype
         self.accumulate = accumulate
 
@@ -92,7 +92,7 @@ class NcclReduceScatter:
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         """Return the means of the gradients over all ranks, each only this rank's rows."""
         ranks = self.group.size()
-        if ranks == 1 and self.nodes is None:
+        if ranks == 1 and self.replicas is None:
             return gradients
         op = dist.ReduceOp.AVG if gradients[0].is_cuda else dist.ReduceOp.SUM  # gloo has no AVG
         means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
@@ -100,13 +100,13 @@ class NcclReduceScatter:
             for gradient, mean in zip(gradients, means, strict=True):
                 padded = pad_rows(gradient, len(mean) * ranks)
                 dist.reduce_scatter_tensor(mean, padded.to(self.dtype), op, group=self.group)
-        if self.nodes is not None:
-            with coalesced(self.nodes):
+        if self.replicas is not None:
+            with coalesced(self.replicas):
                 for mean in means:
-                    dist.all_reduce(mean, op, group=self.nodes)
+                    dist.all_reduce(mean, op, group=self.replicas)
         if op == dist.ReduceOp.SUM:
-            nodes = self.nodes.size() if self.nodes is not None else 1
-            torch._foreach_div_(means, ranks * nodes)
+            replicas = self.replicas.size() if self.replicas is not None else 1
+            torch._foreach_div_(means, ranks * replicas)
         return means
 
 

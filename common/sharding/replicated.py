@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from common.sharding.optimizer import MakeUpdate, claim, state_tensors
+from common.sharding.optimizer import MakeUpdateRule, claim, state_tensors
 from common.sharding.processes import Processes
 
 
@@ -17,13 +17,13 @@ class ReplicatedOptimizer:
     sharded = False
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], processes: Processes, make_update: MakeUpdate
+        self, parameters: Iterable[nn.Parameter], processes: Processes, make_rule: MakeUpdateRule
     ):
         """Claim the parameters and create their update rule.
 
         `parameters`: fp32, equal on all ranks. They stay equal, because all ranks do the same
             updates.
-        `make_update`: creates their update rule.
+        `make_rule`: creates their update rule.
 
         Raises ValueError if another optimizer owns one of them.
         """
@@ -31,16 +31,16 @@ class ReplicatedOptimizer:
         self.processes = processes
         claim(self.parameters, self)
         self.weights = [parameter.detach() for parameter in self.parameters]  # fp32
-        self.update = make_update(self.weights, None)
+        self.rule = make_rule(self.weights, None)
 
     def state_tensors(self) -> list[Tensor]:
         """Return all tensors of the update rule's state."""
-        return state_tensors(self.update)
+        return state_tensors(self.rule)
 
     def reset_state(self) -> None:
         """Reset gradients and the optimizer's state to their values before the first step."""
         self._zero_grad()
-        self.update.reset()
+        self.rule.reset()
 
     def gather(self) -> None:
         """Do nothing: the update rule changes the parameters themselves."""
@@ -56,7 +56,7 @@ class ReplicatedOptimizer:
         present = [gradient for gradient in gradients if gradient is not None]
         self._average(present)
         norm = torch.nn.utils.get_total_norm(present)
-        self.update.update(gradients, norm, learning_rate)
+        self.rule.update(gradients, norm, learning_rate)
         self._zero_grad()
         return norm
 

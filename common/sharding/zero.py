@@ -37,7 +37,7 @@ from torch.autograd.profiler import record_function
 
 from common.errors import ConfigError
 from common.kernels import accumulate
-from common.sharding.optimizer import MakeUpdate, claim, state_tensors
+from common.sharding.optimizer import MakeUpdateRule, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
@@ -83,14 +83,14 @@ class ZeroOptimizer:
         self,
         modules: Sequence[nn.Module],
         processes: Processes,
-        make_update: MakeUpdate,
+        make_rule: MakeUpdateRule,
         kernels: str,
         reduce_scatter: Callable[[list[list[Shard]]], ReduceScatter],
     ):
         """Shard the parameters and create their update rule.
 
         `modules`: in the order of the forward, on the device. Together they have all parameters.
-        `make_update`: creates the update rule of the masters.
+        `make_rule`: creates the update rule of the masters.
         `reduce_scatter`: creates the reduction from the shards of each module.
 
         On several nodes, weights are sharded over the ranks of each node (`mesh_of`). Raises
@@ -112,7 +112,7 @@ class ZeroOptimizer:
         self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
-        self.update = make_update(self.weights, local)
+        self.rule = make_rule(self.weights, local)
         self.stream = (
             torch.cuda.Stream(self.device, priority=stream_priority())
             if self.device.type == "cuda"
@@ -132,13 +132,13 @@ class ZeroOptimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Return all tensors of the update rule's state."""
-        return state_tensors(self.update)
+        return state_tensors(self.rule)
 
     def reset_state(self) -> None:
         """Reset gradients and the optimizer's state to their values before the first step."""
         for shard in self.shards:
             shard.gradient = None
-        self.update.reset()
+        self.rule.reset()
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
@@ -183,7 +183,7 @@ class ZeroOptimizer:
         # Over the group only, because the ranks of other nodes hold the same shards.
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
-        self.update.update(gradients, norm, learning_rate)
+        self.rule.update(gradients, norm, learning_rate)
         for shard in self.shards:
             shard.gradient = None
         self._start_gather()
@@ -354,7 +354,7 @@ def make_reduce_scatter(
     """
     engine = accumulate.IMPLEMENTATIONS[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
-        return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
+        return NcclReduceScatter(processes.shard_group, processes.replicate_group, dtype, engine)
     # Imported only if a config selects them.
     from common.sharding.copy_engine import CopyEngineReduceScatter
     from common.sharding.symmetric_memory import SymmetricBuffers

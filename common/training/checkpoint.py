@@ -54,15 +54,15 @@ from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
+    CHECKPOINTS_FOLDER,
     FACTS,
-    FOLDER,
-    PARTIAL,
-    When,
+    PARTIAL_SUFFIX,
+    CheckpointInterval,
     damaged,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from common.training.digest import fingerprint
 from common.training.reports import Reports
@@ -100,8 +100,10 @@ class Checkpoints:
         self.assembly = assembly
         self.processes = processes
         self.rank = processes.rank
-        self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
-        self.folder = run.run_dir / FOLDER
+        self.interval: CheckpointInterval | None = None
+        if run.checkpoint:
+            self.interval = parse_interval(run.checkpoint)
+        self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
@@ -135,7 +137,7 @@ class Checkpoints:
         names = {parameter: name for name, parameter in model.named_parameters()}
         tensors = {}
         per_weight = {"master": optimizer.weights}
-        for kind, state in optimizer.update.state().items():
+        for kind, state in optimizer.rule.state().items():
             if isinstance(state, Tensor):
                 tensors[f"optimizer.{kind}"] = (state.view(1) if state.ndim == 0 else state, 0)
             else:
@@ -153,7 +155,7 @@ class Checkpoints:
 
     def _part(self, live: Tensor, rows: int) -> TensorPart:
         """Allocate host memory for a tensor. Arguments as in the result of `_tensors`."""
-        pinned = self.when is not None and live.is_cuda
+        pinned = self.interval is not None and live.is_cuda
         host = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
         if not rows:
             return TensorPart(live, host, host, 0)
@@ -211,7 +213,7 @@ class Checkpoints:
         if self.saving is not None and self.saving.done():
             self.finish()
         self.step = step
-        if self.when is None or not self.due(self.when, evaluated):
+        if self.interval is None or not self.due(self.interval, evaluated):
             return
         began = time.monotonic()
         self._write_heartbeat()
@@ -225,7 +227,7 @@ class Checkpoints:
             "samples": samples,
             "ranks": self.processes.world_size,
         }
-        writer = CheckpointWriter(self.folder / f"step_{step:08d}", facts)
+        writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges
         # values, so the other ranks wait until this is done.
         if self.rank == 0:
@@ -235,7 +237,7 @@ class Checkpoints:
         self.saving = dcp.async_save(
             {},
             storage_writer=writer,
-            async_stager=Stager(self._copy_state),
+            async_stager=DcpStager(self._copy_state),
             process_group=self.group,
         )  # type: ignore[assignment]
         self.last_save = time.monotonic()
@@ -245,15 +247,15 @@ class Checkpoints:
             f"checkpoint of step {step}: training paused for {paused_s:.1f} s; writing continues"
         )
 
-    def due(self, when: When, evaluated: bool) -> bool:
+    def due(self, interval: CheckpointInterval, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after this step."""
-        if when.evaluations:
+        if interval.evaluations:
             if not evaluated:
                 return False
             self.evaluations += 1
-            return self.evaluations % when.evaluations == 0
+            return self.evaluations % interval.evaluations == 0
         # The clock of rank 0 decides for all ranks.
-        is_due = self.rank == 0 and time.monotonic() - self.last_save >= when.seconds
+        is_due = self.rank == 0 and time.monotonic() - self.last_save >= interval.seconds
         return bool(self.processes.sum(torch.tensor([float(is_due)], device=self.processes.device)))
 
     def _copy_state(self) -> dict[str, Tensor]:
@@ -279,7 +281,7 @@ class Checkpoints:
         self.saving = None
         if error is not None:
             if self.rank == 0:
-                for partial in self.folder.glob(f"*{PARTIAL}"):
+                for partial in self.folder.glob(f"*{PARTIAL_SUFFIX}"):
                     shutil.rmtree(partial, ignore_errors=True)
             _raise_unsaved(error, self.folder)
 
@@ -314,8 +316,8 @@ class Checkpoints:
         try:
             dcp.load(
                 state,
-                storage_reader=CheckpointReader(str(folder)),
-                planner=Planner(self._write_heartbeat),
+                storage_reader=DcpReader(str(folder)),
+                planner=DcpPlanner(self._write_heartbeat),
                 process_group=self.group,
             )
         except CheckpointException as error:
@@ -324,7 +326,7 @@ class Checkpoints:
             part.live.copy_(part.host)
         if self._digest(state_by_name, facts) != facts["digest"]:
             raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
-        counted = self.assembly.optimizer.update.state().get("steps")
+        counted = self.assembly.optimizer.rule.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
             raise damaged(
                 folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"
@@ -386,7 +388,7 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
     raise error
 
 
-class Stager(BlockingAsyncStager):
+class DcpStager(BlockingAsyncStager):
     """Source of DCP's copies in host memory, which it may write while training continues."""
 
     def __init__(self, copy_state: Callable[[], dict[str, Tensor]]):
@@ -398,7 +400,7 @@ class Stager(BlockingAsyncStager):
         return self.copy_state()
 
 
-class CheckpointWriter(dcp.HuggingFaceStorageWriter):
+class DcpWriter(dcp.HuggingFaceStorageWriter):
     """DCP's storage writer, which here writes a rank's tensors one after another to its own file.
 
     The `write_data` of DCP first builds one bytes object of the whole file. That is a second copy
@@ -406,7 +408,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     """
 
     def __init__(self, folder: Path, facts: dict):
-        super().__init__(path=str(folder) + PARTIAL, save_distributed=True)
+        super().__init__(path=str(folder) + PARTIAL_SUFFIX, save_distributed=True)
         self.folder = folder
         self.facts = facts
 
@@ -445,8 +447,8 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         _sync(self.folder.parent)
         for path in previous:
             # Rename it first: a partly removed checkpoint must not have the name of a complete one.
-            if path.suffix != PARTIAL:
-                path = path.rename(str(path) + PARTIAL)
+            if path.suffix != PARTIAL_SUFFIX:
+                path = path.rename(str(path) + PARTIAL_SUFFIX)
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -459,7 +461,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class CheckpointReader(dcp.HuggingFaceStorageReader):
+class DcpReader(dcp.HuggingFaceStorageReader):
     """A reader whose exceptions, unlike those of safetensors, can be pickled and sent to ranks."""
 
     def read_metadata(self) -> Metadata:
@@ -482,7 +484,7 @@ def _sendable() -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-class Planner(dcp.DefaultLoadPlanner):
+class DcpPlanner(dcp.DefaultLoadPlanner):
     """A planner that calls `on_tensor` after each loaded tensor."""
 
     def __init__(self, on_tensor: Callable[[], None]):

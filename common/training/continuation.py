@@ -17,9 +17,9 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import ConfigError, WeightsError
 
-FOLDER = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 FACTS = "facts.json"
-PARTIAL = ".partial"
+PARTIAL_SUFFIX = ".partial"
 FACT_TYPES = {  # the required keys of facts.json
     "benchmark": str,
     "seed": int,
@@ -46,14 +46,14 @@ MAY_DIFFER = {
 
 
 @dataclass(frozen=True)
-class When:
+class CheckpointInterval:
     """The interval between checkpoints. One of the two fields is 0."""
 
     evaluations: int  # save after this many evaluations
     seconds: float  # save at the first logged step after this many seconds
 
 
-def when_from(text: str) -> When:
+def parse_interval(text: str) -> CheckpointInterval:
     """Parse --checkpoint: "2" (every second evaluation), "600s". Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(s?)", text)
     if not match or int(match[1]) < 1:
@@ -64,8 +64,8 @@ def when_from(text: str) -> When:
         )
     number = int(match[1])
     if match[2]:
-        return When(evaluations=0, seconds=float(number))
-    return When(evaluations=number, seconds=0.0)
+        return CheckpointInterval(evaluations=0, seconds=float(number))
+    return CheckpointInterval(evaluations=number, seconds=0.0)
 
 
 def require_possible(config: RunConfig) -> None:
@@ -85,11 +85,11 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
     """
     folders = [
         path
-        for path in (run_dir / FOLDER).glob("step_*")
-        if path.suffix != PARTIAL and path.is_dir()
+        for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
+        if path.suffix != PARTIAL_SUFFIX and path.is_dir()
     ]
     if not folders:
-        why = f"{run_dir / FOLDER} contains no complete checkpoint"
+        why = f"{run_dir / CHECKPOINTS_FOLDER} contains no complete checkpoint"
         if not run_dir.is_dir():
             why = f"the directory {run_dir} does not exist"
         raise ConfigError(

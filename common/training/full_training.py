@@ -12,7 +12,7 @@ from common.config import RunConfig
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.assembly import Assembly
@@ -42,12 +42,12 @@ def assemble_full(
         return [*blocks], Head(shape, kernels)
 
     def make_optimizer(model: Llama) -> ZeroOptimizer:
-        update = UPDATES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
+        make_rule = UPDATE_RULES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
         reduce_scatter = partial(
             make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels
         )
         modules = [model.embedding, *model.blocks, model.head]
-        return ZeroOptimizer(modules, processes, update, kernels, reduce_scatter)
+        return ZeroOptimizer(modules, processes, make_rule, kernels, reduce_scatter)
 
     def fill_weights(model: Llama, optimizer: ZeroOptimizer) -> None:
         fill_masters(model, optimizer)

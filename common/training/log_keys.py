@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from common.benchmarks import LogValue, Rules
 from common.config import RunConfig
-from common.training.mllog import EMULATED
+from common.training.mllog import EMULATED_KEY
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # config value -> name in the MLPerf log
 
@@ -43,7 +43,7 @@ def hyperparameters(
             "lowest_numerical_precision_in_linear",
             linear.log_precision or PRECISIONS[config.precision],
         ),
-        *([(EMULATED, config.linear)] if linear.emulated else []),
+        *([(EMULATED_KEY, config.linear)] if linear.emulated else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", PRECISIONS[config.precision]),
         *((f"{kind}_parallelism", 1) for kind in ("tensor", "pipeline", "context", "expert")),

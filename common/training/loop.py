@@ -98,7 +98,7 @@ def next_token_pairs(windows: np.ndarray) -> np.ndarray:
     return np.stack((windows[:, :-1], windows[:, 1:]), axis=1)
 
 
-def pad_for_ranks(
+def rank_micro_batches(
     sequences: np.ndarray, processes: Processes, micro_batch_size: int
 ) -> list[Tensor]:
     """Return this rank's share of int [sequences, 2, length] as micro-batches on the device.
@@ -202,8 +202,8 @@ def train(
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
             meter.flush()
-            if reports.ranks:
-                reports.ranks.compare(step, samples, meter.seconds())
+            if reports.rank_comparison:
+                reports.rank_comparison.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:

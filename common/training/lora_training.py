@@ -18,7 +18,7 @@ from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from common.sharding.frozen_base import FrozenBase
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.assembly import Assembly
@@ -105,8 +105,8 @@ def _adapter_optimizer(
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    update = UPDATES[rules.opt_name](rules, config.kernels, torch.float32)
-    return ReplicatedOptimizer(trained.values(), processes, update)
+    make_rule = UPDATE_RULES[rules.opt_name](rules, config.kernels, torch.float32)
+    return ReplicatedOptimizer(trained.values(), processes, make_rule)
 
 
 def _offloader(

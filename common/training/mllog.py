@@ -41,7 +41,7 @@ POINT = "POINT_IN_TIME"
 START = "INTERVAL_START"
 END = "INTERVAL_END"
 # A key of this project, only in logs of runs with an emulated format. `package` refuses such logs.
-EMULATED = "emulated_block_format"
+EMULATED_KEY = "emulated_block_format"
 STDOUT_FD = 1
 
 Scalar = bool | int | float | str

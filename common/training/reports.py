@@ -21,7 +21,7 @@ class Reports:
     progress: ProgressLog
     heartbeat: Heartbeat
     meter: Meter | None = None  # set at the end of the warm-up
-    ranks: RankComparison | None = None  # set before training on several GPUs
+    rank_comparison: RankComparison | None = None  # set before training on several GPUs
     over: bool = False  # whether run_stop was written, or the run failed before it
     phase_began: float = field(default_factory=time.monotonic)
 

@@ -30,6 +30,36 @@ def warmup_cosine(
     return lr_at
 
 
+def warmup_linear(
+    base: float, end: float, warmup_steps: int, max_steps: int
+) -> Callable[[int], float]:
+    """Return lr_at(step), with steps counted from 0: a linear warm-up, then a straight line.
+
+    The rate is base*(s+1)/(W+1) up to step s = W = `warmup_steps`. A line from base to end follows,
+    up to `max_steps`.
+    """
+    decay_steps = max_steps - warmup_steps
+
+    def lr_at(step: int) -> float:
+        if step < warmup_steps:
+            return base * (step + 1) / (warmup_steps + 1)
+        return base - (base - end) * min(1.0, (step - warmup_steps) / decay_steps)
+
+    return lr_at
+
+
+def warmup_constant(base: float, warmup_steps: int) -> Callable[[int], float]:
+    """Return lr_at(step), with steps counted from 0: a linear warm-up, then `base`.
+
+    The rate is base*(s+1)/(W+1) up to step s = W = `warmup_steps`.
+    """
+
+    def lr_at(step: int) -> float:
+        return base * (step + 1) / (warmup_steps + 1) if step < warmup_steps else base
+
+    return lr_at
+
+
 def cosine_to_zero(base: float, training_steps: int) -> Callable[[int], float]:
     """Return lr_at(step), with steps counted from 0: a half cosine from `base` to 0.
 

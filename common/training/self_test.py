@@ -46,7 +46,7 @@ from common.kernels.fp8 import (
     QuantizedTensor,
     Quantizer,
     dgrad,
-    matmul,
+    fprop,
     product_engine,
     takes_every_layout,
     wgrad,
@@ -210,7 +210,7 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
         products=result.products,
         swiglu=result.swiglu,
         missing=result.missing,
-        choices=products_in_use(result),
+        choices=cublaslt_choices(result),
         seconds=result.seconds,
         ops=len(result.findings),
         worst=str(result.worst),
@@ -404,7 +404,7 @@ def product_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Chec
         yield "bf16 product", str(SPLIT_K), PRODUCT_DB, measure
 
 
-def products_in_use(result: SelfTestResult) -> list[str]:
+def cublaslt_choices(result: SelfTestResult) -> list[str]:
     """Return the algorithms that the cublaslt engine has chosen so far, with their times."""
     if result.products != "cublaslt":
         return []
@@ -448,11 +448,11 @@ def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -
     """Return a b^T, of `a` [M, K] and `b` [N, K], by the step's function for `product`."""
     device = a.rowwise.device
     if fp8 and not takes_every_layout(device):
-        # All three products of a step are then computed by `matmul`, from transposed copies.
-        return matmul(a, b)
+        # A dgrad or wgrad of the step then makes the same call, with transposed copies.
+        return fprop(a, b)
     is_torch = not product_engine(device, a.rowwise.dtype).engine.module
     if product == "fprop" and (fp8 or not is_torch):
-        return matmul(a, b)
+        return fprop(a, b)
     if product == "fprop":
         # NaN in the result shows elements that were not stored.
         out = a.rowwise.new_full((a.rowwise.shape[0], b.rowwise.shape[0]), math.nan)
@@ -466,10 +466,10 @@ def _multiply(product: str, a: QuantizedTensor, b: QuantizedTensor, fp8: bool) -
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
     """Return rows of a quantized tensor in fp64."""
-    if x.scale is None:
+    if x.inverse_scale is None:
         return x.rowwise[rows].double()
     # As uint8, because torch cannot index FP8 tensors.
-    return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
+    return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.inverse_scale
 
 
 # --- SwiGLU in the epilogues of products
@@ -477,7 +477,8 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
     """Return True if FP8 products of a config of these sizes may compute SwiGLU."""
-    return engines.SWIGLU in engines.operations(sizes.fp8) and KERNEL_ENGINES[sizes.kernels].fuses
+    operations = engines.operations(sizes.fp8)
+    return engines.SWIGLU in operations and KERNEL_ENGINES[sizes.kernels].may_fuse_swiglu
 
 
 def swiglu_checks(sizes: Sizes, draw: Draw, _: SelfTestResult) -> Iterator[Check]:
@@ -592,4 +593,4 @@ def _output_db(truth: Output, value: Output) -> float:
 
 
 def _dequantized(x: QuantizedTensor) -> Tensor:
-    return x.rowwise if x.scale is None else x.rowwise.float() * x.scale
+    return x.rowwise if x.inverse_scale is None else x.rowwise.float() * x.inverse_scale

@@ -101,7 +101,9 @@ def train(
         target_loss=rules.target_loss,
         max_samples=config.max_samples,
     )
-    reports.ranks = compare_ranks(processes, reports.events, reports.progress, assembly.model)
+    reports.rank_comparison = compare_ranks(
+        processes, reports.events, reports.progress, assembly.model
+    )
     try:
         outcome = loop.train(
             assembly, lr_at, batches, eval_batches, batching, goal, processes, reports, checkpoints
@@ -157,13 +159,13 @@ def _prepare(
 def main(
     argv: list[str],
     benchmark: str,
-    kind: type[RunConfig],
+    config_class: type[RunConfig],
     run_rank: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
     """Parse `argv`, call `run_rank`, record failures and end the process.
 
-    `kind`: class Config of the benchmark's rules.py.
+    `config_class`: class Config of the benchmark's rules.py.
     `saves`: accept --save.
     """
     args = _parser(benchmark, saves).parse_args(argv)
@@ -172,7 +174,7 @@ def main(
 
     def work() -> None:
         nonlocal reports
-        config = configs.load(args.run_dir / "config.toml", kind)
+        config = configs.load(args.run_dir / "config.toml", config_class)
         reports = Reports.open(args.run_dir, rank)
         run_rank(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
 

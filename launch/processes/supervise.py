@@ -1,8 +1,9 @@
 """Supervision of a run's processes: start them in a new session, detect hangs, and stop them.
 
-Each rank rewrites `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). If
-no rank has done so for the configured time, the run hangs. All ranks are then asked to write their
-stacks and killed, and the error names the rank that the others wait for. No process is left behind.
+Each rank rewrites `ranks/rank_<k>.heartbeat` at every micro-batch (common/training/heartbeat.py).
+If no rank has done so for the configured time, the run hangs. All ranks are then asked to write
+their stacks and killed, and the error names the rank that the others wait for. No process is left
+behind.
 """
 
 from __future__ import annotations

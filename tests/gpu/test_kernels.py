@@ -9,7 +9,7 @@ from kernel_checks import error, sqnr_db
 
 from common.kernels import accumulate, adamw, lora, rms_norm
 from common.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_reference, cross_entropy_triton
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, product
+from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor, product
 from common.kernels.lora import Dropout
 from common.kernels.quantize import quantize_reference, quantize_triton
 from common.kernels.rope import (
@@ -38,7 +38,7 @@ pytestmark = [
 
 def decibels(quantized: QuantizedTensor, truth: torch.Tensor) -> float:
     """Return the SQNR in dB of the rows that `truth` has."""
-    return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.scale, truth)
+    return sqnr_db(quantized.rowwise[: len(truth)].double() * quantized.inverse_scale, truth)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
@@ -90,7 +90,7 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
             d = backward(d_h, kept, gradient)
             if step == 0:
                 scaling.step_done()
-        assert not scaling.scales[:, CLIPPED].any()
+        assert not scaling.scales[:, SATURATED].any()
         assert (kept is gate_up) != keeps
         results.append(((h, d), kept, scaling.scales.clone()))
     (expected, kept, state), (got, kernel_kept, kernel_state) = results
@@ -171,9 +171,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
                     ours.state[entry], reference.state[entry], rtol=2**-8, atol=0
                 )
             torch.testing.assert_close(
-                ours.state[CLIPPED], runs * reference.state[CLIPPED], rtol=1e-3, atol=2
+                ours.state[SATURATED], runs * reference.state[SATURATED], rtol=1e-3, atol=2
             )
-        assert growth == 1 or quantizers[2].state[CLIPPED] > 0
+        assert growth == 1 or quantizers[2].state[SATURATED] > 0
         scaling.step_done()
 
 
@@ -185,15 +185,17 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     cos, sin = rope_tables(
         ModelShape(1, heads * head_dim, 256, heads, kv_heads, 71, 500000.0), sequence, device
     )
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     qkv = torch.randn(batch * sequence, all_heads * head_dim, device=device, dtype=torch.bfloat16)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
-    truth = rope_reference(unpacked[:1, :, :turned].double(), cos, sin)
+    truth = rope_reference(unpacked[:1, :, :rotated_heads].double(), cos, sin)
     plain = rope_packed_reference_(qkv.clone(), cos, sin, heads, kv_heads)
     ours = rope_packed_triton_(qkv.clone(), cos, sin, heads, kv_heads)
-    errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
+    errors = [
+        (x.view_as(unpacked)[:1, :, :rotated_heads].double() - truth).norm() for x in (plain, ours)
+    ]
     assert errors[1] <= 2 * errors[0]
-    assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
+    assert torch.equal(ours.view_as(unpacked)[:, :, rotated_heads:], unpacked[:, :, rotated_heads:])
     # A fused multiply-add rounds once where torch rounds twice.
     assert (ours != plain).sum() <= 1e-3 * ours.numel()
 
@@ -212,7 +214,7 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
         function(*parts, cos, sin, quantizer)  # two passes
         scaling.step_done()
         results.append((function(*parts, cos, sin, quantizer), scaling.scales.clone()))
-        assert not scaling.scales[:, CLIPPED].any()
+        assert not scaling.scales[:, SATURATED].any()
     (expected, state), (got, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
     assert (
@@ -221,13 +223,13 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     assert torch.equal(got.columnwise.view(torch.uint8), got.rowwise.view(torch.uint8).t())
     truth = torch.cat(
         (
-            rope_reference(upstream[:1, :, :turned].double(), cos, -sin),
-            upstream[:1, :, turned:].double(),
+            rope_reference(upstream[:1, :, :rotated_heads].double(), cos, -sin),
+            upstream[:1, :, rotated_heads:].double(),
         ),
         dim=2,
     ).flatten()
     errors = [
-        (x.rowwise[:sequence].double() * x.scale).flatten().sub_(truth).norm()
+        (x.rowwise[:sequence].double() * x.inverse_scale).flatten().sub_(truth).norm()
         for x in (expected, got)
     ]
     assert errors[1] <= 1.12 * errors[0]  # 1 dB

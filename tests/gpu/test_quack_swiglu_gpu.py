@@ -7,7 +7,7 @@ from kernel_checks import error
 from common import engines
 from common.engines import SWIGLU
 from common.errors import ConfigError
-from common.kernels.fp8 import AMAX, CLIPPED, INVERSE, SCALE
+from common.kernels.fp8 import AMAX, INVERSE, SATURATED, SCALE
 from common.kernels.quantize import quantize_triton
 from common.kernels.swiglu import swiglu_engine
 from common.model.block_ops import KERNEL_ENGINES
@@ -88,8 +88,8 @@ class Case:
         product = torch._scaled_mm(
             self.operand.rowwise,
             weight.t(),
-            scale_a=self.operand.scale,
-            scale_b=self.weight.scale,
+            scale_a=self.operand.inverse_scale,
+            scale_b=self.weight.inverse_scale,
             out_dtype=torch.float32,
         )
         if not self.backward:
@@ -104,7 +104,7 @@ def value(result):
     """Return a bf16 or quantized result in fp32."""
     if isinstance(result, torch.Tensor):
         return result.float()
-    return result.rowwise.float() * result.scale
+    return result.rowwise.float() * result.inverse_scale
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -123,7 +123,7 @@ def test_epilogues_are_as_exact_as_the_kernels(backward, rows, hidden, ffn):
     largest = float(truths[-1].abs().max())
     print(f"amax: epilogue {amaxes[1]:.5g}, kernel {amaxes[0]:.5g}, fp32 {largest:.5g}")
     assert amaxes[1] == pytest.approx(largest, rel=1e-2)  # sums of 14 bits
-    assert case.states(CLIPPED) == [0, 0]
+    assert case.states(SATURATED) == [0, 0]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
@@ -164,7 +164,7 @@ def test_saturated_elements_are_counted(backward):
         quantizer.state[SCALE] *= 4
         quantizer.state[INVERSE] /= 4
     kernels, epilogues = case.results()
-    counts = case.states(CLIPPED)
+    counts = case.states(SATURATED)
     print(f"saturated: epilogue {counts[1]:g}, kernel {counts[0]:g}")
     assert counts[0] > 10 and counts[0] * 0.98 <= counts[1] <= 2 * counts[0]
     same = kernels[-1].rowwise.float() == epilogues[-1].rowwise.float()
@@ -179,7 +179,7 @@ def test_nan_and_infinity_show(backward):
     stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored[5].isnan().all() and stored.isnan().sum() == stored.shape[1]
     assert quantizers[0].state[AMAX].isfinite()
-    case.operand.scale.fill_(3e38)
+    case.operand.inverse_scale.fill_(3e38)
     stored = case.result(DelayedScaling, quantizers)[-1].rowwise.float()
     assert stored.isnan().any(1).float().mean() > 0.9
     assert quantizers[0].state[AMAX].isinf()

@@ -57,11 +57,11 @@ class MemoryBase:
         self.calls.append(f"backward {layer}")
         weights = {}
         for name, operand in self.operands.items():
-            if operand.scale is None:  # not quantized: products read the one layout
+            if operand.inverse_scale is None:  # not quantized: products read the one layout
                 weights[name] = operand
                 continue
             columnwise = operand.rowwise.t().contiguous()
-            weights[name] = QuantizedTensor(torch.empty(0, 0), columnwise, operand.scale)
+            weights[name] = QuantizedTensor(torch.empty(0, 0), columnwise, operand.inverse_scale)
         return weights
 
     def release(self, layer):

@@ -31,7 +31,7 @@ from common.model.shapes import ModelShape
 from common.sharding.frozen_base import ROWWISE, FrozenBase, layer_layout, pass_order
 from common.sharding.processes import Processes
 from common.training.assembly import Batching
-from common.training.loop import evaluate, next_token_pairs, pad_for_ranks, train_step
+from common.training.loop import evaluate, next_token_pairs, rank_micro_batches, train_step
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.timed_run import main
@@ -264,7 +264,7 @@ def evaluation(processes: Processes, data_dir: Path) -> float:
     ).model
     return evaluate(
         model,
-        pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4),
+        rank_micro_batches(evaluation_sequences(data_dir), processes, micro_batch_size=4),
         processes,
     )
 
@@ -309,8 +309,8 @@ def fill(base: FrozenBase, shape: ModelShape, scale: float = 1.0) -> FrozenBase:
 
 def with_precision(config: lora_rules.Config, precision: str) -> lora_rules.Config:
     """Return `config` with the precision of a GPU. On a CPU a config without FP8 is in fp32."""
-    kind = type("Config", (lora_rules.Config,), {"precision": precision})
-    return kind(**vars(config))
+    config_class = type("Config", (lora_rules.Config,), {"precision": precision})
+    return config_class(**vars(config))
 
 
 def lora_steps(
@@ -361,7 +361,7 @@ def lora_steps(
         loss, norm = train_step(assembly, batches, batching, 1e-2, processes)
         losses.append(float(processes.sum(loss)))
         norms.append(float(norm))
-    evaluation = evaluate(model, pad_for_ranks(sequences[:5].numpy(), processes, 2), processes)
+    evaluation = evaluate(model, rank_micro_batches(sequences[:5].numpy(), processes, 2), processes)
     return {
         "losses": losses,
         "norms": norms,

@@ -10,9 +10,9 @@ import torch
 
 from common import linear_formats
 from common.kernels.block_formats import (
+    BLOCK_FORMATS,
     E2M1,
     E4M3,
-    FORMATS,
     HADAMARD_SIZE,
     Element,
     hadamard,
@@ -30,11 +30,13 @@ TORCHAO_ELEMENTS = {
 
 
 def element_of(name):
-    return FORMATS[name].gradient_element  # that of activations is another only in mxfp8_hybrid
+    return BLOCK_FORMATS[
+        name
+    ].gradient_element  # that of activations is another only in mxfp8_hybrid
 
 
 def ours(x, name, **options):
-    return quantize(x, FORMATS[name], element_of(name), **options)
+    return quantize(x, BLOCK_FORMATS[name], element_of(name), **options)
 
 
 def by_torchao(x, name, block_size=None):
@@ -48,7 +50,7 @@ def by_torchao(x, name, block_size=None):
     )  # here: not every worker of pytest needs it
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-    size = block_size or FORMATS[name].block_size
+    size = block_size or BLOCK_FORMATS[name].block_size
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     if name == "nvfp4":
         scale = per_tensor_amax_to_scale(padded.abs().max())
@@ -89,7 +91,7 @@ def ties_and_neighbors(name):
     Both signs occur, and the scale of each block is 2^0. One number of the size of the format's
     largest power of two fixes it. Larger numbers of its binade saturate.
     """
-    element, size = element_of(name), FORMATS[name].block_size
+    element, size = element_of(name), BLOCK_FORMATS[name].block_size
     exact = numbers(element)
     top = 2.0 ** (element.max_exponent + 1)
     points = torch.cat(
@@ -105,11 +107,15 @@ def ties_and_neighbors(name):
 
 
 def test_a_config_knows_the_same_formats():
-    emulated = {name for name, form in linear_formats.FORMATS.items() if form.emulated}
-    assert set(FORMATS) == emulated and set(TORCHAO_ELEMENTS) | {"nvfp4"} == set(FORMATS)
+    emulated = {
+        name for name, number_format in linear_formats.FORMATS.items() if number_format.emulated
+    }
+    assert set(BLOCK_FORMATS) == emulated and set(TORCHAO_ELEMENTS) | {"nvfp4"} == set(
+        BLOCK_FORMATS
+    )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 100), (5, 7), (1, 33)], ids=str)
 def test_random_matrices_with_ragged_ends_are_cast_as_by_torchao(name, dtype, shape):
@@ -155,7 +161,7 @@ def test_ties_of_nvfp4_go_to_even():
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_zeros_keep_their_sign(name):
     x = torch.tensor([[0.0, -0.0] * 40])
     made = ours(x, name).dequantize(torch.float32)
@@ -164,7 +170,7 @@ def test_zeros_keep_their_sign(name):
     assert same_bits(ours(x, name).dequantize(torch.float32), by_torchao(x, name))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_nan_makes_all_numbers_that_share_its_scale_nan(name):
     x = random(4, 128, 1.0)
     x[1, 40] = math.nan
@@ -176,7 +182,7 @@ def test_nan_makes_all_numbers_that_share_its_scale_nan(name):
     assert int(made.isnan().sum()) == sharing
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_infinity_becomes_nan_as_everywhere_in_this_package(name, bad):
     """torchao stores the largest number instead, and a run that computes nonsense would go on."""
@@ -189,7 +195,7 @@ def test_infinity_becomes_nan_as_everywhere_in_this_package(name, bad):
     assert name == "nvfp4" or same_bits(made[2:], by_torchao(x, name)[2:])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("power", [127, 100, -60, -90])
 def test_numbers_near_the_ends_of_fp32_are_cast_as_by_torchao(name, power):
     x = (random(8, 64, 0.0).clamp(-1.99, 1.99)) * 2.0**power
@@ -207,9 +213,9 @@ def test_the_smallest_scale_is_2_to_the_minus_127(name):
     assert tiny.isfinite().all() and (tiny <= x).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_a_square_shares_its_scale(name):
-    size = FORMATS[name].block_size
+    size = BLOCK_FORMATS[name].block_size
     x = random(2 * size, 3 * size, 2.0)
     tiles = x.view(2, size, 3, size).transpose(1, 2)
     made = ours(x, name, square=True)

@@ -177,7 +177,7 @@ def test_fprop_dgrad_and_wgrad_use_cublaslt_in_fp8_and_bf16(use):
     ):
         library.launched.clear()
         for found, truth in zip(
-            (fp8.matmul(n, weight), fp8.dgrad(gradient, weight), fp8.wgrad(gradient, n)),
+            (fp8.fprop(n, weight), fp8.dgrad(gradient, weight), fp8.wgrad(gradient, n)),
             truths,
             strict=True,
         ):

@@ -114,14 +114,15 @@ def test_a_frozen_base_stores_and_hands_out_its_weights_alone(pretend, processes
     base.start_pass(training=True)
     for name, weight in base.backward_weights(1).items():
         forward = base.forward_weights(1)[name]
-        assert weight.columnwise is None and weight.scale == forward.scale
+        assert weight.columnwise is None and weight.inverse_scale == forward.inverse_scale
         assert torch.equal(weight.rowwise.view(torch.uint8), forward.rowwise.view(torch.uint8))
         g = quantize_reference(normal(16, weight.rowwise.shape[0]).cpu(), gradient_quantizer())
         found = dgrad(g, weight)
         assert (
             sqnr_db(
                 found.float(),
-                (g.rowwise.float() * g.scale) @ (weight.rowwise.float() * weight.scale),
+                (g.rowwise.float() * g.inverse_scale)
+                @ (weight.rowwise.float() * weight.inverse_scale),
             )
             > 50
         )

@@ -14,16 +14,16 @@ from common import engines
 from common.kernels import architecture, fp8
 from common.kernels.fp8 import (
     AMAX,
-    CLIPPED,
     HEADROOM,
     HISTORY,
     INVERSE,
+    SATURATED,
     SCALE,
     QuantizedTensor,
     Quantizer,
     dgrad,
     fp8_dtypes,
-    matmul,
+    fprop,
     quantize_weight,
     wgrad,
 )
@@ -48,7 +48,7 @@ def quantizers(count=2, **kind):
 
 
 def value_of(quantized: QuantizedTensor) -> torch.Tensor:
-    return quantized.rowwise.float() * quantized.scale
+    return quantized.rowwise.float() * quantized.inverse_scale
 
 
 @pytest.mark.parametrize("gradient, bound", [(False, 31.0), (True, 25.0)], ids=["e4m3", "e5m2"])
@@ -109,7 +109,7 @@ def test_an_evaluation_changes_no_scale_and_records_nothing():
     assert torch.equal(scaling.scales, before)
     scaling.start_pass(True)
     quantize_reference(torch.full((2, 2), 1e4), quantizer)
-    assert quantizer.state[AMAX] == 1e4 and quantizer.state[CLIPPED] == 4
+    assert quantizer.state[AMAX] == 1e4 and quantizer.state[SATURATED] == 4
 
 
 def test_the_amax_of_a_step_is_that_of_all_its_micro_batches_also_in_the_first_step():
@@ -143,7 +143,7 @@ def test_a_tensor_that_begins_with_zeros_does_not_saturate_when_values_come(zero
         scaling.step_done()
         assert quantizer.state[SCALE] == quantizer.state[INVERSE] == 1.0
     quantize_reference(normal(16, 16).clamp(-1, 1) * size, quantizer)
-    assert scaling.take_clipped() == 0
+    assert scaling.take_saturated() == 0
     scaling.step_done()
     assert (
         sqnr_db(
@@ -249,7 +249,7 @@ def test_products_match_fp32_products_of_the_stored_values():
     weight = quantize_reference(w, w_quantizer)
     gradient = quantize_reference(g, g_quantizer)
     for ours, stored, true, bound in (
-        (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
+        (fprop(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
         (
             dgrad(gradient, weight),
             value_of(gradient) @ value_of(weight),
@@ -260,7 +260,7 @@ def test_products_match_fp32_products_of_the_stored_values():
     ):
         assert sqnr_db(ours.float(), stored) > 50 and sqnr_db(ours.float(), true) > bound
     plain = QuantizedTensor(x), QuantizedTensor(w), QuantizedTensor(g)
-    assert torch.equal(matmul(plain[0], plain[1]), x @ w.t())
+    assert torch.equal(fprop(plain[0], plain[1]), x @ w.t())
     assert torch.equal(dgrad(plain[2], plain[1]), g @ w) and torch.equal(
         wgrad(plain[2], plain[0]), g.t() @ x
     )
@@ -292,7 +292,7 @@ def test_an_engines_products_have_a_range_with_their_size_under_a_profiler_only(
     x, g, weight = (QuantizedTensor(normal(*size)) for size in ((32, 16), (32, 48), (48, 16)))
 
     def products():
-        return matmul(x, weight), dgrad(g, weight), wgrad(g, x)
+        return fprop(x, weight), dgrad(g, weight), wgrad(g, x)
 
     sizes = ["32 x 48 x 16", "32 x 16 x 48", "48 x 16 x 32"]
     assert ranges_of(products) == [f"gemm: {size}" for size in sizes]

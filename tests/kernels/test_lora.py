@@ -51,7 +51,7 @@ def test_the_kernels_are_as_exact_as_plain_torch(M, K, N, R, dtype, normed, drop
     check("T", t_ours, t_plain, (n * mask / q) @ a.double().t())
     p_plain, d_b_plain, _ = REFERENCE.up_backward(g, t_plain, b, 2.0, dropout, None)
     p_ours, d_b_ours, unquantized = KERNELS.up_backward(g, t_plain, b, 2.0, dropout, None)
-    assert unquantized.rowwise is g and unquantized.scale is None
+    assert unquantized.rowwise is g and unquantized.inverse_scale is None
     check("P", p_ours, p_plain, g.double() @ b.double() * (2.0 / q))
     check("dB", d_b_ours, d_b_plain, 2 * g.double().t() @ t_plain.double())
     d_n_plain, d_n_ours = d_n.clone(), d_n.clone()
@@ -99,7 +99,7 @@ def test_the_gradient_is_quantized_as_by_a_kernel_of_its_own():
         )
         assert (
             torch.equal(fused.state, alone.state)
-            and quantized.scale.data_ptr() == fused.scale.data_ptr()
+            and quantized.inverse_scale.data_ptr() == fused.inverse_scale.data_ptr()
         )
         plain = REFERENCE.up_backward(g, t, b, 2.0, None, None)
         assert torch.allclose(p, plain[0], atol=1e-3) and torch.allclose(

@@ -5,7 +5,7 @@ import torch
 from kernel_checks import DEVICE, normal, unrounded
 
 from common.kernels import qk_norm, quantize, rms_norm, rope, swiglu
-from common.kernels.fp8 import CLIPPED
+from common.kernels.fp8 import SATURATED
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM = 2, 37, 3, 1, 16
 ROWS, COLUMNS = BATCH * SEQUENCE, 100
@@ -69,7 +69,7 @@ def test_the_columnwise_layout_is_the_transpose_of_the_rowwise_one(op, monkeypat
     for module in (quantize, swiglu):
         monkeypatch.setattr(module, "fill_columnwise", pytest.fail)
     found, state = results(TILED[op])
-    assert torch.equal(state, expected_state) and state[CLIPPED] > 0
+    assert torch.equal(state, expected_state) and state[SATURATED] > 0
     for plain, both in zip(expected, found, strict=True):
         assert torch.equal(both.rowwise, plain.rowwise)
         assert torch.equal(both.columnwise, plain.rowwise.t()) and both.columnwise.is_contiguous()

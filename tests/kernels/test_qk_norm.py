@@ -6,7 +6,7 @@ from kernel_checks import DEVICE, error, normal, unrounded
 from test_rope import MEMORY_ORDERS, SHAPES, parts_of, rotated, tables
 
 from common.kernels import qk_norm, rope
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 
 pytestmark = pytest.mark.quick
@@ -37,21 +37,25 @@ def truth_of(x, weights, cos, sin, heads):
 def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
     weights = weights_of(head_dim, dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     truth = truth_of(
-        unpacked[:, :, :turned].double(), [weight.double() for weight in weights], cos, sin, heads
+        unpacked[:, :, :rotated_heads].double(),
+        [weight.double() for weight in weights],
+        cos,
+        sin,
+        heads,
     )
     for function in FORWARDS:
         ours = qkv.clone()
         before = function(ours, weights, EPS, cos, sin, heads, kv_heads, True)
-        assert torch.equal(before, unpacked[:, :, :turned].reshape(batch * sequence, -1))
-        assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:]), (
-            "the values stay"
-        )
-        assert error(ours.view_as(unpacked)[:, :, :turned], truth) < TOLERANCE[dtype]
+        assert torch.equal(before, unpacked[:, :, :rotated_heads].reshape(batch * sequence, -1))
+        assert torch.equal(
+            ours.view_as(unpacked)[:, :, rotated_heads:], unpacked[:, :, rotated_heads:]
+        ), "the values stay"
+        assert error(ours.view_as(unpacked)[:, :, :rotated_heads], truth) < TOLERANCE[dtype]
         again = qkv.clone()
         assert function(
             again, weights, EPS, cos, sin, heads, kv_heads, False
@@ -69,20 +73,27 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
 def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    turned = heads + kv_heads
-    x, weights = normal(batch, sequence, turned, head_dim, dtype=dtype), weights_of(head_dim, dtype)
-    upstream = normal(batch, sequence, turned + kv_heads, head_dim, seed=4, dtype=dtype)
+    rotated_heads = heads + kv_heads
+    x, weights = (
+        normal(batch, sequence, rotated_heads, head_dim, dtype=dtype),
+        weights_of(head_dim, dtype),
+    )
+    upstream = normal(batch, sequence, rotated_heads + kv_heads, head_dim, seed=4, dtype=dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (x, *weights)]
     (
-        truth_of(leaves[0], leaves[1:], cos, sin, heads) * upstream[:, :, :turned].double()
+        truth_of(leaves[0], leaves[1:], cos, sin, heads) * upstream[:, :, :rotated_heads].double()
     ).sum().backward()
     parts, before = parts_of(upstream, heads, kv_heads, kind), x.flatten(2).flatten(0, 1)
     plain, ours = (function(parts, before, weights, EPS, cos, sin, None) for function in BACKWARDS)
     for quantized, d_weights in (plain, ours):
         d_qkv = quantized.rowwise.view_as(upstream)
-        assert d_qkv.dtype == dtype and quantized.columnwise is None and quantized.scale is None
-        assert error(d_qkv[:, :, :turned], leaves[0].grad) < TOLERANCE[dtype]
-        assert torch.equal(d_qkv[:, :, turned:], parts[2]), "copied"
+        assert (
+            d_qkv.dtype == dtype
+            and quantized.columnwise is None
+            and quantized.inverse_scale is None
+        )
+        assert error(d_qkv[:, :, :rotated_heads], leaves[0].grad) < TOLERANCE[dtype]
+        assert torch.equal(d_qkv[:, :, rotated_heads:], parts[2]), "copied"
         for d_weight, leaf in zip(d_weights, leaves[1:], strict=True):
             assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < TOLERANCE[dtype]
     frozen, nothing = qk_norm.qk_norm_rope_backward_triton(
@@ -112,13 +123,13 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
         assert all(torch.equal(a, b) for a, b in zip(d_weights, again, strict=True))
         assert torch.equal(quantized.columnwise, quantized.rowwise.t())
         assert quantizer.state[AMAX] == (exact.rowwise.abs().max() if step < 3 else 0.0)
-        assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
-        assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
+        assert quantizer.state[SATURATED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
+        assert step != 2 or quantizer.state[SATURATED] > 0, "the test must see saturation"
         state = scaling.scales.clone()
         reference, _ = qk_norm.qk_norm_rope_backward_reference(*arguments, quantizer)
         assert torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-4, atol=1e-5)
         scaling.scales.copy_(state)
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if step < 3:
             scaling.step_done()
 
@@ -169,10 +180,10 @@ def test_with_heads_of_unit_norm_and_weights_of_one_only_rope_remains():
     qkv = normal(batch * sequence, heads + 2 * kv_heads, head_dim)
     qkv = (qkv / qkv.square().mean(-1, keepdim=True).sqrt()).flatten(1)
     ones = torch.ones(head_dim, device=DEVICE)
-    for function, turn in zip(
+    for function, rotate in zip(
         FORWARDS, (rope.rope_packed_reference_, rope.rope_packed_triton_), strict=True
     ):
-        ours, expected = qkv.clone(), turn(qkv.clone(), cos, sin, heads, kv_heads)
+        ours, expected = qkv.clone(), rotate(qkv.clone(), cos, sin, heads, kv_heads)
         function(ours, (ones, ones), 0.0, cos, sin, heads, kv_heads, False)
         assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import engines
 from common.kernels import quack_swiglu
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor
+from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor
 from common.kernels.quack_swiglu import finish_swiglu, largest_byte
 from common.kernels.quantize import quantize_reference
 from common.kernels.swiglu import swiglu_engine
@@ -47,7 +47,7 @@ def finished(x, halves, scale, recording=True, gradient=False):
     quantizer.recording = recording
     out = store(x, quantizer)
     columnwise = torch.empty(out.shape[::-1], dtype=out.dtype, device=out.device)
-    out = QuantizedTensor(out, columnwise, quantizer.scale)
+    out = QuantizedTensor(out, columnwise, quantizer.inverse_scale)
     return finish_swiglu(out, quantizer, partial_amax(x, halves), COLUMNS, halves), quantizer
 
 
@@ -61,7 +61,7 @@ def test_the_amax_and_saturated_elements_are_recorded(halves, gradient):
     assert torch.equal(out.columnwise.view(torch.uint8), out.rowwise.view(torch.uint8).t())
     exact = int((x.abs() > 2.0).sum())
     rounded = int((out.rowwise.float().abs() == limit).sum())
-    assert 10 < exact <= quantizer.state[CLIPPED] <= rounded
+    assert 10 < exact <= quantizer.state[SATURATED] <= rounded
     assert torch.equal(out.rowwise.view(torch.uint8), store(x, quantizer).view(torch.uint8))
 
 
@@ -69,7 +69,7 @@ def test_elements_within_the_scales_range_are_not_counted_as_saturated():
     x = normal(16, 96, seed=1)
     x[3, 5] = 440.0  # stored as 448
     _, quantizer = finished(x, 1, 1.0)
-    assert quantizer.state[CLIPPED] == 0 and quantizer.state[AMAX] == 440.0
+    assert quantizer.state[SATURATED] == 0 and quantizer.state[AMAX] == 440.0
 
 
 def test_an_evaluation_records_nothing():
@@ -96,7 +96,7 @@ def test_largest_byte_is_that_of_the_formats_largest_number():
 
 
 def values(x):
-    return x.rowwise.float() * x.scale
+    return x.rowwise.float() * x.inverse_scale
 
 
 class Quack:
@@ -125,7 +125,7 @@ class Quack:
     def backward(self, g, weight, scale, gate_up, d_gate_up):
         self.calls.append("backward")
         d_h = (values(g) @ values(weight).t()).bfloat16().float()
-        kept = gate_up.rowwise.float() if gate_up.scale is None else values(gate_up)
+        kept = gate_up.rowwise.float() if gate_up.inverse_scale is None else values(gate_up)
         gate, up = kept.chunk(2, 1)
         s = torch.sigmoid(gate)
         result = torch.cat((d_h * up * s * (1 + gate * (1 - s)), d_h * gate * s), 1)
@@ -146,9 +146,8 @@ def quack(monkeypatch):
 class Case:
     """A step's operands and quantizers. `lora`: gate_up is kept in 8 bits."""
 
-    def __init__(self, fuses=True, lora=False):
-        kind = KERNEL_ENGINES["reference"]
-        self.ops = replace(kind, fuses=fuses)
+    def __init__(self, may_fuse_swiglu=True, lora=False):
+        self.ops = replace(KERNEL_ENGINES["reference"], may_fuse_swiglu=may_fuse_swiglu)
         self.inputs = DelayedScaling()
         made = [self.inputs.quantizer(gradient=gradient) for gradient in (False, True)]
         made += [self.inputs.quantizer(weight=True) for _ in range(2)]
@@ -194,7 +193,10 @@ def test_after_the_first_step_the_epilogues_compute_what_the_kernels_do(quack, l
     else:
         assert torch.equal(found[0], truth[0])
     for one, other in zip(found[1:3], truth[1:3], strict=True):
-        assert torch.equal(one.scale, other.scale) and one.rowwise.dtype == other.rowwise.dtype
+        assert (
+            torch.equal(one.inverse_scale, other.inverse_scale)
+            and one.rowwise.dtype == other.rowwise.dtype
+        )
         equal = one.rowwise.float() == other.rowwise.float()
         assert equal.float().mean() > 0.99
         assert torch.equal(one.columnwise.float(), one.rowwise.float().t())
@@ -225,7 +227,7 @@ def test_a_profile_shows_the_sizes_of_both_products(quack):
 
 
 def test_the_reference_and_other_formats_are_left_alone(quack):
-    case = Case(fuses=False)
+    case = Case(may_fuse_swiglu=False)
     case.step()
     case.step()
     plain = Case()

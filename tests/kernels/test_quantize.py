@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, normal, unrounded
 
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import IMPLEMENTATIONS, quantize_reference, quantize_triton
 from common.model.linear_layers import HEADROOM, HISTORY, DelayedScaling
 
@@ -29,7 +29,7 @@ def test_the_kernel_does_what_the_reference_does(shape, dtype, transposed):
         states.append((results, quantizer.state.clone()))
     (expected, state), (found, kernel_state) = states
     assert torch.allclose(state, kernel_state, rtol=1e-6, atol=0)
-    assert kernel_state[CLIPPED] > 0 or shape == (1, 7)
+    assert kernel_state[SATURATED] > 0 or shape == (1, 7)
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a.rowwise, b.rowwise, rtol=1e-6, atol=0)
         assert (b.columnwise is None) == (not transposed) and (
@@ -41,7 +41,7 @@ def test_without_a_quantizer_the_tensor_itself_comes_back():
     x = normal(3, 4)
     for function in IMPLEMENTATIONS.values():
         plain = function(x, None)
-        assert plain.rowwise is x and plain.scale is None and plain.columnwise is None
+        assert plain.rowwise is x and plain.inverse_scale is None and plain.columnwise is None
 
 
 @pytest.mark.parametrize("engine", IMPLEMENTATIONS)
@@ -53,7 +53,9 @@ def test_what_exceeds_the_history_saturates_and_is_counted(engine):
     x[0, 0], x[1, 1], x[2, 2] = 100.0, -100.0, 1.2
     rowwise = IMPLEMENTATIONS[engine](x, quantizer).rowwise
     assert rowwise[0, 0] == 448.0 and rowwise[1, 1] == -448.0 and rowwise.isfinite().all()
-    assert scaling.take_clipped() == 2 and scaling.take_clipped() == 0, "1.2 is within the headroom"
+    assert scaling.take_saturated() == 2 and scaling.take_saturated() == 0, (
+        "1.2 is within the headroom"
+    )
     assert quantizer.state[AMAX] == 100.0, "the next scale is chosen from it"
 
 
@@ -71,7 +73,7 @@ def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
         scaling.step_done()
     x[1, 2] = bad
     quantized = IMPLEMENTATIONS[engine](x, quantizer)
-    values = quantized.rowwise * quantized.scale
+    values = quantized.rowwise * quantized.inverse_scale
     assert torch.equal(values.isnan(), x != 0.5)
     assert (values[x == 0.5] == 0.5).all()
 

@@ -6,7 +6,7 @@ from kernel_checks import DEVICE, UnroundedQuantizer
 
 from common.kernels import rms_norm
 from common.kernels.architecture import Tile
-from common.kernels.fp8 import AMAX, CLIPPED, INVERSE, SCALE, QuantizedTensor
+from common.kernels.fp8 import AMAX, INVERSE, SATURATED, SCALE, QuantizedTensor
 from common.kernels.quantize import AMAX_ONLY
 from common.kernels.rms_norm import (
     add_rms_norm_reference,
@@ -44,7 +44,7 @@ def quantizer_with(transposed=True, two_pass=False, recording=True):
     quantizer.two_pass, quantizer.recording = two_pass, recording
     quantizer.state = torch.zeros(4, device=DEVICE)
     quantizer.state[SCALE], quantizer.state[INVERSE] = 3.0, 1 / 3.0
-    quantizer.state[AMAX], quantizer.state[CLIPPED] = 0.25, 7.0
+    quantizer.state[AMAX], quantizer.state[SATURATED] = 0.25, 7.0
     return quantizer
 
 
@@ -108,7 +108,7 @@ def test_unquantized_results_are_as_exact_as_plain_torch(
         "the residual is torch's sum"
     )
     d_x, none, d_weight = backward(d_n, residual, rstd, weight, d_residual, None)
-    assert none is None and n.columnwise is None and n.scale is None
+    assert none is None and n.columnwise is None and n.inverse_scale is None
     assert n.rowwise.dtype == d_x.dtype == d_weight.dtype == dtype and rstd.dtype == torch.float32
     plain = by_autograd(x, branch, weight, d_n, d_residual)
     truth = by_autograd(residual.double(), None, *cast((weight, d_n, d_residual), torch.float64))
@@ -139,17 +139,17 @@ def check_quantized(quantized, value, quantizer, before):
             torch.equal(quantized.columnwise, quantized.rowwise.t())
             and quantized.columnwise.is_contiguous()
         )
-    assert quantized.scale.data_ptr() == quantizer.state[INVERSE:].data_ptr()
+    assert quantized.inverse_scale.data_ptr() == quantizer.state[INVERSE:].data_ptr()
     assert quantizer.state[AMAX] == (
         torch.maximum(before[AMAX], amax) if quantizer.recording else before[AMAX]
     )
-    clipped = (
+    saturated = (
         ((value * scale).abs() > quantizer.largest).sum()
         if quantizer.recording and not quantizer.two_pass
         else 0
     )
-    assert quantizer.state[CLIPPED] == before[CLIPPED] + clipped
-    return int(clipped)
+    assert quantizer.state[SATURATED] == before[SATURATED] + saturated
+    return int(saturated)
 
 
 OPTIONS = [
@@ -170,8 +170,8 @@ def test_quantized_results_are_casts_of_the_unquantized_ones(shape, options):
     before = quantizer.state.clone()
     quantized = add_rms_norm_triton(x, branch, weight, EPS, quantizer)
     assert torch.equal(quantized[0], residual) and torch.equal(quantized[2], rstd)
-    clipped = check_quantized(quantized[1], plain.rowwise, quantizer, before)
-    assert clipped > 0 or not quantizer.recording or quantizer.two_pass or shape == (1, 8), (
+    saturated = check_quantized(quantized[1], plain.rowwise, quantizer, before)
+    assert saturated > 0 or not quantizer.recording or quantizer.two_pass or shape == (1, 8), (
         "the test must see saturation"
     )
 
@@ -234,7 +234,7 @@ def test_the_pass_for_the_amax_writes_only_the_amax(monkeypatch):
         assert (run(quantizer).rowwise == 99).all()
         assert (
             quantizer.state[AMAX] == max(0.25, value.abs().max())
-            and quantizer.state[CLIPPED] == 7
+            and quantizer.state[SATURATED] == 7
             and quantizer.state[SCALE] == 3
         )
 

@@ -5,7 +5,7 @@ import torch
 from kernel_checks import DEVICE, error, normal, unrounded
 
 from common.kernels import rope
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 from common.kernels.rope import (
     rope_packed_backward_reference,
@@ -59,26 +59,27 @@ def parts_of(upstream, heads, kv_heads, kind="contiguous"):
 def test_forward_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
     expected = torch.cat(
-        (rope_reference(unpacked[:, :, :turned], cos, sin), unpacked[:, :, turned:]), dim=2
+        (rope_reference(unpacked[:, :, :rotated_heads], cos, sin), unpacked[:, :, rotated_heads:]),
+        dim=2,
     )
-    truth = rotated(unpacked[:, :, :turned].double(), cos, sin)
-    plain = error(expected[:, :, :turned], truth)
+    truth = rotated(unpacked[:, :, :rotated_heads].double(), cos, sin)
+    plain = error(expected[:, :, :rotated_heads], truth)
     assert plain < (1e-6 if dtype == torch.float32 else 1e-3)
     for function in (rope_packed_reference_, rope_packed_triton_):
         ours = qkv.clone()
         assert function(ours, cos, sin, heads, kv_heads) is ours
         ours = ours.view_as(unpacked)
-        assert torch.equal(ours[:, :, turned:], unpacked[:, :, turned:]), (
+        assert torch.equal(ours[:, :, rotated_heads:], unpacked[:, :, rotated_heads:]), (
             "the values are not rotated"
         )
         assert torch.equal(ours[:, 0], unpacked[:, 0]) and not torch.equal(
             ours[:, 1], unpacked[:, 1]
         ), "position 0 of each sequence"
-        assert error(ours[:, :, :turned], truth) <= 2 * plain
+        assert error(ours[:, :, :rotated_heads], truth) <= 2 * plain
         assert torch.allclose(
             ours, expected, rtol=2e-3 if dtype == torch.float16 else 1e-6, atol=1e-6
         )
@@ -90,11 +91,13 @@ def test_forward_rotates_queries_and_keys_alone(shape, dtype):
 def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
-    all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
+    all_heads, rotated_heads = heads + 2 * kv_heads, heads + kv_heads
     leaf = normal(batch, sequence, all_heads, head_dim, dtype=dtype).double().requires_grad_()
     upstream = normal(batch, sequence, all_heads, head_dim, seed=4, dtype=dtype)
     (
-        torch.cat((rotated(leaf[:, :, :turned], cos, sin), leaf[:, :, turned:]), dim=2)
+        torch.cat(
+            (rotated(leaf[:, :, :rotated_heads], cos, sin), leaf[:, :, rotated_heads:]), dim=2
+        )
         * upstream.double()
     ).sum().backward()
     truth = leaf.grad.view(batch * sequence, -1)
@@ -105,11 +108,13 @@ def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
         ours.rowwise.shape == truth.shape
         and ours.rowwise.dtype == dtype
         and ours.columnwise is None
-        and ours.scale is None
+        and ours.inverse_scale is None
     )
     assert error(plain.rowwise, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
     assert error(ours.rowwise, truth) <= 2 * error(plain.rowwise, truth)
-    assert torch.equal(ours.rowwise.view_as(leaf)[:, :, turned:], parts[2]), "copied, not rotated"
+    assert torch.equal(ours.rowwise.view_as(leaf)[:, :, rotated_heads:], parts[2]), (
+        "copied, not rotated"
+    )
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
@@ -134,10 +139,10 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, t
             torch.equal(quantized.columnwise, quantized.rowwise.t())
             and quantized.columnwise.is_contiguous()
         )
-        assert torch.equal(quantized.scale, 1 / quantizer.state[SCALE : SCALE + 1])
+        assert torch.equal(quantized.inverse_scale, 1 / quantizer.state[SCALE : SCALE + 1])
         assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
-        assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
-        assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
+        assert quantizer.state[SATURATED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
+        assert step != 2 or quantizer.state[SATURATED] > 0, "the test must see saturation"
         before = scaling.scales.clone()
         reference = rope_packed_backward_reference(*parts, cos, sin, quantizer)
         assert (
@@ -145,7 +150,7 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation(shape, t
             and (reference.columnwise is None) != transposed
         )
         scaling.scales.copy_(before)
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if step < 3:
             scaling.step_done()
 

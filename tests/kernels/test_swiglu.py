@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE, error, normal, unrounded
 
 from common.kernels import swiglu
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE
+from common.kernels.fp8 import AMAX, SATURATED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 from common.kernels.swiglu import (
     swiglu_quantized_backward_reference,
@@ -42,7 +42,7 @@ def check_stored(quantized, values, quantizer, recorded):
         torch.equal(quantized.columnwise, quantized.rowwise.t())
         and quantized.columnwise.is_contiguous()
     )
-    assert torch.equal(quantized.scale, 1 / quantizer.state[SCALE : SCALE + 1])
+    assert torch.equal(quantized.inverse_scale, 1 / quantizer.state[SCALE : SCALE + 1])
     assert quantizer.state[AMAX] == (values.abs().max() if recorded else 0.0)
 
 
@@ -60,7 +60,7 @@ def test_unquantized_results_are_as_exact_as_plain_torch(shape, dtype):
         assert (
             kept is gate_up
             and h.columnwise is None
-            and h.scale is None
+            and h.inverse_scale is None
             and h.rowwise.dtype == dtype
         )
         results.append((h.rowwise, backward(d_h, kept, None).rowwise))
@@ -121,11 +121,11 @@ def test_quantized_results_in_first_and_later_steps_and_an_evaluation(transposed
             for x, q in ((h_exact, quantizer), (d_exact, gradient), (x, kept_quantizer))
         ]
         counts = [2 * saturated[0], saturated[1], saturated[2]]  # h was made twice
-        assert scaling.scales[:, CLIPPED].tolist() == [
+        assert scaling.scales[:, SATURATED].tolist() == [
             float(c) if step in (1, 2) else 0.0 for c in counts
         ], step
         assert step != 2 or min(counts) > 0, "the test must see saturation"
-        scaling.scales[:, CLIPPED] = 0.0
+        scaling.scales[:, SATURATED] = 0.0
         if recording:
             scaling.step_done()
 
@@ -137,8 +137,8 @@ def test_backward_computes_the_gradient_at_the_values_that_were_kept(dtype):
     kept_quantizer.dtype = dtype
     for size in (1.0, 3.0):
         h, kept = swiglu_quantized_triton(gate_up * size, None, kept_quantizer)
-        assert h.scale is None and kept.rowwise.dtype == dtype
-        values = kept.rowwise.float() * kept.scale
+        assert h.inverse_scale is None and kept.rowwise.dtype == dtype
+        values = kept.rowwise.float() * kept.inverse_scale
         truth = truth_of(values, d_h)[1]
         assert error(swiglu_quantized_backward_triton(d_h, kept, None).rowwise, truth) < 1e-6
         assert error(swiglu_quantized_backward_reference(d_h, kept, None).rowwise, truth) < 1e-6

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
-from common.training.continuation import FACTS, FOLDER
+from common.training.continuation import CHECKPOINTS_FOLDER, FACTS
 from launch import series
 from launch.job import AUTO, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
@@ -38,7 +38,7 @@ def job(benchmark="llama31_8b", **options):
 @pytest.fixture
 def before(tmp_path):
     """A run of seed 77 with a checkpoint."""
-    folder = tmp_path / "a run" / FOLDER / "step_00000012"
+    folder = tmp_path / "a run" / CHECKPOINTS_FOLDER / "step_00000012"
     folder.mkdir(parents=True)
     facts = {
         "benchmark": "llama31_8b",
@@ -94,7 +94,7 @@ def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(be
         continued(job("llama2_70b_lora", continues=before), request)
     with pytest.raises(ConfigError, match="has no checkpoint"):
         continued(job(continues=tmp_path), request)
-    (before / FOLDER / "step_00000012" / FACTS).write_text("{")
+    (before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS).write_text("{")
     with pytest.raises(WeightsError, match="is damaged"):
         continued(job(continues=before), request)
 
@@ -179,6 +179,6 @@ def test_auto_needs_checkpoints_and_refuses_a_damaged_one(before, log_dir):
     with pytest.raises(ConfigError, match="--checkpoint"):
         job(continues=AUTO)
     run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
-    (run / FOLDER / "step_00000012" / FACTS).write_text("{")
+    (run / CHECKPOINTS_FOLDER / "step_00000012" / FACTS).write_text("{")
     with pytest.raises(WeightsError):
         job(checkpoint="600s", continues=AUTO)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from common.data.shuffled_epochs import shuffled_epochs
 from common.errors import DataError
 from common.kernels import cross_entropy
 from common.model.checkpoint_loader import load_base
@@ -19,7 +20,7 @@ from common.model.fused_block import fused_llama
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 from llama2_70b_lora import data
-from llama2_70b_lora.data import next_token_labels, read_rows, row_order, train_batches, write_rows
+from llama2_70b_lora.data import next_token_labels, read_rows, train_batches, write_rows
 from llama2_70b_lora.rules import CLOSED, DATA_FILES
 
 pytestmark = pytest.mark.quick
@@ -55,20 +56,6 @@ def numbers(batches, count):
 # ---- order
 
 
-def test_every_row_comes_once_per_epoch():
-    order = list(islice(row_order(ROWS, seed=3), 5 * ROWS))
-    epochs = [order[i : i + ROWS] for i in range(0, len(order), ROWS)]
-    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-    random = np.random.RandomState(3)
-    assert epochs[:2] == [random.permutation(ROWS).tolist(), random.permutation(ROWS).tolist()]
-
-
-def test_seeds_differ_and_repeat():
-    orders = [list(islice(row_order(100, seed), 300)) for seed in (1, 2, 1)]
-    assert orders[0] == orders[2] != orders[1]
-
-
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
 def test_a_global_batch_is_the_same_for_any_ranks(tmp_path, world, micro):
     """Six steps of 4 of 10 rows include batches that span two epochs."""
@@ -82,7 +69,7 @@ def test_a_global_batch_is_the_same_for_any_ranks(tmp_path, world, micro):
         [n for rank in per_rank for part in rank[s * passes : (s + 1) * passes] for n in part]
         for s in range(6)
     ]
-    expected = list(islice(row_order(ROWS, 7), 24))
+    expected = list(islice(shuffled_epochs(ROWS, 7), 24))
     assert steps == [expected[i : i + 4] for i in range(0, 24, 4)]
 
 

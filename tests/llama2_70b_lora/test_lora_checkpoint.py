@@ -8,7 +8,7 @@ from dataclasses import replace
 from test_lora_round_trip import TINY, start
 from tiny import facts
 
-from common.training.continuation import FOLDER
+from common.training.continuation import CHECKPOINTS_FOLDER
 
 RULES = replace(TINY, target_loss=0.1)
 
@@ -35,7 +35,7 @@ def test_a_lora_run_continues_bit_for_bit(processes, tmp_path):
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][begin:], key
     assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :]
-    files = list((tmp_path / "run" / FOLDER).rglob("*.safetensors"))
+    files = list((tmp_path / "run" / CHECKPOINTS_FOLDER).rglob("*.safetensors"))
     base = (tmp_path / "rank_0/run/data/base").rglob("*.safetensors")
     assert len(files) == 1 and sum(path.stat().st_size for path in files) < sum(
         path.stat().st_size for path in base

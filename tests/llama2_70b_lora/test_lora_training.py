@@ -66,7 +66,7 @@ def load(processes, folder, layout):
     for layer in range(MODEL.num_layers):
         for name, operand in base.forward_weights(layer).items():
             operands[f"{layer} {name} rows"] = operand.rowwise.view(torch.uint8).clone()
-            operands[f"{layer} {name} scale"] = operand.scale.clone()
+            operands[f"{layer} {name} scale"] = operand.inverse_scale.clone()
         base.release(layer)
         for name, operand in base.backward_weights(layer).items():
             operands[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8).clone()
@@ -107,7 +107,7 @@ def whole_expected(folder, layout):
             operand = quantize_reference(getattr(block, name).weight.detach(), quantizer)
             expected[f"{layer} {name} rows"] = operand.rowwise.view(torch.uint8)
             expected[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8)
-            expected[f"{layer} {name} scale"] = operand.scale
+            expected[f"{layer} {name} scale"] = operand.inverse_scale
     matrices = [f".{name}.weight" for name in ("qkv", "o", "gate_up", "down")]
     rest = {
         n: p.detach()
@@ -237,4 +237,6 @@ def test_random_weights_have_a_standard_deviation_of_0_02(processes):
     base = FrozenBase(MODEL, processes)
     train.load_random(fused_llama(MODEL, 16), base)
     operand = base.forward_weights(1)["gate_up"]
-    assert float((operand.rowwise.float() * operand.scale).std()) == pytest.approx(0.02, rel=0.1)
+    assert float((operand.rowwise.float() * operand.inverse_scale).std()) == pytest.approx(
+        0.02, rel=0.1
+    )

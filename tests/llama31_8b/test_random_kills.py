@@ -102,9 +102,9 @@ def test_no_kill_of_save_leaves_half_a_model_that_looks_whole(tmp_path, monkeypa
     for _ in kills(save_on_and_on, tmp_path / "ready", seconds, tmp_path):
         for run in tmp_path.glob("run_*"):
             names = [path.name for path in run.iterdir()]
-            assert names in ([], [save.PARTIAL], [save.FOLDER])
-            assert names != [save.FOLDER] or contents(run / save.FOLDER) == expected
+            assert names in ([], [save.PARTIAL_FOLDER], [save.MODEL_FOLDER])
+            assert names != [save.MODEL_FOLDER] or contents(run / save.MODEL_FOLDER) == expected
     ended = [[path.name for path in run.iterdir()] for run in tmp_path.glob("run_*")]
-    assert ended.count([save.FOLDER]) > 5 and ended.count([save.PARTIAL]) > KILLS // 4, (
-        "kills hit saves in the middle, and others ended"
-    )
+    assert (
+        ended.count([save.MODEL_FOLDER]) > 5 and ended.count([save.PARTIAL_FOLDER]) > KILLS // 4
+    ), "kills hit saves in the middle, and others ended"

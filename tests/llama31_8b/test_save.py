@@ -123,7 +123,7 @@ def missed(processes, folder):
             save=True,
             **changes,
         )
-    return found.error, found.status, (folder / "run_0" / save.FOLDER).exists()
+    return found.error, found.status, (folder / "run_0" / save.MODEL_FOLDER).exists()
 
 
 WRITE = save.write_checkpoint
@@ -141,7 +141,8 @@ def test_a_run_that_missed_its_target_is_saved_and_no_rank_ends_before(tmp_path)
 def test_a_run_without_save_writes_no_weights(processes, tmp_path):
     assert not run(tmp_path / "run", write_data(tmp_path / "data", RULES), RULES).error
     assert (
-        not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "run" / save.FOLDER).exists()
+        not list(tmp_path.rglob("*.safetensors"))
+        and not (tmp_path / "run" / save.MODEL_FOLDER).exists()
     )
 
 
@@ -217,13 +218,13 @@ def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
     command = [sys.executable, "-c", KILLED, str(tmp_path), point]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [save.PARTIAL]
-    assert (tmp_path / save.PARTIAL / "model.safetensors.index.json").exists() == (
+    assert [path.name for path in tmp_path.iterdir()] == [save.PARTIAL_FOLDER]
+    assert (tmp_path / save.PARTIAL_FOLDER / "model.safetensors.index.json").exists() == (
         point == "rename"
     ), "the index comes last"
     if point not in ("index", "rename"):  # only then all weights are there
         with pytest.raises(WeightsError):
-            open_checkpoint(tmp_path / save.PARTIAL, SHAPE)
+            open_checkpoint(tmp_path / save.PARTIAL_FOLDER, SHAPE)
     with pytest.raises(ConfigError, match=r"model\.partial exists"):
         save.require_absent(tmp_path)
 
@@ -259,7 +260,7 @@ def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):
 
 
 def test_an_existing_folder_is_refused_before_anything_starts(tmp_path):
-    (tmp_path / save.FOLDER).mkdir()
+    (tmp_path / save.MODEL_FOLDER).mkdir()
     asked = SimpleNamespace(
         config=run_config(), run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True
     )

@@ -9,7 +9,7 @@ from plain_block import Block
 from signal_to_noise import sqnr_db
 from test_fused_block import QK_NORM, SHAPE, run
 
-from common.kernels.block_formats import FORMATS, hadamard, quantize
+from common.kernels.block_formats import BLOCK_FORMATS, hadamard, quantize
 from common.linear_formats import linear_format
 from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import FusedLoraBlock
@@ -49,10 +49,13 @@ class ThreeProducts(torch.autograd.Function):
 
 
 def along_rows(x, recipe, gradient=False, weight=False):
-    form = FORMATS[recipe.split("+")[0]]
+    block_format = BLOCK_FORMATS[recipe.split("+")[0]]
     square = weight and "square_weights" in recipe
     return quantize(
-        x, form, form.gradient_element if gradient else form.element, square=square
+        x,
+        block_format,
+        block_format.gradient_element if gradient else block_format.element,
+        square=square,
     ).dequantize(x.dtype)
 
 
@@ -145,12 +148,12 @@ def test_a_base_in_fp8_is_read_in_the_format_until_healing_and_then_as_stored():
     )
     base = layers.frozen_base(stored)
     layers.allocate(torch.device("cpu"))
-    whole = stored.operands["o"].rowwise.float() * stored.operands["o"].scale
+    whole = stored.operands["o"].rowwise.float() * stored.operands["o"].inverse_scale
     forward, backward = base.forward_weights(0)["o"], base.backward_weights(0)["o"]
-    assert forward.scale is None and torch.equal(
+    assert forward.inverse_scale is None and torch.equal(
         forward.rowwise, along_rows(whole, "mxfp4").bfloat16()
     )
-    assert backward.scale is None and torch.equal(
+    assert backward.inverse_scale is None and torch.equal(
         backward.columnwise, along_rows(whole.t(), "mxfp4").bfloat16()
     )
     base.release(0)
@@ -160,7 +163,7 @@ def test_a_base_in_fp8_is_read_in_the_format_until_healing_and_then_as_stored():
         base.forward_weights(0)["o"].rowwise.view(torch.uint8),
         stored.operands["o"].rowwise.view(torch.uint8),
     )
-    assert base.backward_weights(0)["o"].scale is stored.operands["o"].scale
+    assert base.backward_weights(0)["o"].inverse_scale is stored.operands["o"].inverse_scale
 
 
 def test_gradients_are_rounded_stochastically_and_nothing_else_is():

@@ -291,8 +291,8 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
 
 def _edit_config(**changes):
     def spoil(base, saved):
-        config = json.loads((saved / adapter.CONFIG).read_text())
-        (saved / adapter.CONFIG).write_text(json.dumps(config | changes))
+        config = json.loads((saved / adapter.ADAPTER_CONFIG).read_text())
+        (saved / adapter.ADAPTER_CONFIG).write_text(json.dumps(config | changes))
 
     return spoil
 
@@ -316,8 +316,8 @@ FAULTS = [
     ("no rank", _edit_config(r=None), "r is None"),
     (
         "broken configuration",
-        lambda base, saved: (saved / adapter.CONFIG).write_text("{"),
-        adapter.CONFIG,
+        lambda base, saved: (saved / adapter.ADAPTER_CONFIG).write_text("{"),
+        adapter.ADAPTER_CONFIG,
     ),
     ("no adapter", lambda base, saved: (saved / adapter.WEIGHTS).unlink(), adapter.WEIGHTS),
     (

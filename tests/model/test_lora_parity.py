@@ -18,7 +18,7 @@ from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.model.lora import init_adapters
 from common.model.shapes import ModelShape
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.assembly import Assembly, Batching
 from common.training.loop import train_step
@@ -170,9 +170,9 @@ def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     # Two in turn: there is something to learn.
     batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]
 
-    update = UPDATES["adamw"](CLOSED, "reference", torch.float32)
+    make_rule = UPDATE_RULES["adamw"](CLOSED, "reference", torch.float32)
     assembly = Assembly(
-        ours, ReplicatedOptimizer(trained(ours).values(), processes, update), LinearLayers()
+        ours, ReplicatedOptimizer(trained(ours).values(), processes, make_rule), LinearLayers()
     )
     micro_batches = itertools.chain.from_iterable(batch.split(2) for batch in batches)
     lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2)

@@ -13,7 +13,6 @@ from common.paths import ROOT
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.plan.derive_config import fit_to_machine
-from open_llama.data import document_order
 from open_llama.rules import BENCHMARK, Config, rules_of
 from open_llama.train import learning_rate
 
@@ -148,13 +147,6 @@ def test_the_learning_rate_warms_up_and_ends_at_its_ratio():
         assert lr_at(6) == pytest.approx(middle or 5.5e-4)
         logged = dict(rules_of(config).own_log_keys(config))
         assert logged["opt_end_learning_rate"] == pytest.approx(end)
-
-
-def test_documents_come_once_per_epoch_in_another_order():
-    order = document_order(20, seed=1)
-    epochs = [[next(order) for _ in range(20)] for _ in range(2)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
-    assert epochs[0] != epochs[1]
 
 
 def test_a_log_can_name_a_benchmark_of_mlperf():

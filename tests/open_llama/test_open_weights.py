@@ -16,7 +16,7 @@ from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
 from common.model.peft_adapter import save_peft_adapter
 from common.model.shapes import ModelShape
-from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
+from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama import merge
 from open_llama.evaluation import add_adapter, load_model
 from open_llama.rules import Config, rules_of
@@ -61,7 +61,7 @@ def config_of(folder, **changes) -> Config:
 
 def loss_of(model, processes) -> float:
     windows = np.random.default_rng(0).integers(VOCAB, size=(6, LENGTH + 1)).astype(np.int32)
-    return evaluate(model, pad_for_ranks(next_token_pairs(windows), processes, 2), processes)
+    return evaluate(model, rank_micro_batches(next_token_pairs(windows), processes, 2), processes)
 
 
 def test_a_run_and_eval_start_from_the_same_weights(folder, processes):

@@ -52,7 +52,9 @@ def wrong(base, shape, key, operands=None):
     differences = []
     for name in ("qkv", "o", "gate_up", "down"):
         expected, got = expected_operand(shape, key.layer, name, base.dtype), operands[name]
-        same = got.scale.shape == (1,) and torch.equal(got.scale.cpu(), expected.scale)
+        same = got.inverse_scale.shape == (1,) and torch.equal(
+            got.inverse_scale.cpu(), expected.inverse_scale
+        )
         if key.orientation == ROWWISE:
             same &= (
                 got.columnwise is None
@@ -151,11 +153,11 @@ def test_the_digest_covers_every_byte_and_scale(processes):
     base = fill(FrozenBase(SHAPE, processes, storage="replicated_both"), SHAPE)
     model = fused_llama(SHAPE, 16).requires_grad_(False)
     before = train.base_fingerprints(model, base)
-    assert sum(t.nbytes for t in base.tensors()) == base.stored.nbytes + base.scales.nbytes
+    assert sum(t.nbytes for t in base.tensors()) == base.stored.nbytes + base.inverse_scales.nbytes
     for tensor in (
         base.stored.view(-1)[-1:],
         base.stored.view(-1)[:1],
-        base.scales[-1, -1:].view(torch.uint8).view(-1)[:1],
+        base.inverse_scales[-1, -1:].view(torch.uint8).view(-1)[:1],
     ):
         tensor ^= 1
         assert train.base_fingerprints(model, base) != before
@@ -272,7 +274,7 @@ def unquantized(processes, dtype):
             )
             for layer in layers:
                 for name, weight in request(layer).items():
-                    same = weight.scale is None and weight.rowwise.dtype == dtype
+                    same = weight.inverse_scale is None and weight.rowwise.dtype == dtype
                     same = same and torch.equal(
                         weight.rowwise, matrix(SHAPE, layer, name).to(dtype)
                     )
@@ -403,7 +405,7 @@ def under_load(base, shape):
                         name: fp8.QuantizedTensor(
                             o.rowwise.clone(),
                             None if o.columnwise is None else o.columnwise.clone(),
-                            o.scale,
+                            o.inverse_scale,
                         )
                         for name, o in operands.items()
                     },

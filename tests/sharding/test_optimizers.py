@@ -34,12 +34,12 @@ def parameters() -> list[nn.Parameter]:
 
 
 SETTINGS = AdamWSettings(BETAS, EPS, DECAY, CLIP)
-UPDATE = partial(AdamW, SETTINGS, "reference", torch.float32)
+MAKE_RULE = partial(AdamW, SETTINGS, "reference", torch.float32)
 
 
 @pytest.fixture
 def optimizer_of(processes):
-    return lambda weights: ReplicatedOptimizer(weights, processes, UPDATE)
+    return lambda weights: ReplicatedOptimizer(weights, processes, MAKE_RULE)
 
 
 def gradients(step: int, norm: float) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ def test_clipping_makes_the_step_that_of_the_shortened_gradient(optimizer_of):
     grads = gradients(0, 20.0)
     set_gradients(weights, grads)
     assert float(optimizer.step(0.1)) == pytest.approx(20.0, rel=1e-6)
-    for first, gradient in zip(optimizer.update.state()["first_moment"], grads, strict=True):
+    for first, gradient in zip(optimizer.rule.state()["first_moment"], grads, strict=True):
         torch.testing.assert_close(first, gradient / 20.0 * (1 - BETAS[0]), rtol=1e-5, atol=0)
 
 
@@ -168,7 +168,7 @@ def test_reset_state_makes_the_next_step_the_first_one_again(optimizer_of):
 def test_the_new_weights_are_also_written_rounded():
     weights = [weight.detach() for weight in parameters()]
     rounded = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-    UPDATE(weights, rounded).update(gradients(0, 2.0), torch.tensor(2.0), 1e-2)
+    MAKE_RULE(weights, rounded).update(gradients(0, 2.0), torch.tensor(2.0), 1e-2)
     assert all(
         torch.equal(weight.bfloat16(), one) for weight, one in zip(weights, rounded, strict=True)
     )

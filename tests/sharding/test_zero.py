@@ -27,7 +27,7 @@ from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 
 ROWS = {"even": 6, "ragged": 5, "single": 1}  # the ranks are two
 SETTINGS = AdamWSettings((0.9, 0.95), 1e-8, 0.1, 1e9)
-UPDATE = partial(AdamW, SETTINGS, "reference", torch.float32)
+MAKE_RULE = partial(AdamW, SETTINGS, "reference", torch.float32)
 LEARNING_RATE = 0.1
 
 
@@ -79,7 +79,7 @@ def copy_engines(folder, seconds, dtype, group, modules):
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):
     """Return a ZeRO optimizer with the weights `full(name, 1)`."""
     make = reduce_scatter or partial(make_reduce_scatter, "nccl", processes, dtype, "reference")
-    optimizer = ZeroOptimizer(modules, processes, UPDATE, "reference", make)
+    optimizer = ZeroOptimizer(modules, processes, MAKE_RULE, "reference", make)
     for module in modules:
         for name, parameter in module.named_parameters():
             optimizer.set_weight(parameter, full(name, 1))
@@ -239,7 +239,7 @@ def embedding_gradients(processes, folder):
     for sparse in (True, False):
         module = torch.nn.Embedding(11, 3, sparse=sparse, dtype=torch.bfloat16)
         make = partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
-        optimizer = ZeroOptimizer([module], processes, UPDATE, "reference", make)
+        optimizer = ZeroOptimizer([module], processes, MAKE_RULE, "reference", make)
         optimizer.set_weight(module.weight, torch.zeros(11, 3))
         optimizer.gather()
         random_numbers = torch.Generator().manual_seed(processes.rank)
@@ -270,7 +270,7 @@ def test_a_weight_that_was_never_set_is_refused(processes):
     optimizer = ZeroOptimizer(
         [module],
         processes,
-        UPDATE,
+        MAKE_RULE,
         "reference",
         partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference"),
     )
@@ -285,7 +285,7 @@ def test_a_second_optimizer_on_the_same_weights_is_refused(processes):
     module = Weights(["even"])
     zero([module], processes)
     with pytest.raises(ValueError, match="another optimizer"):
-        ReplicatedOptimizer(module.parameters(), processes, UPDATE)
+        ReplicatedOptimizer(module.parameters(), processes, MAKE_RULE)
 
 
 def test_the_model_reads_the_trained_weights(processes):

@@ -16,7 +16,7 @@ from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
-from common.training.mllog import EMULATED, RunLog
+from common.training.mllog import EMULATED_KEY, RunLog
 from submission import (
     describe,
     forbidden_files,
@@ -353,7 +353,7 @@ def test_a_run_that_emulated_another_number_format_is_refused(case):
     lines = log.read_text().splitlines(keepends=True)
     seed = next(line for line in lines if '"key": "seed"' in line)
     record = json.loads(seed.removeprefix(TOKEN)) | {
-        "key": EMULATED,
+        "key": EMULATED_KEY,
         "value": "mxfp4+hadamard step 340",
     }
     log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN} {json.dumps(record)}\n"))

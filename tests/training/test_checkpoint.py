@@ -21,14 +21,14 @@ from common.model.shapes import ModelShape
 from common.training import checkpoint, continuation, loop
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import (
+    CHECKPOINTS_FOLDER,
     FACTS,
-    FOLDER,
-    PARTIAL,
-    When,
+    PARTIAL_SUFFIX,
+    CheckpointInterval,
     newest,
+    parse_interval,
     require_possible,
     require_same,
-    when_from,
 )
 from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
@@ -68,7 +68,7 @@ def trained(run_dir, folder, rules=TINY, **options):
             for name, parameter in assembly.model.named_parameters()
         }
         optimizer = assembly.optimizer
-        state = optimizer.update.state()
+        state = optimizer.rule.state()
         moments = zip(begun["weights"], state["first_moment"], state["second_moment"], strict=False)
         begun["moments"] = {
             name: torch.stack([first.float(), second.float()]) for name, first, second in moments
@@ -105,7 +105,7 @@ def as_after(checkpoints, steps: int):
 
     A checkpoint whose step differs from the optimizer's is refused as damaged.
     """
-    checkpoints.assembly.optimizer.update.steps.fill_(steps)
+    checkpoints.assembly.optimizer.rule.steps.fill_(steps)
     return checkpoints
 
 
@@ -199,7 +199,7 @@ def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tm
     plain = trained(tmp_path / "plain", tmp_path)
     assert (
         all(plain[key] == whole[key] for key in ("losses", "norms", "evaluations"))
-        and not (tmp_path / "plain" / FOLDER).exists()
+        and not (tmp_path / "plain" / CHECKPOINTS_FOLDER).exists()
     )
 
 
@@ -292,7 +292,7 @@ def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
 ):
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 5)
     whole, rest = run_and_continue(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
 
@@ -327,10 +327,12 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
 
 
 def test_the_checkpoint_option_takes_evaluations_or_seconds():
-    assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
+    assert parse_interval("3") == CheckpointInterval(3, 0.0) and parse_interval(
+        "600s"
+    ) == CheckpointInterval(0, 600.0)
     for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
         with pytest.raises(ConfigError, match="--checkpoint"):
-            when_from(text)
+            parse_interval(text)
 
 
 @pytest.fixture
@@ -384,11 +386,11 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(
         weight.add_(1.0)  # a step
     threading.Timer(0.2, gate.set).start()
     as_after(checkpoints, 2).offer(2, evaluated=True)
-    assert order[0] == f"step_00000001{PARTIAL}" and gate.is_set(), (
+    assert order[0] == f"step_00000001{PARTIAL_SUFFIX}" and gate.is_set(), (
         "the second save waited for the first"
     )
     checkpoints.finish()
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_00000002"]
+    assert [path.name for path in (tmp_path / CHECKPOINTS_FOLDER).iterdir()] == ["step_00000002"]
     loaded = made(continues=tmp_path)
     assert loaded.load() == 2 and all(
         torch.equal(*pair) for pair in zip(loaded.assembly.optimizer.weights, weights, strict=True)
@@ -429,7 +431,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(
     assert (
         ended.error == "storage" and ended.status == "aborted" and "No space left" in ended.message
     )
-    assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step_00000003"]
+    assert [path.name for path in (tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir()] == [
+        "step_00000003"
+    ]
     rest = run(tmp_path / "on", tmp_path / "data", continues=tmp_path / "run", **SIZES)
     assert rest.error == "target_missed" and len(rest.losses) == 6
 
@@ -450,7 +454,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
 
     monkeypatch.setattr(checkpoint, "write_file", late)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 1)
     ended = run(
         tmp_path / "run",
         tmp_path / "data",
@@ -462,7 +466,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == (
         "checkpoint" if full else "done"
     )
-    assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
+    assert len(list((tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir())) == (not full)
 
 
 def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
@@ -482,13 +486,13 @@ def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, mo
 
 def test_files_of_a_killed_save_are_not_part_of_the_next_save(processes, tmp_path):
     """The killed run may have had more ranks, and its last file may be cut off."""
-    left = tmp_path / FOLDER / f"step_00000003{PARTIAL}"
+    left = tmp_path / CHECKPOINTS_FOLDER / f"step_00000003{PARTIAL_SUFFIX}"
     left.mkdir(parents=True)
     (left / "rank_1.safetensors").write_bytes(b"cut off")
     saving = checkpoints_of(processes, tmp_path)
     as_after(saving, 3).offer(3, evaluated=True)
     saving.finish()
-    assert not (tmp_path / FOLDER / "step_00000003/rank_1.safetensors").exists()
+    assert not (tmp_path / CHECKPOINTS_FOLDER / "step_00000003/rank_1.safetensors").exists()
     assert (
         checkpoints_of(processes, tmp_path / "on", checkpoint=None, continues=tmp_path).load() == 3
     )
@@ -514,7 +518,7 @@ def saved(shared):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    shutil.copytree(saved / FOLDER, tmp_path / "before" / FOLDER)
+    shutil.copytree(saved / CHECKPOINTS_FOLDER, tmp_path / "before" / CHECKPOINTS_FOLDER)
     return tmp_path / "before"
 
 
@@ -561,7 +565,7 @@ def test_a_folder_without_a_complete_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path / "nowhere")
     assert "does not exist" in missing.value.why
-    (tmp_path / FOLDER / f"step_00000003{PARTIAL}").mkdir(parents=True)
+    (tmp_path / CHECKPOINTS_FOLDER / f"step_00000003{PARTIAL_SUFFIX}").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path)
     assert "complete" in missing.value.why

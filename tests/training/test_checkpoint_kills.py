@@ -14,7 +14,7 @@ from tiny import run_config
 
 from common.errors import ConfigError
 from common.sharding.processes import start_processes
-from common.training.continuation import FOLDER, newest
+from common.training.continuation import CHECKPOINTS_FOLDER, newest
 
 KILLS = 60
 
@@ -33,7 +33,7 @@ def save_on_and_on(rank, ranks, port, folder, ready):
     while True:
         for weight in checkpoints.assembly.optimizer.weights:
             weight.fill_(step)
-        checkpoints.assembly.optimizer.update.state()["steps"].fill_(step)
+        checkpoints.assembly.optimizer.rule.state()["steps"].fill_(step)
         checkpoints.offer(step, evaluated=True)
         if step == first:
             ready.touch()  # the first save is under way
@@ -99,7 +99,9 @@ def test_kills_at_random_moments_leave_a_whole_checkpoint_or_none(tmp_path):
         body = load_on_and_on if number % 3 == 2 and seen[-1] else save_on_and_on
         killed(body, 1 + number % 2, tmp_path, random.uniform(0.0, 0.3))
         seen.append(newest_step(tmp_path))
-        partial += any(path.suffix == ".partial" for path in (tmp_path / FOLDER).glob("*"))
+        partial += any(
+            path.suffix == ".partial" for path in (tmp_path / CHECKPOINTS_FOLDER).glob("*")
+        )
         assert seen == sorted(seen), "a checkpoint that was whole was lost"
         if seen[-1]:
             reader = rank_server().Process(target=verify, args=(tmp_path,))

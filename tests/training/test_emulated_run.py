@@ -11,7 +11,7 @@ from tiny import run, write_data
 from common.config import load
 from common.paths import ROOT
 from common.training import warmup
-from common.training.mllog import EMULATED
+from common.training.mllog import EMULATED_KEY
 from llama31_8b.rules import MINIATURE, Config
 
 FORMAT = "mxfp4+stochastic+hadamard"
@@ -44,7 +44,7 @@ def test_a_run_learns_heals_and_logs_its_format(healed):
     ] < 0.9 * facts.losses[0]
     assert formats(folder) == ["mxfp4, emulated", "fp8", "fp8"]
     log = {record["key"]: record["value"] for record in records(folder / "result.txt")}
-    assert log["lowest_numerical_precision_in_linear"] == "mxfp4" and log[EMULATED] == HEALED
+    assert log["lowest_numerical_precision_in_linear"] == "mxfp4" and log[EMULATED_KEY] == HEALED
 
 
 def test_healing_changes_the_losses_only_from_its_step_on(healed, data, tmp_path):

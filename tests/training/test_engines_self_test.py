@@ -91,7 +91,7 @@ def wrong_dgrad(g, weight, gate_up, quantizer):
 
 
 def right_fprop(x, weight, quantizer, kept_quantizer, keep):
-    gate_up = fp8.matmul(x, weight)
+    gate_up = fp8.fprop(x, weight)
     return gate_up, swiglu.swiglu_quantized_reference(gate_up, quantizer)[0]
 
 
@@ -107,7 +107,7 @@ def test_wrong_epilogues_are_replaced_by_the_kernel_unless_pinned(monkeypatch, p
     module = SimpleNamespace(require=lambda: None, **functions)
     monkeypatch.setattr(engines, "module_of", lambda engine: module)
     monkeypatch.setitem(
-        KERNEL_ENGINES, "reference", replace(KERNEL_ENGINES["reference"], fuses=True)
+        KERNEL_ENGINES, "reference", replace(KERNEL_ENGINES["reference"], may_fuse_swiglu=True)
     )
     result = self_test.self_test(replace(SIZES, fp8=True), CPU)
     if pinned:

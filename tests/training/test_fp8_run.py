@@ -54,8 +54,8 @@ def test_fp8_trains_as_bf16_does_and_logs_its_precision(data, in_bf16, tmp_path,
     events = [
         json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     ]
-    clipped = [event["clipped_elements"] for event in events if event["event"] == "linear"]
-    assert len(clipped) == 3 and all(count >= 0 for count in clipped)
+    saturated = [event["clipped_elements"] for event in events if event["event"] == "linear"]
+    assert len(saturated) == 3 and all(count >= 0 for count in saturated)
 
 
 def test_the_warm_up_leaves_no_trace_in_the_scales(data, tmp_path, monkeypatch):

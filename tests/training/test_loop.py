@@ -29,12 +29,12 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import NonFinite, TargetMissed
 from common.model.initialization import copy_weight, init_weights
 from common.model.linear_layers import LinearLayers
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training import loop
 from common.training.assembly import Assembly
-from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.metrics import Meter
 from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED
@@ -206,7 +206,7 @@ def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, m
     sequences = evaluation_sequences(tiny_data)
     for world_size in (1, 2, 3, 8):
         shares = [
-            pad_for_ranks(
+            rank_micro_batches(
                 sequences,
                 Processes(rank, world_size, torch.device("cpu"), processes.mesh),
                 micro_batch_size,
@@ -496,9 +496,9 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
 
     def assemble(config, rules, processes, seed):
         model = Scripted(losses)
-        update = UPDATES["adamw"](rules, "reference", torch.float32)
+        make_rule = UPDATE_RULES["adamw"](rules, "reference", torch.float32)
         return Assembly(
-            model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers()
+            model, ReplicatedOptimizer(model.parameters(), processes, make_rule), LinearLayers()
         )
 
     changes = {

@@ -21,8 +21,8 @@ SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)
 
 def assembled(benchmark, name, processes):
     """The trainer's own assembly for a shipped config, at a size that a CPU holds."""
-    kind = pretraining_rules.Config if benchmark == "llama31_8b" else lora_rules.Config
-    config = load(ROOT / "configs" / benchmark / f"{name}.toml", kind)
+    config_class = pretraining_rules.Config if benchmark == "llama31_8b" else lora_rules.Config
+    config = load(ROOT / "configs" / benchmark / f"{name}.toml", config_class)
     if benchmark == "llama31_8b":
         return pretraining.assemble(config, replace(TINY, shape=SHAPE), processes, 1)
     return lora.assemble(config, replace(LORA, shape=SHAPE), processes, 1, lora.load_random)[0]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from common.training.schedules import warmup_cosine
+from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from llama31_8b.rules import CLOSED
 
 pytestmark = pytest.mark.quick
@@ -43,3 +43,20 @@ def test_without_warm_up_the_first_step_has_the_base_rate():
     assert lr_at(0) == pytest.approx(3e-4, rel=1e-15)
     assert lr_at(1) == pytest.approx(3e-5 + 2.7e-4 * (1 + math.cos(math.pi / 1000)) / 2, rel=1e-15)
     assert lr_at(1000) == 3e-5
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_a_linear_schedule_falls_by_the_same_amount_in_every_step(warmup):
+    lr_at = warmup_linear(1.0, 0.1, warmup, 100)
+    assert [lr_at(step) for step in range(warmup)] == [(s + 1) / 11 for s in range(warmup)]
+    assert lr_at(warmup) == 1.0
+    falls = [lr_at(step) - lr_at(step + 1) for step in range(warmup, 100)]
+    assert falls == pytest.approx([0.9 / (100 - warmup)] * (100 - warmup), rel=1e-9)
+    assert lr_at(100) == lr_at(1000) == pytest.approx(0.1)
+
+
+def test_a_constant_schedule_keeps_the_base_rate_after_warm_up():
+    lr_at = warmup_constant(3e-4, 2)
+    assert [lr_at(0), lr_at(1)] == pytest.approx([1e-4, 2e-4])
+    assert lr_at(2) == lr_at(3) == lr_at(10**6) == 3e-4
+    assert warmup_constant(3e-4, 0)(0) == 3e-4

@@ -24,8 +24,8 @@ from common.kernels.fp8 import QuantizedTensor
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
-from common.sharding.optimizer import UPDATES
-from common.training.continuation import FOLDER
+from common.sharding.optimizer import UPDATE_RULES
+from common.training.continuation import CHECKPOINTS_FOLDER
 from launch.plan import estimate
 from launch.plan.benchmark import workload
 from llama31_8b.rules import Config, Rules
@@ -122,7 +122,8 @@ BOTH = {"rules": RULES, "linear": "rounded12", "opt_base_learning_rate": 0.5}
 @contextmanager
 def plugged_in():
     sgd = mock.patch.dict(
-        UPDATES, sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm)
+        UPDATE_RULES,
+        sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm),
     )
     linear_format.cache_clear()
     with sgd, mock.patch.dict(FORMATS, rounded12=ROUNDED):
@@ -208,7 +209,7 @@ def test_one_rank_trains_and_continues_with_the_new_rule_and_format(processes, p
         json.loads(line) for line in (tmp_path / "on" / "events.jsonl").read_text().splitlines()
     ]
     assert [event["rounded12_steps"] for event in events if event["event"] == "linear"] == [12]
-    (folder,) = (tmp_path / "run" / FOLDER).glob("step_*")
+    (folder,) = (tmp_path / "run" / CHECKPOINTS_FOLDER).glob("step_*")
     with safe_open(folder / "rank_0.safetensors", "pt") as file:
         names = set(file.keys())
     assert {"head.output.weight.velocity", "rank_0.rounded12_steps"} <= names and not any(

@@ -145,7 +145,7 @@ def hadamard_matrix(device: torch.device, random_signs: bool) -> Tensor:
 
 def emulate(
     x: Tensor,
-    form: BlockFormat,
+    block_format: BlockFormat,
     element: Element,
     dtype: torch.dtype,
     *,
@@ -153,11 +153,11 @@ def emulate(
     stochastic: bool = False,
 ) -> Tensor:
     """As block_formats.emulate; x may be a transposed view."""
-    assert x.shape[1] % form.block_size == 0 and not (square and x.shape[0] % form.block_size), (
-        "blocks must be whole"
-    )
+    assert x.shape[1] % block_format.block_size == 0 and not (
+        square and x.shape[0] % block_format.block_size
+    ), "blocks must be whole"
     out, tensor_scale = x.new_empty(x.shape, dtype=dtype), None
-    if form.has_tensor_scale:
+    if block_format.has_tensor_scale:
         least, most = x.aminmax()
         amax = torch.maximum(-least, most).float()
         tensor_scale = (amax / (LARGEST_BLOCK_SCALE * element.largest)).clamp(
@@ -171,13 +171,13 @@ def emulate(
         seed,
         *x.shape,
         *x.stride(),
-        form.block_size,
-        form.block_size if square else 1,
+        block_format.block_size,
+        block_format.block_size if square else 1,
         element.mantissa_bits,
         2.0 ** (element.min_exponent - element.mantissa_bits),
         element.largest,
         element.max_exponent,
-        form.has_tensor_scale,
+        block_format.has_tensor_scale,
         stochastic,
         ROWS,
         COLUMNS,
@@ -214,12 +214,15 @@ def install(device: torch.device, side: int = 1024) -> str:
     transformed.
     """
     x, found = torch.randn(side, side, device=device).bfloat16(), []
-    for name, form in block_formats.FORMATS.items():
+    for name, block_format in block_formats.BLOCK_FORMATS.items():
         made = [
-            function(transform(x.t(), False), form, form.gradient_element, x.dtype)
+            function(transform(x.t(), False), block_format, block_format.gradient_element, x.dtype)
             for function, transform in ((PLAIN, PLAIN_HADAMARD), (emulate, hadamard))
         ]
-        plain = [function(x, form, form.gradient_element, x.dtype) for function in (PLAIN, emulate)]
+        plain = [
+            function(x, block_format, block_format.gradient_element, x.dtype)
+            for function in (PLAIN, emulate)
+        ]
         found.append(
             f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}"
         )

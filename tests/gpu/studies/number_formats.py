@@ -258,8 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
         convergence.SEQUENCE, convergence.BATCH = 64, 2
     if todo:
         prefix = args.text or prepare_text(args.data_dir)
-        micro_steps = args.steps * args.micro_batches
-        if sequences_in(prefix, convergence.SEQUENCE) < micro_steps * convergence.BATCH:
+        num_micro_batches = args.steps * args.micro_batches
+        if sequences_in(prefix, convergence.SEQUENCE) < num_micro_batches * convergence.BATCH:
             parser.error(
                 f"{prefix} has too few tokens for {args.steps} steps: it would be read twice"
             )
@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
             break
         config = config_of(options_of(name, args.steps))
         config = replace(config, gpu="CPU") if args.small else config
-        batches = text_batches(prefix, micro_steps, shape.vocab_size, seed)
+        batches = text_batches(prefix, num_micro_batches, shape.vocab_size, seed)
         torch.manual_seed(seed)  # of stochastic rounding
         losses = train_losses(
             config, batches, args.steps, processes, seed, shape, args.micro_batches

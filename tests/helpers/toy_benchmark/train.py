@@ -16,13 +16,13 @@ from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
-from common.sharding.optimizer import UPDATES
+from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
-from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
@@ -44,12 +44,16 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         )
 
     def make_optimizer(model: Llama) -> ZeroOptimizer:
-        update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
+        make_rule = UPDATE_RULES[rules.opt_name](rules, kernels, torch.float32)
         reduce_scatter = partial(
             make_reduce_scatter, config.reduce_scatter, processes, dtype, kernels
         )
         return ZeroOptimizer(
-            [model.embedding, *model.blocks, model.head], processes, update, kernels, reduce_scatter
+            [model.embedding, *model.blocks, model.head],
+            processes,
+            make_rule,
+            kernels,
+            reduce_scatter,
         )
 
     def fill_weights(model: Llama, optimizer: ZeroOptimizer) -> None:
@@ -92,7 +96,7 @@ def open_data(
 ) -> tuple[Iterator[Tensor], list[Tensor]]:
     rows = next_token_pairs(np.load(data_dir / TRAIN_FILE))
     validation = next_token_pairs(np.load(data_dir / VALIDATION_FILE))
-    return batches(rows, config, processes, step), pad_for_ranks(
+    return batches(rows, config, processes, step), rank_micro_batches(
         validation, processes, config.eval_micro_batch_size
     )
 

@@ -65,9 +65,8 @@ def test_the_config_is_what_the_journal_says(benchmark_name, tmp_path, capsys):
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     done = [line for line in lines[1:] if line["outcome"] == "done"]
     fastest = min(done, key=lambda line: (line["times_ms"][0], line["length"]))
-    kind = config_class(benchmark_name)
-    base = configs.load(tmp_path / "bad.toml", kind)
-    found = configs.load(folder / "bad.toml", kind)
+    base = configs.load(tmp_path / "bad.toml", config_class(benchmark_name))
+    found = configs.load(folder / "bad.toml", config_class(benchmark_name))
     assert found == changed(base, fastest["changes"])
     assert found.micro_batch_size == 8 and found.env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert found.recompute_layers == 0
@@ -86,8 +85,7 @@ def test_the_config_is_what_the_journal_says(benchmark_name, tmp_path, capsys):
 def test_keys_that_decide_convergence_stay(benchmark_name, tmp_path):
     tune(benchmark_name, tmp_path)
     (folder,) = (tmp_path / "results" / "tune").iterdir()
-    kind = config_class(benchmark_name)
-    base = configs.load(tmp_path / "bad.toml", kind)
+    base = configs.load(tmp_path / "bad.toml", config_class(benchmark_name))
     tuned = {"micro_batch_size", "recompute_layers", "frozen_base", "env"}
     for line in (folder / "journal.jsonl").read_text().splitlines()[1:]:
         config = changed(base, json.loads(line)["changes"])
