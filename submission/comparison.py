@@ -232,7 +232,7 @@ def where(side: Published | Run) -> str:
 
 def tokens_per_gpu(side: Published) -> float | None:
     """Return the tokens per second and GPU of a result, or None if they are unknown."""
-    length = divisions(side.benchmark)["closed"].sequence_length
+    length: int | None = divisions(side.benchmark)["closed"].sequence_length
     if isinstance(side, LocalResult):
         length = side.sequence_length
     if side.samples_per_s is None or not side.gpus or length is None:
