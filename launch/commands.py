@@ -286,9 +286,13 @@ def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -
 
 
 def _print_engines(job: Job) -> None:
-    """Print the engines that a job on GPUs uses, and why faster ones are not used."""
+    """Print the engines that a job on GPUs uses, and why faster ones are not used.
+
+    Raise ConfigError if a pinned engine cannot be used, also on a CPU.
+    """
+    in_use = job.engines
     if job.selection.device == "cuda":
-        inform(*job.engines.lines())
+        inform(*in_use.lines())
 
 
 def _require_software(job: Job) -> None:

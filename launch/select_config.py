@@ -16,7 +16,7 @@ from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe, config_name, config_names, identify
-from launch.plan.derive_config import WITH_FP8, load_or_derive, moved
+from launch.plan.derive_config import WITH_FP8, load_or_derive, moved, overrides_of
 
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
 # variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
@@ -84,16 +84,22 @@ def select_config(
     require_gpus(options, environment, gpus)
     device = options.device or ("cuda" if gpus.devices else "cpu")
     kind = None
-    if device == "cuda":
+    if device == "cuda" or not gpus.devices:  # without a GPU, GPU_KIND must be valid too
         kind = identify(gpus, environment.get("GPU_KIND", ""))
     path, reason = config_file(root, benchmark, options, environment, kind, len(gpus.devices))
-    overrides = dict(key_value(text) for text in options.set)
+    overrides = overrides_of(options.set)
     if wants_miniature(options) and kind:
         config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
     else:
         layers = getattr(options, "layers", None) or 0
         count = requested_gpus(environment) or len(gpus.devices)
         config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
+    if wants_miniature(options) and not config.miniature:
+        raise ConfigError(
+            "--miniature with --set miniature=false",
+            "the toy model's config with the real model is neither of them",
+            "leave out one of them",
+        )
     require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
         device = "cpu"
@@ -317,18 +323,6 @@ def requested_gpus(environment: Mapping[str, str]) -> int:
             f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
         )
     return int(text or 0)
-
-
-def key_value(text: str) -> tuple[str, str]:
-    """Return key and value of the text KEY=VALUE. Raises ConfigError for another form."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(
-            f"--set {text} is not KEY=VALUE",
-            "the key or the = is missing",
-            "write, for example, --set micro_batch_size=1",
-        )
-    return key.strip(), value.strip()
 
 
 def _kind_name(kind: GpuKind | None) -> str:

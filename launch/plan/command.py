@@ -52,6 +52,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
+    scaling_table.require_scaling({"--network": options.network, "--page": options.page})
     require_config(root, benchmark, options)
     overrides = overrides_of(options.set)
     path = None

@@ -86,10 +86,25 @@ def load_or_derive(
 
 
 def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of texts KEY=VALUE. A text without = has an empty value."""
-    overrides = {}
+    """Return key -> value of texts KEY=VALUE.
+
+    Raise ConfigError for a text of another form, and for a key that is given twice.
+    """
+    overrides: dict[str, str] = {}
     for text in texts:
-        key, _, value = text.partition("=")
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ConfigError(
+                f"--set {text} is not KEY=VALUE",
+                "the key or the = is missing",
+                "write, for example, --set micro_batch_size=1",
+            )
+        if key in overrides:
+            raise ConfigError(
+                f"--set {key}={overrides[key]} and --set {key}={value}",
+                f"a run has one value of {key}",
+                "leave out one of them",
+            )
         overrides[key] = value
     return overrides
 

@@ -114,6 +114,19 @@ def test_a_config_for_gpus_does_not_start_on_a_cpu_by_itself():
     assert select(NOTHING, config=config, device="cpu").log_name == "MI300X_1x8+forced.toml"
 
 
+@pytest.mark.parametrize(
+    ("environment", "changes", "words"),
+    [
+        ({"GPU_KIND": "MI999X"}, {}, "GPU_KIND=MI999X is unknown"),
+        ({}, {"miniature": True, "set": ["miniature=false"]}, "--set miniature=false"),
+        ({}, {"set": ["max_samples=64", "max_samples=128"]}, "--set max_samples=64 and"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(environment, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        select(Probe("none"), environment, **changes)
+
+
 def test_forced_and_changed_configs_say_so():
     forced = select(
         H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"]
