@@ -13,10 +13,16 @@ from pathlib import Path
 from common import known_issues
 from common.benchmarks import config_class, rules_of
 from common.config import RunConfig, load
-from common.errors import ConfigError, PreflightError
+from common.errors import ConfigError, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe, config_name, config_names, identify
-from launch.plan.derive_config import WITH_FP8, load_or_derive, moved, overrides_of
+from launch.plan.derive_config import (
+    WITH_FP8,
+    load_or_derive,
+    moved,
+    overrides_of,
+    unknown_kind,
+)
 
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
 # variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
@@ -306,13 +312,22 @@ def _mismatches(
             "unset DGXSYSTEM, or force it with --config FILE",
         )
     if kind is None and config.gpu != "CPU" and options.device != "cpu":
-        raise PreflightError(
-            f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
-            "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
-            "run it on a machine with these GPUs, calculate it with `plan --config FILE`, or force "
-            "it with --device cpu",
-        )
+        raise _no_gpu_for(config)
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
+
+
+def _no_gpu_for(config: RunConfig) -> RunError:
+    """Return the error for a config for GPUs where none is visible."""
+    if config.gpu not in KINDS:
+        return unknown_kind(config.gpu)
+    do = "run it on a machine with these GPUs, or calculate it with `plan --config FILE`"
+    if config.miniature:
+        do += ", or force it with --device cpu"
+    return PreflightError(
+        f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
+        "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
+        do,
+    )
 
 
 def requested_gpus(environment: Mapping[str, str]) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 from common.benchmarks import config_class, config_keys, load_all, rules_of
 from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
 from common.config import ANY_GPU, RunConfig, load
-from common.errors import ConfigError, OutOfMemory
+from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
 from common.paths import ROOT
@@ -34,7 +34,7 @@ from common.records import published, rcp
 from launch.plan import any_model, scaling_table
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import load_or_derive, overrides_of
+from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
 from launch.select_config import requested_gpus, require_config
@@ -185,11 +185,7 @@ def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
     if machine and config.gpu == machine.name:
         return machine
     if config.gpu not in KINDS:
-        raise ConfigError(
-            f"gpu = {config.gpu!r} is unknown",
-            f"known are {', '.join(KINDS)}",
-            "choose one of them",
-        )
+        raise unknown_kind(config.gpu)
     return KINDS[config.gpu]
 
 

@@ -8,6 +8,7 @@ frozen base that takes less memory, with which the other options are tried again
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -107,6 +108,13 @@ def overrides_of(texts: Sequence[str]) -> dict[str, str]:
             )
         overrides[key] = value
     return overrides
+
+
+def unknown_kind(name: str) -> ConfigError:
+    """Return the error for a config whose `gpu` is not a known kind."""
+    near = difflib.get_close_matches(name.upper(), KINDS, 3, 0.5)
+    do = f"did you mean {' or '.join(near)}?" if near else "choose one of them"
+    return ConfigError(f"gpu = {name!r} is unknown", f"known are {', '.join(KINDS)}", do)
 
 
 def fit_to_machine(
