@@ -23,9 +23,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import config_class, config_keys, load_all, rules_of
+from common.benchmarks import config_keys, load_all, load_config, rules_of
 from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
-from common.config import ANY_GPU, RunConfig, load
+from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
@@ -163,7 +163,7 @@ def _this_machine() -> tuple[GpuKind | None, int]:
 
 def _is_fitted(benchmark: str, path: Path, overrides: dict[str, str]) -> bool:
     """Return whether the config in `path` names no GPU, so that it is fitted to this machine."""
-    return path.is_file() and load(path, config_class(benchmark), overrides).gpu == ANY_GPU
+    return path.is_file() and load_config(benchmark, path, overrides).gpu == ANY_GPU
 
 
 def _fitted_note(machine: GpuKind | None, gpus: int) -> list[str]:

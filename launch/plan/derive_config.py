@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
-from common.benchmarks import config_class, rules_of
+from common.benchmarks import config_class, load_config, rules_of
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -67,7 +67,7 @@ def load_or_derive(
     """
     overrides = overrides or {}
     if path.parent != root / "configs" / benchmark or path.is_file():
-        config = configs.load(path, config_class(benchmark), overrides)
+        config = load_config(benchmark, path, overrides)
         if config.gpu == ANY_GPU:
             return fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
         return config, ""
