@@ -218,8 +218,14 @@ def measured_in(throughput_mode: str) -> str:
 def load_config(name: str, path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
     """Return the config of benchmark `name` in `path`. See `common.config.load`.
 
-    Raises ConfigError, which says so if the file is a config of another benchmark.
+    Raises ConfigError, which says so if the file is a config of another benchmark, and which names
+    the file in configs/ that a missing one stands for.
     """
+    shipped = Path("configs", name, f"{path.name.removesuffix('.toml')}.toml")
+    if not path.exists() and (ROOT / shipped).is_file():
+        raise ConfigError(
+            f"{path}: no such config", "the file does not exist", f"did you mean {shipped}?"
+        )
     try:
         return configs.load(path, config_class(name), overrides)
     except ConfigError as error:

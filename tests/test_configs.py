@@ -329,6 +329,13 @@ def test_a_config_of_another_benchmark_is_named_as_such(path):
     assert f"./run_and_time.sh {owner} ... --config {path}" in refused.value.do
 
 
+@pytest.mark.parametrize("given", ["MI355X_1x8", "MI355X_1x8.toml", "configs/MI355X_1x8"])
+def test_the_name_of_a_shipped_config_is_answered_with_its_file(given):
+    with pytest.raises(ConfigError, match="no such config") as refused:
+        load_or_derive(ROOT, "llama31_8b", Path(given))
+    assert refused.value.do == "did you mean configs/llama31_8b/MI355X_1x8.toml?"
+
+
 def test_broken_toml_and_missing_file(tmp_path):
     (tmp_path / "broken.toml").write_text("gpu = \n")
     with pytest.raises(ConfigError, match="not valid TOML"):
