@@ -131,7 +131,7 @@ def test_an_unknown_gpu_of_a_config_is_named_where_no_gpu_is_visible():
     file = str(ROOT / "configs/llama31_8b/MI355X_1x8.toml")
     with pytest.raises(ConfigError, match="gpu = 'MI999X' is unknown") as refused:
         select(Probe("none"), config=file, set=["gpu=MI999X"])
-    assert "MI300X" in refused.value.do and "MI355X" in refused.value.do
+    assert "MI355X" in refused.value.do
 
 
 def test_only_a_miniature_for_gpus_is_advised_to_run_on_a_cpu():
