@@ -72,6 +72,12 @@ def work(benchmark: str, *rest: str) -> int:
     if options.path is None and options.step != "check":
         parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
     detected = Probe("none") if options.device == "cpu" else probe()
+    if options.step == "record" and not detected.devices:
+        raise PreflightError(
+            "gemms record needs an AMD GPU",
+            "no GPU is visible, and a bench on the CPU runs no GEMM of a GPU library",
+            "run it on the GPUs that train",
+        )
     config = select_config(ROOT, benchmark, options, os.environ, detected).config
     steps = {"record": record, "tune": tune, "check": check}
     return steps[options.step](benchmark, config, options)
