@@ -17,6 +17,7 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, load_config, rules_of
+from common.command_line import PROGRAM
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -99,6 +100,13 @@ def overrides_of(texts: Sequence[str]) -> dict[str, str]:
                 f"--set {text} is not KEY=VALUE",
                 "the key or the = is missing",
                 "write, for example, --set micro_batch_size=1",
+            )
+        if key.startswith("env."):
+            variable = f"{key.removeprefix('env.')}={value}"
+            raise ConfigError(
+                f"--set {text} sets an environment variable",
+                "--set changes whole keys of the config",
+                f"set the variable before the command: {variable} {PROGRAM} ...",
             )
         if key in overrides:
             raise ConfigError(
