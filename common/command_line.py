@@ -238,6 +238,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
+        if any(not word.startswith("-") for word in unknown) and self._can_intermix():
+            # An optional positional argument behind an option, as in `series status --json DIR`.
+            options, unknown = self.parse_known_intermixed_args(args, namespace)
         if not unknown:
             return options
         name, _, value = unknown[0].partition("=")
@@ -274,6 +277,12 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             return list(dict(action.choices or {}).values())
         return []
+
+    def _can_intermix(self) -> bool:
+        """Return whether options may stand between positional arguments: argparse's condition."""
+        return all(
+            action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -335,8 +335,11 @@ def engines_in_use(
 ) -> EnginesInUse:
     """Return the engine that `choose` returns for each of `operations`.
 
-    Raises ConfigError as `choose` does.
+    Raises ConfigError as `choose` does, also for a pinned engine of another operation.
     """
+    for operation in VARIABLES:
+        if pin_of(operation, environment) is not None:
+            choose(operation, gpu, environment, dtype)
     names: dict[str, str] = {}
     versions: dict[str, str] = {}
     faster: list[Faster] = []

@@ -88,9 +88,15 @@ def identify(gpus: Probe, override: str = "") -> GpuKind | None:
     `override`: value of the environment variable GPU_KIND.
 
     Raises PreflightError if a GPU is partitioned, if the GPUs are of different kinds, or if
-    `override` is not their kind.
+    `override` is not their kind. Raises ConfigError without a GPU if `override` is unknown.
     """
     if not gpus.devices:
+        if override and override not in KINDS:
+            raise ConfigError(
+                f"GPU_KIND={override} is unknown",
+                f"the known kinds are {', '.join(KINDS)}",
+                "correct or unset GPU_KIND",
+            )
         return None
     for device in gpus.devices:
         if device.partition:

@@ -31,6 +31,7 @@ from common.command_line import (
     exit_code_of,
     minutes,
 )
+from common.errors import ConfigError
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -268,6 +269,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
 def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -> int:
     """Start `bench`, `profile` or `tune`, or print its command or candidates with --print."""
     job = job_from(benchmark, options, measurement=True)
+    _require_layers(getattr(options, "layers", None) or 0, job.rules.shape.num_layers)
     inform(*header(benchmark, job.selection, job.rules, None, job.cpus))
     _print_engines(job)
     if name == "profile":
@@ -285,10 +287,22 @@ def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -
     return bench(job, options)
 
 
+def _require_layers(layers: int, most: int) -> None:
+    """Raise ConfigError if --layers is larger than the number of the model's layers."""
+    if layers > most:
+        raise ConfigError(
+            f"--layers {layers}", f"the model has {most} layers", "use at most as many"
+        )
+
+
 def _print_engines(job: Job) -> None:
-    """Print the engines that a job on GPUs uses, and why faster ones are not used."""
+    """Print the engines that a job on GPUs uses, and why faster ones are not used.
+
+    Raise ConfigError if a pinned engine cannot be used, also on a CPU.
+    """
+    in_use = job.engines
     if job.selection.device == "cuda":
-        inform(*job.engines.lines())
+        inform(*in_use.lines())
 
 
 def _require_software(job: Job) -> None:

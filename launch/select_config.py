@@ -13,10 +13,16 @@ from pathlib import Path
 from common import known_issues
 from common.benchmarks import config_class, rules_of
 from common.config import RunConfig, load
-from common.errors import ConfigError, PreflightError
+from common.errors import ConfigError, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe, config_name, config_names, identify
-from launch.plan.derive_config import WITH_FP8, load_or_derive, moved
+from launch.plan.derive_config import (
+    WITH_FP8,
+    load_or_derive,
+    moved,
+    overrides_of,
+    unknown_kind,
+)
 
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
 # variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
@@ -84,16 +90,22 @@ def select_config(
     require_gpus(options, environment, gpus)
     device = options.device or ("cuda" if gpus.devices else "cpu")
     kind = None
-    if device == "cuda":
+    if device == "cuda" or not gpus.devices:  # without a GPU, GPU_KIND must be valid too
         kind = identify(gpus, environment.get("GPU_KIND", ""))
     path, reason = config_file(root, benchmark, options, environment, kind, len(gpus.devices))
-    overrides = dict(key_value(text) for text in options.set)
+    overrides = overrides_of(options.set)
     if wants_miniature(options) and kind:
         config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
     else:
         layers = getattr(options, "layers", None) or 0
         count = requested_gpus(environment) or len(gpus.devices)
         config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
+    if wants_miniature(options) and not config.miniature:
+        raise ConfigError(
+            "--miniature with --set miniature=false",
+            "the toy model's config with the real model is neither of them",
+            "leave out one of them",
+        )
     require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
         device = "cpu"
@@ -300,13 +312,22 @@ def _mismatches(
             "unset DGXSYSTEM, or force it with --config FILE",
         )
     if kind is None and config.gpu != "CPU" and options.device != "cpu":
-        raise PreflightError(
-            f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
-            "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
-            "run it on a machine with these GPUs, calculate it with `plan --config FILE`, or force "
-            "it with --device cpu",
-        )
+        raise _no_gpu_for(config)
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
+
+
+def _no_gpu_for(config: RunConfig) -> RunError:
+    """Return the error for a config for GPUs where none is visible."""
+    if config.gpu not in KINDS:
+        return unknown_kind(config.gpu)
+    do = "run it on a machine with these GPUs, or calculate it with `plan --config FILE`"
+    if config.miniature:
+        do += ", or force it with --device cpu"
+    return PreflightError(
+        f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
+        "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
+        do,
+    )
 
 
 def requested_gpus(environment: Mapping[str, str]) -> int:
@@ -317,18 +338,6 @@ def requested_gpus(environment: Mapping[str, str]) -> int:
             f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
         )
     return int(text or 0)
-
-
-def key_value(text: str) -> tuple[str, str]:
-    """Return key and value of the text KEY=VALUE. Raises ConfigError for another form."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(
-            f"--set {text} is not KEY=VALUE",
-            "the key or the = is missing",
-            "write, for example, --set micro_batch_size=1",
-        )
-    return key.strip(), value.strip()
 
 
 def _kind_name(kind: GpuKind | None) -> str:

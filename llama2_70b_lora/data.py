@@ -84,7 +84,7 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
         raise DataError(
             f"{path}: cannot be read as GovReport: {first_line}",
             "the file is missing, damaged or in another format",
-            "check DATADIR, or see prepare fetch",
+            "check DATADIR or --data-dir, or see prepare fetch",
         ) from error
     check_rows(rows, split, rules, str(path))
     return rows

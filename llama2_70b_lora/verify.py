@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.data.manifest import Manifest, facts_of
-from common.data.preparation import say
+from common.data.preparation import require_data_dir, say
 from common.errors import DataError
 from common.terminal import Progress
 from llama2_70b_lora.data import OWN_FILES, read_rows
@@ -18,6 +18,7 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
 
     Raises DataError.
     """
+    require_data_dir(data_dir)
     train = read_rows(data_dir, "train", rules)
     validation = read_rows(data_dir, "validation", rules)
     row_of = {ids.tobytes(): row for row, ids in enumerate(train[:, 0])}

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
-from common.data.preparation import say
+from common.data.preparation import require_data_dir, say
 from common.errors import DataError
 from common.terminal import Progress
 
@@ -27,6 +27,7 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
 
     Raises DataError if anything differs.
     """
+    require_data_dir(data_dir)
     manifest = Manifest.read(manifest_path)
     full = full or write_manifest is not None
     copy = Manifest(f"{manifest.source}; facts as found in a downloaded copy", manifest.vocab_size)
@@ -36,6 +37,8 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
         try:
             size = (data_dir / name).stat().st_size
             copy.files[name] = FileFacts(size)
+            if size == 0 and not expected.size:
+                bad.append(f"{data_dir / name}: the file is empty")
             if full:
                 with Progress(f"SHA-256 of {name}", size, "B") as progress:
                     copy.files[name] = facts_of(data_dir / name, progress.advance)

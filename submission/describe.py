@@ -155,8 +155,9 @@ def describe(path: Path, machine: dict[str, str], answers: dict[str, str], rules
     """Write the description to `path`, print what is missing, and return the exit code.
 
     `machine`: values that this machine reports (inventory.facts). `answers`: values from the
-    command line. Raises ConfigError if `path` has an invalid name or is not a description,
-    StorageError if it cannot be written, PreflightError without the official checker.
+    command line. Raises ConfigError if `path` has an invalid name or is not a description, or if
+    an answer is invalid, StorageError if it cannot be written, PreflightError without the official
+    checker.
     """
     if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
         raise ConfigError(
@@ -165,9 +166,15 @@ def describe(path: Path, machine: dict[str, str], answers: dict[str, str], rules
             "choose a name such as MI355X_1x8_pytorch.json",
         )
     description = compose(machine, read(path) if path.exists() else {}, answers)
+    errors = problems(description)
+    for line in errors:
+        key, _, why = line.partition(": ")
+        if key in answers:
+            raise ConfigError(
+                f"--set {key}={answers[key]}", why, f"correct the value; {path} was not written"
+            )
     terminal.write(path, json.dumps(description, indent=4) + "\n")
     print(f"{path}: written, {_filled_in(description)}")
-    errors = problems(description)
     for line in errors:
         print(f"error: {line}", file=sys.stderr)
     for line in questions(description):

@@ -116,7 +116,9 @@ def _package(options: argparse.Namespace) -> int:
     if options.rehearse:
         return rehearse(options)
     request = PackageRequest(
-        sources=terminal.pairs("--benchmark", options.benchmark, benchmarks.closed()),
+        sources=terminal.pairs(
+            "--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR"
+        ),
         system=options.system,
         out=options.out,
         org=options.org,
@@ -185,7 +187,7 @@ def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:
     texts = []
     for text in options.benchmark or benchmarks.closed():
         texts.append(text if "=" in text else f"{text}=")
-    return terminal.pairs("--benchmark", texts, benchmarks.closed())
+    return terminal.pairs("--benchmark", texts, benchmarks.closed(), "BENCHMARK=DIR")
 
 
 def package(request: PackageRequest) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.benchmarks import OPEN
-from common.command_line import Parser, complete, count, program
+from common.command_line import PROGRAM, Parser, complete, count, program
 from common.errors import CheckFailed, ConfigError
 from common.gpu_kinds import KINDS
 from common.records import published
@@ -340,6 +340,9 @@ def _verdict_lines(ten: TenRuns) -> list[str]:
         lines.append("  miniature       no score: not a benchmark result")
     elif ten.invalid:
         lines.append(f"  INVALID         {ten.invalid}")
+        if len(ten.runs) < SUBMISSION_RUNS:
+            command = f"NEXP={SUBMISSION_RUNS} {PROGRAM} {ten.runs[0].benchmark} --resume"
+            lines.append(f"                  to run the others: {command}")
     elif ten.score is None:
         lines.append(
             "  NO SCORE        the RCP test failed: the runs converged faster than it allows"

@@ -35,18 +35,21 @@ def write(path: Path, text: str) -> None:
         ) from error
 
 
-def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:
+def pairs(
+    flag: str, texts: list[str], known: Collection[str], form: str = "NAME=VALUE"
+) -> dict[str, str]:
     """Return name -> value for `texts` of the form NAME=VALUE.
 
-    `flag`: the option that has these values. Raises ConfigError for another form, for a name that
-    is not in `known`, and for a repeated name.
+    `flag`: the option that has these values. `form`: the form, for errors.
+
+    Raises ConfigError for another form, for a name that is not in `known`, and for a repeated name.
     """
     values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(
-                f"{flag} {text}: expected NAME=VALUE", "it has no =", "add = and a value"
+                f"{flag} {text}: expected {form}", "it has no =", f"write {flag} {form}"
             )
         if name not in known:
             raise ConfigError(

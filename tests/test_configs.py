@@ -16,6 +16,7 @@ from common.paths import ROOT
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
+from launch.plan.derive_config import load_or_derive
 from launch.tune.candidates import COLLECTIVE_VARIABLES, STREAM_PRIORITY
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import Config
@@ -325,6 +326,23 @@ def test_lora_has_no_wgrad_to_transform_for():
 def test_a_key_of_the_other_benchmark_is_unknown():
     with pytest.raises(ConfigError, match="unknown key opt_learning_rate_training_steps"):
         configs.from_table(GOOD | {"opt_learning_rate_training_steps": 1024}, Config, "some.toml")
+
+
+@each_file
+def test_a_config_of_another_benchmark_is_named_as_such(path):
+    owner = path.parent.name
+    other = next(name for name in closed() if name != owner)
+    with pytest.raises(ConfigError, match=f"{path.name} is a config of {owner}") as refused:
+        load_or_derive(ROOT, other, path)
+    assert "unknown key" in refused.value.why and other in refused.value.why
+    assert f"./run_and_time.sh {owner} ... --config {path}" in refused.value.do
+
+
+@pytest.mark.parametrize("given", ["MI355X_1x8", "MI355X_1x8.toml", "configs/MI355X_1x8"])
+def test_the_name_of_a_shipped_config_is_answered_with_its_file(given):
+    with pytest.raises(ConfigError, match="no such config") as refused:
+        load_or_derive(ROOT, "llama31_8b", Path(given))
+    assert refused.value.do == "did you mean configs/llama31_8b/MI355X_1x8.toml?"
 
 
 def test_broken_toml_and_missing_file(tmp_path):

@@ -496,3 +496,12 @@ def test_the_package_metadata_lists_every_package():
     ] == []
     pinned = {name for name, _ in requirements(ROOT / "requirements.txt")}
     assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned
+
+
+def test_a_symlinked_environment_leaves_the_tree_clean(tmp_path):
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    (tmp_path / ".venv").symlink_to("elsewhere")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    status = ["git", "status", "--porcelain"]
+    found = subprocess.run(status, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["??", ".gitignore"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from throughput import profile_comparison, report, result
 
 
@@ -30,6 +30,13 @@ def main(options: argparse.Namespace) -> int:
     """
     if all((folder / profile_comparison.NAME).is_file() for folder in options.folders):
         return compare_profiles(options)
+    for folder in options.folders:
+        if not any((folder / name).is_file() for name in (result.NAME, profile_comparison.NAME)):
+            raise DataError(
+                f"{folder} is neither a measurement nor a profile",
+                f"it has no {result.NAME} and no {profile_comparison.NAME}",
+                "name the directory that a measurement or profile printed at its end",
+            )
     results = [result.read(folder) for folder in options.folders]
     kinds = sorted({data["what"] for data in results})
     if len(kinds) > 1:

@@ -153,5 +153,5 @@ def cannot_open(path: Path, error: OSError) -> DataError:
     return DataError(
         f"{path}: cannot be opened: {error.strerror}",
         "DATADIR and rules.py define the paths of the token files",
-        "check DATADIR, or prepare the data",
+        "check DATADIR or --data-dir, or prepare the data",
     )

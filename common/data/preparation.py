@@ -63,6 +63,16 @@ def _open_locked(path: Path) -> TextIO:
         file.close()
 
 
+def require_data_dir(folder: Path) -> None:
+    """Raise DataError unless the directory given with --data-dir exists."""
+    if not folder.is_dir():
+        raise DataError(
+            f"--data-dir {folder}",
+            "it is not a directory" if folder.exists() else "this directory does not exist",
+            "name the directory of the files to check",
+        )
+
+
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
     """Raise PreflightError unless the file system of `folder` has that much free space.
 

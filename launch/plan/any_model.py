@@ -78,6 +78,10 @@ class ModelRequest:
 def main(arguments: list[str]) -> int:
     """Plan a model, or calculate an MFU. Return 0, or 12 if the model does not fit."""
     options = parser().parse_args(arguments)
+    if not options.scaling:
+        scaling_table.require_scaling(
+            {"--json": options.json, "--network": options.network, "--page": options.page}
+        )
     if options.mfu:
         print("\n".join(_mfu(options)))
         return 0
@@ -242,7 +246,7 @@ def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
     Return 0, or 12 if no number of GPUs fits. Raises ConfigError without a number of tokens, a
     bandwidth, or the GPU's peaks and links.
     """
-    scaling_table.require_bandwidth(options.network)
+    network = scaling_table.bandwidth(options)
     if not request.kind.efficiency or not request.kind.description:
         raise ConfigError(
             f"--scaling: the speed of {request.kind.name} or of its links is unknown",
@@ -261,7 +265,7 @@ def show_scaling(request: ModelRequest, options: argparse.Namespace) -> int:
         "step, so the global batch grows with the GPUs.",
         "Whether a batch of that size needs more tokens is not calculated.",
     ]
-    points = scaling_points(request, options.network)
+    points = scaling_points(request, network)
     scaling_table.show(request.name, request.kind, scaling_table.MODEL_HEAD, points, options, more)
     return 0 if any(points.values()) else OutOfMemory.exit_code
 

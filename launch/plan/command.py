@@ -23,10 +23,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import config_class, config_keys, load_all, rules_of
+from common.benchmarks import config_keys, load_all, load_config, rules_of
 from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
-from common.config import ANY_GPU, RunConfig, load
-from common.errors import ConfigError, OutOfMemory
+from common.config import ANY_GPU, RunConfig
+from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
 from common.paths import ROOT
@@ -34,7 +34,7 @@ from common.records import published, rcp
 from launch.plan import any_model, scaling_table
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import load_or_derive, overrides_of
+from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
 from launch.select_config import requested_gpus, require_config
@@ -52,6 +52,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
+    scaling_table.require_scaling({"--network": options.network, "--page": options.page})
     require_config(root, benchmark, options)
     overrides = overrides_of(options.set)
     path = None
@@ -162,7 +163,7 @@ def _this_machine() -> tuple[GpuKind | None, int]:
 
 def _is_fitted(benchmark: str, path: Path, overrides: dict[str, str]) -> bool:
     """Return whether the config in `path` names no GPU, so that it is fitted to this machine."""
-    return path.is_file() and load(path, config_class(benchmark), overrides).gpu == ANY_GPU
+    return path.is_file() and load_config(benchmark, path, overrides).gpu == ANY_GPU
 
 
 def _fitted_note(machine: GpuKind | None, gpus: int) -> list[str]:
@@ -184,11 +185,7 @@ def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
     if machine and config.gpu == machine.name:
         return machine
     if config.gpu not in KINDS:
-        raise ConfigError(
-            f"gpu = {config.gpu!r} is unknown",
-            f"known are {', '.join(KINDS)}",
-            "choose one of them",
-        )
+        raise unknown_kind(config.gpu)
     return KINDS[config.gpu]
 
 

@@ -8,6 +8,7 @@ storage of the frozen base that takes less memory. With it, the other options ar
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
-from common.benchmarks import config_class, rules_of
+from common.benchmarks import config_class, load_config, rules_of
+from common.command_line import PROGRAM
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -66,7 +68,7 @@ def load_or_derive(
     """
     overrides = overrides or {}
     if path.parent != root / "configs" / benchmark or path.is_file():
-        config = configs.load(path, config_class(benchmark), overrides)
+        config = load_config(benchmark, path, overrides)
         if config.gpu == ANY_GPU:
             return fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
         return config, ""
@@ -86,12 +88,41 @@ def load_or_derive(
 
 
 def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of texts KEY=VALUE. A text without = has an empty value."""
-    overrides = {}
+    """Return key -> value of texts KEY=VALUE.
+
+    Raise ConfigError for a text of another form, and for a key that is given twice.
+    """
+    overrides: dict[str, str] = {}
     for text in texts:
-        key, _, value = text.partition("=")
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ConfigError(
+                f"--set {text} is not KEY=VALUE",
+                "the key or the = is missing",
+                "write, for example, --set micro_batch_size=1",
+            )
+        if key.startswith("env."):
+            variable = f"{key.removeprefix('env.')}={value}"
+            raise ConfigError(
+                f"--set {text} sets an environment variable",
+                "--set changes whole keys of the config",
+                f"set the variable before the command: {variable} {PROGRAM} ...",
+            )
+        if key in overrides:
+            raise ConfigError(
+                f"--set {key}={overrides[key]} and --set {key}={value}",
+                f"a run has one value of {key}",
+                "leave out one of them",
+            )
         overrides[key] = value
     return overrides
+
+
+def unknown_kind(name: str) -> ConfigError:
+    """Return the error for a config whose `gpu` is not a known kind."""
+    near = difflib.get_close_matches(name.upper(), KINDS, 3, 0.5)
+    do = f"did you mean {' or '.join(near)}?" if near else "choose one of them"
+    return ConfigError(f"gpu = {name!r} is unknown", f"known are {', '.join(KINDS)}", do)
 
 
 def fit_to_machine(

@@ -64,7 +64,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     Raises ConfigError if the network's bandwidth is not positive, and for a benchmark without
     reference runs if no config is given.
     """
-    require_bandwidth(options.network)
+    network = bandwidth(options)
     kind = KINDS[options.scaling]
     name = benchmark
     if options.all:
@@ -79,7 +79,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
                 "leave out --config and --set",
             )
         rules = divisions(benchmark)["closed"]
-        best = scaling.best_points(root, benchmark, kind, rules, options.network)
+        best = scaling.best_points(root, benchmark, kind, rules, network)
     elif options.config is None:
         raise ConfigError(
             f"{benchmark} plan --scaling needs a config",
@@ -89,7 +89,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     else:
         path = Path(options.config)
         overrides = overrides_of(options.set)
-        best = scaling.points_of_file(root, benchmark, path, kind, overrides, options.network)
+        best = scaling.points_of_file(root, benchmark, path, kind, overrides, network)
         name = f"{benchmark}, {path.name},"
     last = scaling.last_paying(best)
     more = []
@@ -105,23 +105,37 @@ def add_options(parser: Parser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--network",
         type=float,
-        default=scaling.NETWORK_GB_S,
         metavar="GB/S",
-        help="with --scaling: network bandwidth of one GPU between nodes (default: %(default)s)",
+        help="with --scaling: network bandwidth of one GPU between nodes "
+        f"(default: {scaling.NETWORK_GB_S})",
     )
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
     )
 
 
-def require_bandwidth(network_gb_s: float) -> None:
-    """Raise ConfigError if the network's bandwidth is not positive."""
-    if not network_gb_s > 0:
+def require_scaling(given: Mapping[str, object]) -> None:
+    """Raise ConfigError if an option of --scaling has a value. `given`: option -> value."""
+    for option, value in given.items():
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"{option} without --scaling",
+                f"{option} applies to the table of --scaling only",
+                f"add --scaling, or leave out {option}",
+            )
+
+
+def bandwidth(options: argparse.Namespace) -> float:
+    """Return --network or its default. Raise ConfigError if it is not positive."""
+    if options.network is None:
+        return scaling.NETWORK_GB_S
+    if not options.network > 0:
         raise ConfigError(
-            f"--network {network_gb_s:g} is not a bandwidth",
+            f"--network {options.network:g} is not a bandwidth",
             "it must be greater than 0",
             "give GB/s per GPU",
         )
+    return options.network
 
 
 def show(
@@ -141,7 +155,7 @@ def show(
     if options.json:
         print(json.dumps([dict(zip(head, each, strict=True)) for each in rows], indent=1))
     else:
-        print(f"{name} on {kind.name}, {options.network:g} GB/s per GPU between nodes\n")
+        print(f"{name} on {kind.name}, {bandwidth(options):g} GB/s per GPU between nodes\n")
         print(table(head, rows))
         print("", *below, sep="\n")
     if options.page:

@@ -10,7 +10,7 @@ from common import engines
 from common.errors import ConfigError
 from common.hardware import Device, Probe
 from common.paths import ROOT
-from launch import run, series
+from launch import commands, run, series
 from launch.job import Job, Node
 from launch.select_config import Selection
 from llama2_70b_lora.rules import Config as LoraConfig
@@ -56,6 +56,16 @@ def test_a_cpu_misses_nothing(job):
     names = {"attention": "sdpa", "products": "torch", "swiglu": "kernel"}
     assert on_a_cpu.engines.names == names
     assert not on_a_cpu.engines.faster
+
+
+@pytest.mark.parametrize("variable", ["ATTENTION_ENGINE", "MATMUL_ENGINE", "SWIGLU_ENGINE"])
+def test_the_launcher_refuses_an_engine_that_is_pinned_on_a_cpu(job, variable):
+    pinned = {"SWIGLU_ENGINE": "quack"}.get(variable, "transformer_engine")
+    config = replace(job.config, linear="bf16")
+    selection = replace(job.selection, device="cpu", config=config)
+    on_a_cpu = replace(job, selection=selection, gpus=Probe("none"), environment={variable: pinned})
+    with pytest.raises(ConfigError, match=f"{variable}={pinned} cannot be used here"):
+        commands._print_engines(on_a_cpu)
 
 
 def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):

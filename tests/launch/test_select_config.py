@@ -114,6 +114,38 @@ def test_a_config_for_gpus_does_not_start_on_a_cpu_by_itself():
     assert select(NOTHING, config=config, device="cpu").log_name == "MI300X_1x8+forced.toml"
 
 
+@pytest.mark.parametrize(
+    ("environment", "changes", "words"),
+    [
+        ({"GPU_KIND": "MI999X"}, {}, "GPU_KIND=MI999X is unknown"),
+        ({}, {"miniature": True, "set": ["miniature=false"]}, "--set miniature=false"),
+        ({}, {"set": ["env.FOO=1"]}, "--set env.FOO=1 sets an environment"),
+        ({}, {"set": ["max_samples=64", "max_samples=128"]}, "--set max_samples=64 and"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(environment, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        select(Probe("none"), environment, **changes)
+
+
+def test_an_unknown_gpu_of_a_config_is_named_where_no_gpu_is_visible():
+    file = str(ROOT / "configs/llama31_8b/MI355X_1x8.toml")
+    with pytest.raises(ConfigError, match="gpu = 'MI999X' is unknown") as refused:
+        select(Probe("none"), config=file, set=["gpu=MI999X"])
+    assert "MI355X" in refused.value.do
+
+
+def test_only_a_miniature_for_gpus_is_advised_to_run_on_a_cpu():
+    file = str(ROOT / "configs/llama31_8b/MI355X_1x8.toml")
+    with pytest.raises(PreflightError, match="no GPU is visible") as refused:
+        select(Probe("none"), config=file)
+    assert "--device cpu" not in refused.value.do
+    miniature = str(ROOT / "configs/llama31_8b/CPU_1x1.toml")
+    with pytest.raises(PreflightError, match="no GPU is visible") as refused:
+        select(Probe("none"), config=miniature, set=["gpu=H200"])
+    assert "--device cpu" in refused.value.do
+
+
 def test_forced_and_changed_configs_say_so():
     forced = select(
         H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"]

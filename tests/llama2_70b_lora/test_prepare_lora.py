@@ -406,6 +406,13 @@ def test_verify_names_the_damage_and_changes_nothing(whole, kind, capsys):
     assert tree(whole) == before
 
 
+def test_verify_of_a_missing_directory_names_the_option(tmp_path, capsys):
+    code = prepare.main(["verify", "--miniature", "--data-dir", str(tmp_path / "no")])
+    err = capsys.readouterr().err
+    assert code == DataError.exit_code
+    assert f"error: --data-dir {tmp_path / 'no'}" in err and "DATADIR" not in err
+
+
 def test_verify_of_missing_weights(whole, capsys):
     (whole / "w" / "model-00001-of-00003.safetensors").unlink()
     assert verify(whole, "--weights", str(whole / "w")) == WeightsError.exit_code

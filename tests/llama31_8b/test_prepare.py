@@ -317,6 +317,22 @@ def test_verify_with_the_shipped_manifest_says_what_is_wrong_and_what_is_unknown
     assert "c4-train.en_6_text_document: found 5" in err
 
 
+def test_verify_of_a_missing_directory_is_one_error(tmp_path, capsys):
+    assert prepare.main(["verify", "--data-dir", str(tmp_path / "no")]) == DataError.exit_code
+    err = capsys.readouterr().err
+    assert f"error: --data-dir {tmp_path / 'no'}" in err and "does not exist" in err
+    assert "BAD" not in err and "manifest" not in err
+
+
+def test_verify_with_the_shipped_manifest_refuses_an_empty_file(tmp_path, capsys):
+    closed_like(tmp_path, 5, 7)
+    empty = tmp_path / f"{CLOSED.train_prefix}.bin"
+    os.truncate(empty, 0)
+    (tmp_path / f"{CLOSED.train_prefix}.idx").unlink()
+    assert prepare.main(["verify", "--data-dir", str(tmp_path)]) == DataError.exit_code
+    assert f"BAD  {empty}: the file is empty" in capsys.readouterr().err
+
+
 def test_shipped_manifest_states_what_the_reference_states():
     manifest = Manifest.read(prepare.SHIPPED_MANIFEST)
     assert manifest.vocab_size == CLOSED.shape.vocab_size and set(manifest.pairs) == {

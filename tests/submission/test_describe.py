@@ -268,6 +268,18 @@ def test_answers_in_the_file_stay(server, tmp_path, capsys):
     assert "host_storage_type stays 'Lustre'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("number_of_nodes", "many"), ("status", "sold"), ("division", "open")]
+)
+def test_an_invalid_answer_is_refused_before_the_file_is_written(server, tmp_path, key, value):
+    path = tmp_path / "MI355X.json"
+    assert run(path, inventory.facts(server, AMD_8), {"status": "onprem"}) == 0
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=f"--set {key}={value}"):
+        run(path, inventory.facts(server, AMD_8), {key: value})
+    assert path.read_bytes() == before
+
+
 # key, value, what `problems` says; nothing where the official tools accept the value
 VALUES = [
     ("status", "available", "status: 'available'"),

@@ -497,6 +497,7 @@ def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
     )
     printed = text(capsys, tmp_path / "logs", "--gpu", "MI355X", "--gpus", 8, code=20)
     assert "10 runs" in printed and "together" in printed
+    assert "NEXP=10 ./run_and_time.sh llama31_8b --resume" in printed
     assert "90.0000, of one run" in printed and "1 runs" not in printed
 
 

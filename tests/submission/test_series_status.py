@@ -125,3 +125,10 @@ def test_a_wrong_directory_or_id(folder, tmp_path, capsys):
     assert printed(capsys, tmp_path / "logs", "--series", synthetic.SERIES[:8])
     assert not printed(capsys, tmp_path / "logs", "--series", "1999", code=2)
     assert not printed(capsys, tmp_path / "empty", code=2)
+
+
+@pytest.mark.parametrize("order", [("status", "DIR", "--json"), ("status", "--json", "DIR")])
+def test_options_may_come_before_the_directory(folder, capsys, order):
+    words = [str(folder) if word == "DIR" else word for word in order]
+    assert series_status.main(words) == 0
+    assert json.loads(capsys.readouterr().out)[0]["benchmark"] == NAME

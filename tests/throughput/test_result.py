@@ -227,8 +227,11 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
         (two / "result.json").write_text(text)
         with pytest.raises(DataError, match=r"result\.json"):
             compared(two)
-    with pytest.raises(DataError):
-        compared(tmp_path / "nowhere")
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "profile.json").write_text("{}")
+    for good in (one, tmp_path / "profile"):
+        with pytest.raises(DataError, match="nowhere is neither a measurement nor a profile"):
+            compared(good, tmp_path / "nowhere")
 
 
 # --- plots and times ------------------------------------------------------------------------------

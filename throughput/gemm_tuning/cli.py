@@ -27,6 +27,7 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
 from common.paths import ROOT
+from launch.plan.derive_config import overrides_of
 from launch.select_config import select_config
 from throughput.gemm_tuning.file import (
     PREFIX,
@@ -71,6 +72,12 @@ def work(benchmark: str, *rest: str) -> int:
     if options.path is None and options.step != "check":
         parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
     detected = Probe("none") if options.device == "cpu" else probe()
+    if options.step == "record" and not detected.devices:
+        raise PreflightError(
+            "gemms record needs an AMD GPU",
+            "no GPU is visible, and a bench on the CPU runs no GEMM of a GPU library",
+            "run it on the GPUs that train",
+        )
     config = select_config(ROOT, benchmark, options, os.environ, detected).config
     steps = {"record": record, "tune": tune, "check": check}
     return steps[options.step](benchmark, config, options)
@@ -122,9 +129,9 @@ def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace
         command.append(f"--config={options.config}")
     if options.device:
         command.append(f"--device={options.device}")
-    command += [f"--set={change}" for change in options.set]
-    batch = 2 * config.micro_batch_size * config.world_size
-    return [*command, f"--set=global_batch_size={batch}"]
+    changes = overrides_of(options.set)
+    changes["global_batch_size"] = str(2 * config.micro_batch_size * config.world_size)
+    return [*command, *(f"--set={key}={value}" for key, value in changes.items())]
 
 
 def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:

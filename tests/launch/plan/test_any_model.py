@@ -327,6 +327,9 @@ def test_remarks_on_implausible_utilization():
         ("--mfu --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --model llama3.1-8b --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --peak 1e15", "needs --seconds"),
+        ("--model llama3.1-8b --gpu H200 --json", "--json without --scaling"),
+        ("--model llama3.1-8b --gpu H200 --network 50", "--network without --scaling"),
+        ("--mfu --params 1e9 --page x.html", "--page without --scaling"),
     ],
 )
 def test_what_is_missing_is_said(line, words, monkeypatch):

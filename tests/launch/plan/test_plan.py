@@ -607,7 +607,10 @@ def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, mon
         (["--config", "nothing.toml"], 2, "no such config"),
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
-        (["--all", "--set", "micro_batch_size"], 2, "has the wrong type"),
+        (["--all", "--set", "micro_batch_size"], 2, "is not KEY=VALUE"),
+        (["--all", "--set", "nodes=1", "--set", "nodes=2"], 2, "--set nodes=1 and --set nodes=2"),
+        (["--all", "--network", "0"], 2, "--network without --scaling"),
+        (["--all", "--page", "x.html"], 2, "--page without --scaling"),
         (
             ["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"],
             2,

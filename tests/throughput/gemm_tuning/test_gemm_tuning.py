@@ -17,6 +17,7 @@ from child_path import python_path
 from tiny import run_config
 
 from common.errors import ConfigError, PreflightError, StorageError
+from common.hardware import Probe
 from common.paths import ROOT
 from throughput.gemm_tuning import cli, file
 from throughput.gemm_tuning import tune as tuner
@@ -547,3 +548,12 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     path.write_text(path.read_text().replace("Validator,PT_VERSION,", "Validator,PT_VERSION,1."))
     refused = launch("gemms", "check", good=False)
     assert refused.returncode == 2 and "PT_VERSION was 1." in refused.stderr
+
+
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
+def test_record_starts_no_bench_without_a_gpu(commands, tmp_path, monkeypatch, capsys, device):
+    monkeypatch.setattr(cli, "probe", lambda: Probe("none"))
+    arguments = ["llama31_8b", "record", str(tmp_path / "new"), *device]
+    assert cli.main(arguments) == PreflightError.exit_code
+    assert "needs an AMD GPU" in capsys.readouterr().err
+    assert not commands and not (tmp_path / "new").exists()
