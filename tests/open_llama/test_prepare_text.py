@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import re
+import sysconfig
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from pyarrow import parquet
 
 from common.data import corpus
 from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import whole_sequences
 from common.errors import ConfigError, DataError, StorageError
 from open_llama import text
 from open_llama.prepare import main
@@ -22,6 +26,7 @@ TEXTS = [
     for number in range(200)
 ]
 VALIDATION = 0.1
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +247,26 @@ def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
 def test_about_the_given_share_of_documents_is_for_validation():
     shares = [text.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
     assert 0.2 < np.mean(shares) < 0.3
+
+
+def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_library(
+    tmp_path, monkeypatch
+):
+    """As with Debian's Python, whose packages have no folders of tests."""
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    page = (ROOT / "docs/train_your_own_model.md").read_text()
+    options = re.search(
+        r"--train-tokenizer (\d+) --validation-fraction (\S+) .*?LIB/{(\S+)}", page, re.DOTALL
+    )
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in options[3].split(","):
+        for path in (library / name).rglob("*.py"):
+            target = tmp_path / "lib" / path.relative_to(library)
+            if not {"test", "tests"}.intersection(target.parts):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+    settings = Settings("", "", "text", float(options[2]))
+    prepare_text([tmp_path / "lib"], tmp_path / "out", settings, 1, int(options[1]))
+    config = tomllib.loads((ROOT / "open_llama/examples/python_docs_10m.toml").read_text())
+    stored = Index.read(tmp_path / "out/validation").num_tokens
+    assert whole_sequences(stored, config["sequence_length"]) >= config["eval_samples"]
