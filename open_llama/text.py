@@ -463,19 +463,29 @@ def split_of(text: str, validation_fraction: float) -> str:
 def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
     """Write the token files of both splits from the parts. Raises DataError if a split is empty."""
     paths = sorted(folder.glob("*.npz"))
+    _require_both_splits(paths)  # before a file is written, which a next try would not overwrite
     indices = {}
     for split in SPLITS:
         writer = IndexedDatasetWriter(data_dir / split, vocab_size)
         for document in _documents_of(paths, split):
             writer.add(document)
-        if not writer.lengths:
+        indices[split] = writer.finish()
+    return indices
+
+
+def _require_both_splits(paths: list[Path]) -> None:
+    numbers = dict.fromkeys(SPLITS, 0)
+    for path in paths:
+        with np.load(path) as arrays:
+            for split in SPLITS:
+                numbers[split] += len(arrays[f"{split}_lengths"])
+    for split, number in numbers.items():
+        if not number:
             raise DataError(
                 f"no document for {split}",
                 "there are too few documents for this validation fraction",
                 "change --validation-fraction, or add documents",
             )
-        indices[split] = writer.finish()
-    return indices
 
 
 def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:

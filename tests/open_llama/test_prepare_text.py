@@ -270,3 +270,20 @@ def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_librar
     config = tomllib.loads((ROOT / "open_llama/examples/python_docs_10m.toml").read_text())
     stored = Index.read(tmp_path / "out/validation").num_tokens
     assert whole_sequences(stored, config["sequence_length"]) >= config["eval_samples"]
+
+
+def write_two(folder: Path) -> list[Path]:
+    """Write documents at 0.2405 and 0.4450 of the range of the hashes."""
+    for number in (41, 44):
+        (folder / f"{number}.txt").write_text(f"{number}")
+    return [folder / "41.txt", folder / "44.txt"]
+
+
+def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_two(tmp_path)
+    for fraction in (0.01, 0.9):
+        with pytest.raises(DataError, match="no document"):
+            prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=fraction)
+    found = prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=0.3)
+    assert len(found["train"]) == len(found["validation"]) == 1
