@@ -14,9 +14,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -434,16 +435,21 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
     """Tokenize the documents of `part` and write them to `path`.
 
     The file has, for each split, the tokens of its documents one after another, and their lengths.
+    `fractions` is the lowest and highest validation fraction at which a document changes its split,
+    float64 [1, 2], or [0, 2] without documents.
     """
     assert _tokenizer is not None
     dtype = token_dtype(_tokenizer.vocab_size)
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    draws: list[int] = []
     not_blank = filter(str.strip, _documents_of_part(part, settings.key))
     while batch := list(islice(not_blank, BATCH_DOCUMENTS)):
         for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
+            draws.append(draw_of(text))
             split = split_of(text, settings.validation_fraction)
             tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
-    arrays = {}
+    ends = [[min(draws) / 2**64, max(draws) / 2**64]] if draws else []
+    arrays = {"fractions": np.array(ends).reshape(-1, 2)}
     for split, rows in tokens.items():
         arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
         arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
@@ -455,9 +461,13 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
 
 def split_of(text: str, validation_fraction: float) -> str:
     """Return the split of a document, which depends only on its text."""
+    return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
+
+
+def draw_of(text: str) -> int:
+    """Return the first 64 bits of the text's SHA-256."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    is_validation = int.from_bytes(digest[:8]) < validation_fraction * 2**64
-    return "validation" if is_validation else "train"
+    return int.from_bytes(digest[:8])
 
 
 def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
@@ -475,17 +485,41 @@ def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
 
 def _require_both_splits(paths: list[Path]) -> None:
     numbers = dict.fromkeys(SPLITS, 0)
+    fractions = np.empty((0, 2))  # of each part, its documents' lowest and highest
     for path in paths:
         with np.load(path) as arrays:
             for split in SPLITS:
                 numbers[split] += len(arrays[f"{split}_lengths"])
+            fractions = np.concatenate([fractions, arrays["fractions"]])
     for split, number in numbers.items():
         if not number:
-            raise DataError(
-                f"no document for {split}",
-                "there are too few documents for this validation fraction",
-                "change --validation-fraction, or add documents",
-            )
+            raise _empty_split(split, sum(numbers.values()), fractions)
+
+
+def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError:
+    if not documents:
+        why = "all texts are empty or blank"
+        return DataError("no document among the inputs", why, "add text")
+    lowest = float(fractions.min())
+    highest = float(fractions.max())
+    do = "split the text into more files or lines, or add documents"
+    if split == "validation":
+        why = f"documents are drawn at random by their hash, and the lowest draw is {lowest:.4f}"
+        enough = _two_digits(lowest, math.ceil)
+        fits = f"{enough:g} or more"
+    else:
+        why = f"documents are drawn at random by their hash, and the highest draw is {highest:.4f}"
+        enough = _two_digits(highest, math.floor)
+        fits = f"{enough:g} or less"
+    if lowest < enough <= highest:  # as in split_of: at least one document on either side
+        do = f"set --validation-fraction to {fits}, or {do}"
+    return DataError(f"no document for {split} among {documents:,}", why, do)
+
+
+def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
+    """Round a number between 0 and 1 to two significant digits with math.ceil or math.floor."""
+    scale = 10 ** (1 - math.floor(math.log10(number)))
+    return rounded(number * scale) / scale
 
 
 def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:

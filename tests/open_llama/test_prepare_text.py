@@ -287,3 +287,22 @@ def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_
             prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=fraction)
     found = prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=0.3)
     assert len(found["train"]) == len(found["validation"]) == 1
+
+
+def test_an_empty_split_says_which_fraction_fills_it(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_two(tmp_path)
+    for fraction, words in (
+        (0.01, ("validation among 2", "0.2405", "--validation-fraction to 0.25 or more")),
+        (0.9, ("train among 2", "0.4450", "--validation-fraction to 0.44 or less")),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=fraction)
+        for word in words:
+            assert word in caught.value.lines()
+    with pytest.raises(DataError, match="among 1") as caught:
+        prepare(tmp_path / "out", inputs[:1], tokenizer)
+    assert "--validation-fraction" not in caught.value.do and "more files" in caught.value.do
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(DataError, match="among the inputs"):
+        prepare(tmp_path / "out", [tmp_path / "blank.txt"], tokenizer)
