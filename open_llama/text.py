@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -334,19 +335,30 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
     texts: list[str] = []
     for part in parts:
         taken = 0
-        for text in _documents_of_part(part, key):
+        for text in filter(str.strip, _documents_of_part(part, key)):
             texts.append(text)
             taken += len(text)
             if taken >= share:
                 break
+    if not texts:
+        raise _no_documents()
     try:
         corpus.train_sentencepiece(texts, vocab_size, target)
     except RuntimeError as error:
-        raise ConfigError(
-            f"no tokenizer of {vocab_size} pieces: {error}",
-            "the text has too few different words",
-            "set a smaller --train-tokenizer, or add text",
-        ) from error
+        raise _no_tokenizer(vocab_size, str(error)) from error
+
+
+def _no_tokenizer(vocab_size: int, error: str) -> ConfigError:
+    """Return the error for a training that SentencePiece refused with the message `error`."""
+    what = f"no tokenizer of {vocab_size} pieces"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        why = f"the text gives at most {most[1]}: it has too few different words"
+        return ConfigError(what, why, f"set --train-tokenizer to {most[1]} or less, or add text")
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        why = f"its single characters and bytes alone are {least[1]}"
+        return ConfigError(what, why, f"set --train-tokenizer to {least[1]} or more")
+    why = "SentencePiece refused the number or the text"
+    return ConfigError(f"{what}: {error}", why, "change --train-tokenizer, or the text")
 
 
 # --- parts
@@ -498,8 +510,7 @@ def _require_both_splits(paths: list[Path]) -> None:
 
 def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError:
     if not documents:
-        why = "all texts are empty or blank"
-        return DataError("no document among the inputs", why, "add text")
+        return _no_documents()
     lowest = float(fractions.min())
     highest = float(fractions.max())
     do = "split the text into more files or lines, or add documents"
@@ -514,6 +525,11 @@ def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError
     if lowest < enough <= highest:  # as in split_of: at least one document on either side
         do = f"set --validation-fraction to {fits}, or {do}"
     return DataError(f"no document for {split} among {documents:,}", why, do)
+
+
+def _no_documents() -> DataError:
+    why = "all texts are empty or blank"
+    return DataError("no document among the inputs", why, "add text")
 
 
 def _two_digits(number: float, rounded: Callable[[float], int]) -> float:

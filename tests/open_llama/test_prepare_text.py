@@ -306,3 +306,20 @@ def test_an_empty_split_says_which_fraction_fills_it(tokenizer, tmp_path, monkey
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(DataError, match="among the inputs"):
         prepare(tmp_path / "out", [tmp_path / "blank.txt"], tokenizer)
+
+
+def test_a_tokenizer_that_cannot_be_trained_says_which_size_can(tmp_path):
+    path = tmp_path / "a.txt"
+    target = tmp_path / "tokenizer.model"
+    path.write_text("abc def ghi " * 50)
+    with pytest.raises(ConfigError, match="5000") as caught:
+        text.train_tokenizer([path], "text", 5000, target)
+    size = int(re.search(r"(\d+) or less", caught.value.do)[1])
+    text.train_tokenizer([path], "text", size, target)
+    path.write_text("".join(map(chr, range(0x4E00, 0x5000))))
+    with pytest.raises(ConfigError, match="300") as caught:
+        text.train_tokenizer([path], "text", 300, target)
+    assert int(re.search(r"(\d+) or more", caught.value.do)[1]) > 700
+    path.write_text(" \n")
+    with pytest.raises(DataError, match="no document"):
+        text.train_tokenizer([path], "text", 300, target)
