@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ BATCH_DOCUMENTS = 256  # encoded in one call
 # Characters. A longer plain text file becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
+# Up to 2,000 characters of them that end before a space or line end, if there is one.
+PIECE = re.compile(r".{1,2000}(?!\S)|.{1,2000}", re.DOTALL)
+VOCABULARY_BYTES = 1 << 30  # of the inputs that can be divided, read for a tokenizer
+PLACE_BYTES = 1 << 16  # read together, of JSON lines
 SPLITS = ("train", "validation")
 PARTS = ".parts"  # folder of the tokenized parts in DATADIR
 RECORD = "text.json"  # identity of the preparation that made the files beside it
@@ -328,24 +332,59 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
 
 
 def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) -> None:
-    """Train a SentencePiece tokenizer on documents spread over the inputs."""
+    """Train a SentencePiece tokenizer on text spread over the inputs."""
     say(f"training a tokenizer of {vocab_size:,} pieces")
-    parts = divide(files)
-    share = max(1, VOCABULARY_CHARACTERS // len(parts))
-    texts: list[str] = []
-    for part in parts:
-        taken = 0
-        for text in filter(str.strip, _documents_of_part(part, key)):
-            texts.append(text)
-            taken += len(text)
-            if taken >= share:
-                break
+    texts = vocabulary_texts(files, key)
     if not texts:
         raise _no_documents()
     try:
         corpus.train_sentencepiece(texts, vocab_size, target)
     except RuntimeError as error:
         raise _no_tokenizer(vocab_size, str(error)) from error
+
+
+def vocabulary_texts(files: list[Path], key: str) -> list[str]:
+    """Return at most VOCABULARY_CHARACTERS of the inputs' text, spread evenly over all of it.
+
+    Text beyond that is cut into pieces, and those with the lowest hashes are taken, so that no
+    order of the documents leaves a kind of them out.
+    """
+    found: list[tuple[int, str]] = []  # hash and piece
+    characters = 0
+    for place in _places(files):
+        for text in filter(str.strip, documents(place, key)):
+            pieces = [(draw_of(piece), piece) for piece in PIECE.findall(text)]
+            found += pieces
+            characters += len(text)
+            if characters > 2 * VOCABULARY_CHARACTERS:  # now and then, because it sorts
+                found = _lowest(found)
+                characters = sum(len(piece) for _, piece in found)
+    if characters > VOCABULARY_CHARACTERS:
+        found = _lowest(found)
+    return [piece for _, piece in found]
+
+
+def _lowest(pieces: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return VOCABULARY_CHARACTERS of pieces with the lowest hashes, in their order."""
+    pieces = sorted(pieces)
+    ends = accumulate(len(piece) for _, piece in pieces)
+    return pieces[: sum(end <= VOCABULARY_CHARACTERS for end in ends)]
+
+
+def _places(files: list[Path]) -> Iterator[Source]:
+    """Yield the sources to read for a tokenizer, spread evenly over the inputs.
+
+    Of JSON lines and Parquet together these are about VOCABULARY_BYTES. Others are read whole.
+    """
+    stride = math.ceil(max(1, sum(path.stat().st_size for path in files)) / VOCABULARY_BYTES)
+    for path in files:
+        sources = list(_sources_of(path))
+        if kind_of(path) == "json" and len(sources) > 1:
+            sources = [
+                Source(str(path), begin, min(begin + PLACE_BYTES, sources[-1].end))
+                for begin in range(0, sources[-1].end, PLACE_BYTES)
+            ]
+        yield from sources[::stride]
 
 
 def _no_tokenizer(vocab_size: int, error: str) -> ConfigError:

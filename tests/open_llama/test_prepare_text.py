@@ -320,6 +320,38 @@ def test_a_tokenizer_that_cannot_be_trained_says_which_size_can(tmp_path):
     with pytest.raises(ConfigError, match="300") as caught:
         text.train_tokenizer([path], "text", 300, target)
     assert int(re.search(r"(\d+) or more", caught.value.do)[1]) > 700
-    path.write_text(" \n")
-    with pytest.raises(DataError, match="no document"):
-        text.train_tokenizer([path], "text", 300, target)
+    for blank in ("", " \n"):
+        path.write_text(blank)
+        with pytest.raises(DataError, match="no document"):
+            text.train_tokenizer([path], "text", 300, target)
+
+
+def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
+    """The second of two languages in one file, and those of many files, in any order."""
+    monkeypatch.setattr(text, "VOCABULARY_CHARACTERS", 50_000)
+    first = [f"first {number} " + "a" * 300 for number in range(1500)]
+    second = [f"second {number} " + "b" * 300 for number in range(500)]
+    mixed = [each for four in zip(*[iter(first)] * 3, second, strict=True) for each in four]
+    for name, documents in (("one after another", first + second), ("in turns", mixed)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+        (tmp_path / f"{name}.txt").write_text("\n".join(documents))
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, each in enumerate(documents):
+            (folder / f"{number:04d}.txt").write_text(each)
+        for files in ([path], [path.with_suffix(".txt")], sorted(folder.iterdir())):
+            found = "".join(text.vocabulary_texts(files, "text"))
+            assert 45_000 < len(found) <= 50_000
+            assert 0.15 < found.count("b") / len(found) < 0.35
+        with monkeypatch.context() as small:  # only some places of a large file are read
+            small.setattr(text, "PART_BYTES", 100_000)
+            small.setattr(text, "PLACE_BYTES", 1000)
+            small.setattr(text, "VOCABULARY_BYTES", path.stat().st_size // 5)
+            read = sum(source.end - source.begin for source in text._places([path]))
+            assert 0.15 < read / path.stat().st_size < 0.25
+            found = "".join(text.vocabulary_texts([path], "text"))
+            assert 0.15 < found.count("b") / len(found) < 0.35
+    few = ["a line\nand more ", "b"]
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in few))
+    assert text.vocabulary_texts([path], "text") == few, "less text is used as it is"
