@@ -100,18 +100,24 @@ def prepare_text(
     with locked(data_dir / f".{RECORD}.lock"):
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
         settings = replace(settings, tokenizer=str(tokenizer))
-        record = identity(files, settings)
+        record = identity(files, settings) | {"train_tokenizer": vocab_size}
         if (data_dir / RECORD).is_file():
             _require_equal(data_dir, record)
             say(f"{data_dir}: complete")
             return
+        size = load_tokenizer(tokenizer, settings.eos).vocab_size
+        if vocab_size and size != vocab_size:
+            what = f"{tokenizer} has {size:,} pieces, not {vocab_size:,}"
+            why = "an earlier try made it, and nothing is overwritten"
+            raise StorageError(what, why, "remove it, or name another --data-dir")
         parts = parts_folder(data_dir, record)
         tokenize(divide(files), parts, settings, processes)
-        indices = join(parts, data_dir, load_tokenizer(tokenizer, settings.eos).vocab_size)
+        indices = join(parts, data_dir, size)
         write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
         shutil.rmtree(parts)
     for split, index in indices.items():
         say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
+    say(f"{tokenizer}: a vocabulary of {size:,} tokens")
 
 
 # --- inputs

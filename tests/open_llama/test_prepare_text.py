@@ -355,3 +355,18 @@ def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
     few = ["a line\nand more ", "b"]
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in few))
     assert text.vocabulary_texts([path], "text") == few, "less text is used as it is"
+
+
+def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_folder(tmp_path / "texts")
+    settings = Settings("", "", "text", VALIDATION)
+    prepare_text(inputs, tmp_path / "out", settings, 1, 300)
+    assert "300" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(StorageError):
+        prepare_text(inputs, tmp_path / "out", settings, 1, 310)
+    (tmp_path / "out" / text.RECORD).unlink()  # as after an interruption
+    for split in SPLITS:
+        (tmp_path / f"out/{split}.idx").unlink()
+    with pytest.raises(StorageError, match="300 pieces, not 310"):
+        prepare_text(inputs, tmp_path / "out", settings, 1, 310)
