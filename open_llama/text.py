@@ -134,7 +134,7 @@ def input_files(inputs: list[Path]) -> list[Path]:
         if path.is_dir():
             # Other .json files in folders are settings, such as those of a data set on disk.
             each = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
-            inside = sorted(file for file in each if ".json" not in file.suffixes)
+            inside = sorted(file for file in each if ".json" not in map(str.lower, file.suffixes))
             if not inside:
                 why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
                 raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
@@ -151,12 +151,17 @@ def input_files(inputs: list[Path]) -> list[Path]:
 
 def kind_of(path: Path) -> str:
     """Return "json", "text" or "table"; "" if the name has none of their suffixes."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix in JSON_SUFFIXES:
         return "json"
     if suffix in TABLE_SUFFIXES:
-        return "table" if not path.name.endswith(".gz") else ""
+        return "table" if not _has_suffix(path, ".gz") else ""
     return "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def _has_suffix(path: Path, suffix: str) -> bool:
+    """Return whether the name ends in `suffix`, in small or capital letters."""
+    return path.suffix.lower() == suffix
 
 
 def divide(files: list[Path]) -> list[list[Source]]:
@@ -180,9 +185,9 @@ def divide(files: list[Path]) -> list[list[Source]]:
 def _sources_of(path: Path) -> Iterator[Source]:
     """Yield a file as sources of about PART_BYTES, if its format allows to divide it."""
     size = path.stat().st_size
-    if path.suffix == ".parquet":
+    if _has_suffix(path, ".parquet"):
         yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
-    elif kind_of(path) == "json" and path.suffix != ".gz":
+    elif kind_of(path) == "json" and not _has_suffix(path, ".gz"):
         for begin in range(0, size, PART_BYTES):
             yield Source(str(path), begin, min(begin + PART_BYTES, size))
     else:
@@ -192,7 +197,7 @@ def _sources_of(path: Path) -> Iterator[Source]:
 def _bytes_of(source: Source) -> int:
     """Return the stored bytes of a source, for Parquet its file's mean bytes per row group."""
     path = Path(source.path)
-    if path.suffix == ".parquet":
+    if _has_suffix(path, ".parquet"):
         return path.stat().st_size // max(1, _row_groups(path))
     return source.end - source.begin
 
@@ -215,9 +220,9 @@ def documents(source: Source, key: str) -> Iterator[str]:
         return
     try:
         with path.open("rb") as raw:
-            file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
             if kind == "json":
-                lines = file if path.suffix == ".gz" else _lines_within(file, source)
+                lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
                 yield from json_documents(lines, path, key)
             else:
                 yield from _text_documents(file.read(), path)
@@ -267,7 +272,7 @@ def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
     from pyarrow import parquet
 
     try:
-        if path.suffix == ".parquet":
+        if _has_suffix(path, ".parquet"):
             with parquet.ParquetFile(path) as file:
                 table = file.read_row_group(source.begin)
         else:

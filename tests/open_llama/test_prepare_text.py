@@ -370,3 +370,18 @@ def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch,
         (tmp_path / f"out/{split}.idx").unlink()
     with pytest.raises(StorageError, match="300 pieces, not 310"):
         prepare_text(inputs, tmp_path / "out", settings, 1, 310)
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "A.PARQUET", "A.TXT.GZ", "A.Arrow"])
+def test_names_in_capitals_are_read_like_others(name, tmp_path):
+    path = tmp_path / name
+    if name.endswith("PARQUET"):
+        parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    elif name.endswith("Arrow"):
+        (write_arrow(tmp_path / "set")[0] / "data-00000-of-00001.arrow").rename(path)
+    else:
+        content = "".join(TEXTS).encode() if "TXT" in name else lines()
+        path.write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    (tmp_path / "INFO.JSON").write_text("{}")
+    ((source,),) = text.divide(text.input_files([tmp_path]))
+    assert "".join(text.documents(source, "text")) == "".join(TEXTS)
