@@ -38,7 +38,7 @@ from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError, write_whole
 from common.terminal import Progress
-from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer
+from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer, tokenizer_file
 
 PART_BYTES = 16 << 20
 BATCH_DOCUMENTS = 256  # encoded in one call
@@ -328,7 +328,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
         return target
-    source = Path(settings.tokenizer)
+    source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
     target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
     if target.exists() and sha256_of(target) != sha256_of(source):

@@ -385,3 +385,13 @@ def test_names_in_capitals_are_read_like_others(name, tmp_path):
     (tmp_path / "INFO.JSON").write_text("{}")
     ((source,),) = text.divide(text.input_files([tmp_path]))
     assert "".join(text.documents(source, "text")) == "".join(TEXTS)
+
+
+def test_a_folder_is_named_for_its_tokenizer(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_folder(tmp_path / "texts")
+    by_file = prepare(tmp_path / "a", inputs, tokenizer)
+    assert prepare(tmp_path / "b", inputs, tokenizer.parent) == by_file
+    assert (tmp_path / "b/tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    with pytest.raises(DataError, match="no tokenizer"):
+        prepare(tmp_path / "c", inputs, tmp_path / "texts")
