@@ -3,10 +3,12 @@
 The inputs are JSON lines, Parquet, plain text, or a Hugging Face data set on disk.
 
     ./run_and_time.sh open_llama prepare text --input FILES_OR_FOLDERS... --data-dir D
-        (--tokenizer FILE | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
+        (--tokenizer PATH | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
 
-The tokenizer is a tokenizer.json or a SentencePiece model, and is copied to D. Each document ends
-with the tokenizer's end-of-text token. An interrupted preparation continues where it stopped.
+The tokenizer is a tokenizer.json or a SentencePiece model, or a folder with a tokenizer.json or
+tokenizer.model, and is copied to D. Each document ends with the tokenizer's end-of-text token. An
+interrupted preparation continues where it stopped.
+
 Messages go to stderr. The exit code is that of the kind of failure (common/errors.py).
 """
 
@@ -59,7 +61,9 @@ def parser(benchmark: str = "open_llama") -> Parser:
         "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"
     )
     which = texts.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer of the model")
+    which.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer file of the model, or its folder"
+    )
     which.add_argument(
         "--train-tokenizer",
         type=count,

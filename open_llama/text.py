@@ -14,13 +14,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
+import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,17 @@ from common.data.preparation import locked, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError, write_whole
 from common.terminal import Progress
-from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer
+from open_llama.tokenizer import COMPANIONS, Tokenizer, load_tokenizer, tokenizer_file
 
 PART_BYTES = 16 << 20
 BATCH_DOCUMENTS = 256  # encoded in one call
 # Characters. A longer plain text file becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
+# Up to 2,000 characters of them that end before a space or line end, if there is one.
+PIECE = re.compile(r".{1,2000}(?!\S)|.{1,2000}", re.DOTALL)
+VOCABULARY_BYTES = 1 << 30  # of the inputs that can be divided, read for a tokenizer
+PLACE_BYTES = 1 << 16  # read together, of JSON lines
 SPLITS = ("train", "validation")
 PARTS = ".parts"  # folder of the tokenized parts in DATADIR
 RECORD = "text.json"  # identity of the preparation that made the files beside it
@@ -94,18 +100,24 @@ def prepare_text(
     with locked(data_dir / f".{RECORD}.lock"):
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
         settings = replace(settings, tokenizer=str(tokenizer))
-        record = identity(files, settings)
+        record = identity(files, settings) | {"train_tokenizer": vocab_size}
         if (data_dir / RECORD).is_file():
             _require_equal(data_dir, record)
             say(f"{data_dir}: complete")
             return
+        size = load_tokenizer(tokenizer, settings.eos).vocab_size
+        if vocab_size and size != vocab_size:
+            what = f"{tokenizer} has {size:,} pieces, not {vocab_size:,}"
+            why = "an earlier try made it, and nothing is overwritten"
+            raise StorageError(what, why, "remove it, or name another --data-dir")
         parts = parts_folder(data_dir, record)
         tokenize(divide(files), parts, settings, processes)
-        indices = join(parts, data_dir, load_tokenizer(tokenizer, settings.eos).vocab_size)
+        indices = join(parts, data_dir, size)
         write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
         shutil.rmtree(parts)
     for split, index in indices.items():
         say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
+    say(f"{tokenizer}: a vocabulary of {size:,} tokens")
 
 
 # --- inputs
@@ -122,7 +134,7 @@ def input_files(inputs: list[Path]) -> list[Path]:
         if path.is_dir():
             # Other .json files in folders are settings, such as those of a data set on disk.
             each = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
-            inside = sorted(file for file in each if ".json" not in file.suffixes)
+            inside = sorted(file for file in each if ".json" not in map(str.lower, file.suffixes))
             if not inside:
                 why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
                 raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
@@ -139,12 +151,17 @@ def input_files(inputs: list[Path]) -> list[Path]:
 
 def kind_of(path: Path) -> str:
     """Return "json", "text" or "table"; "" if the name has none of their suffixes."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix in JSON_SUFFIXES:
         return "json"
     if suffix in TABLE_SUFFIXES:
-        return "table" if not path.name.endswith(".gz") else ""
+        return "table" if not _has_suffix(path, ".gz") else ""
     return "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def _has_suffix(path: Path, suffix: str) -> bool:
+    """Return whether the name ends in `suffix`, in small or capital letters."""
+    return path.suffix.lower() == suffix
 
 
 def divide(files: list[Path]) -> list[list[Source]]:
@@ -168,9 +185,9 @@ def divide(files: list[Path]) -> list[list[Source]]:
 def _sources_of(path: Path) -> Iterator[Source]:
     """Yield a file as sources of about PART_BYTES, if its format allows to divide it."""
     size = path.stat().st_size
-    if path.suffix == ".parquet":
+    if _has_suffix(path, ".parquet"):
         yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
-    elif kind_of(path) == "json" and path.suffix != ".gz":
+    elif kind_of(path) == "json" and not _has_suffix(path, ".gz"):
         for begin in range(0, size, PART_BYTES):
             yield Source(str(path), begin, min(begin + PART_BYTES, size))
     else:
@@ -180,7 +197,7 @@ def _sources_of(path: Path) -> Iterator[Source]:
 def _bytes_of(source: Source) -> int:
     """Return the stored bytes of a source, for Parquet its file's mean bytes per row group."""
     path = Path(source.path)
-    if path.suffix == ".parquet":
+    if _has_suffix(path, ".parquet"):
         return path.stat().st_size // max(1, _row_groups(path))
     return source.end - source.begin
 
@@ -203,10 +220,10 @@ def documents(source: Source, key: str) -> Iterator[str]:
         return
     try:
         with path.open("rb") as raw:
-            file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
             if kind == "json":
-                lines = file if path.suffix == ".gz" else _lines_within(file, source)
-                yield from json_documents(lines, path, key)
+                lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
+                yield from json_documents(lines, path, key, "--key")
             else:
                 yield from _text_documents(file.read(), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -255,7 +272,7 @@ def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
     from pyarrow import parquet
 
     try:
-        if path.suffix == ".parquet":
+        if _has_suffix(path, ".parquet"):
             with parquet.ParquetFile(path) as file:
                 table = file.read_row_group(source.begin)
         else:
@@ -311,7 +328,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
         return target
-    source = Path(settings.tokenizer)
+    source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
     target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
     if target.exists() and sha256_of(target) != sha256_of(source):
@@ -326,26 +343,72 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
 
 
 def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) -> None:
-    """Train a SentencePiece tokenizer on documents spread over the inputs."""
+    """Train a SentencePiece tokenizer on text spread over the inputs."""
     say(f"training a tokenizer of {vocab_size:,} pieces")
-    parts = divide(files)
-    share = max(1, VOCABULARY_CHARACTERS // len(parts))
-    texts: list[str] = []
-    for part in parts:
-        taken = 0
-        for text in _documents_of_part(part, key):
-            texts.append(text)
-            taken += len(text)
-            if taken >= share:
-                break
+    texts = vocabulary_texts(files, key)
+    if not texts:
+        raise _no_documents()
     try:
         corpus.train_sentencepiece(texts, vocab_size, target)
     except RuntimeError as error:
-        raise ConfigError(
-            f"no tokenizer of {vocab_size} pieces: {error}",
-            "the text has too few different words",
-            "set a smaller --train-tokenizer, or add text",
-        ) from error
+        raise _no_tokenizer(vocab_size, str(error)) from error
+
+
+def vocabulary_texts(files: list[Path], key: str) -> list[str]:
+    """Return at most VOCABULARY_CHARACTERS of the inputs' text, spread evenly over all of it.
+
+    Text beyond that is cut into pieces, and those with the lowest hashes are taken, so that no
+    order of the documents leaves a kind of them out.
+    """
+    found: list[tuple[int, str]] = []  # hash and piece
+    characters = 0
+    for place in _places(files):
+        for text in filter(str.strip, documents(place, key)):
+            pieces = [(draw_of(piece), piece) for piece in PIECE.findall(text)]
+            found += pieces
+            characters += len(text)
+            if characters > 2 * VOCABULARY_CHARACTERS:  # now and then, because it sorts
+                found = _lowest(found)
+                characters = sum(len(piece) for _, piece in found)
+    if characters > VOCABULARY_CHARACTERS:
+        found = _lowest(found)
+    return [piece for _, piece in found]
+
+
+def _lowest(pieces: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return VOCABULARY_CHARACTERS of pieces with the lowest hashes, in their order."""
+    pieces = sorted(pieces)
+    ends = accumulate(len(piece) for _, piece in pieces)
+    return pieces[: sum(end <= VOCABULARY_CHARACTERS for end in ends)]
+
+
+def _places(files: list[Path]) -> Iterator[Source]:
+    """Yield the sources to read for a tokenizer, spread evenly over the inputs.
+
+    Of JSON lines and Parquet together these are about VOCABULARY_BYTES. Others are read whole.
+    """
+    stride = math.ceil(max(1, sum(path.stat().st_size for path in files)) / VOCABULARY_BYTES)
+    for path in files:
+        sources = list(_sources_of(path))
+        if kind_of(path) == "json" and len(sources) > 1:
+            sources = [
+                Source(str(path), begin, min(begin + PLACE_BYTES, sources[-1].end))
+                for begin in range(0, sources[-1].end, PLACE_BYTES)
+            ]
+        yield from sources[::stride]
+
+
+def _no_tokenizer(vocab_size: int, error: str) -> ConfigError:
+    """Return the error for a training that SentencePiece refused with the message `error`."""
+    what = f"no tokenizer of {vocab_size} pieces"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        why = f"the text gives at most {most[1]}: it has too few different words"
+        return ConfigError(what, why, f"set --train-tokenizer to {most[1]} or less, or add text")
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        why = f"its single characters and bytes alone are {least[1]}"
+        return ConfigError(what, why, f"set --train-tokenizer to {least[1]} or more")
+    why = "SentencePiece refused the number or the text"
+    return ConfigError(f"{what}: {error}", why, "change --train-tokenizer, or the text")
 
 
 # --- parts
@@ -434,16 +497,21 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
     """Tokenize the documents of `part` and write them to `path`.
 
     The file has, for each split, the tokens of its documents one after another, and their lengths.
+    `fractions` is the lowest and highest validation fraction at which a document changes its split,
+    float64 [1, 2], or [0, 2] without documents.
     """
     assert _tokenizer is not None
     dtype = token_dtype(_tokenizer.vocab_size)
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    draws: list[int] = []
     not_blank = filter(str.strip, _documents_of_part(part, settings.key))
     while batch := list(islice(not_blank, BATCH_DOCUMENTS)):
         for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
+            draws.append(draw_of(text))
             split = split_of(text, settings.validation_fraction)
             tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
-    arrays = {}
+    ends = [[min(draws) / 2**64, max(draws) / 2**64]] if draws else []
+    arrays = {"fractions": np.array(ends).reshape(-1, 2)}
     for split, rows in tokens.items():
         arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
         arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
@@ -455,27 +523,69 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
 
 def split_of(text: str, validation_fraction: float) -> str:
     """Return the split of a document, which depends only on its text."""
+    return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
+
+
+def draw_of(text: str) -> int:
+    """Return the first 64 bits of the text's SHA-256."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    is_validation = int.from_bytes(digest[:8]) < validation_fraction * 2**64
-    return "validation" if is_validation else "train"
+    return int.from_bytes(digest[:8])
 
 
 def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
     """Write the token files of both splits from the parts. Raises DataError if a split is empty."""
     paths = sorted(folder.glob("*.npz"))
+    _require_both_splits(paths)  # before a file is written, which a next try would not overwrite
     indices = {}
     for split in SPLITS:
         writer = IndexedDatasetWriter(data_dir / split, vocab_size)
         for document in _documents_of(paths, split):
             writer.add(document)
-        if not writer.lengths:
-            raise DataError(
-                f"no document for {split}",
-                "there are too few documents for this validation fraction",
-                "change --validation-fraction, or add documents",
-            )
         indices[split] = writer.finish()
     return indices
+
+
+def _require_both_splits(paths: list[Path]) -> None:
+    numbers = dict.fromkeys(SPLITS, 0)
+    fractions = np.empty((0, 2))  # of each part, its documents' lowest and highest
+    for path in paths:
+        with np.load(path) as arrays:
+            for split in SPLITS:
+                numbers[split] += len(arrays[f"{split}_lengths"])
+            fractions = np.concatenate([fractions, arrays["fractions"]])
+    for split, number in numbers.items():
+        if not number:
+            raise _empty_split(split, sum(numbers.values()), fractions)
+
+
+def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError:
+    if not documents:
+        return _no_documents()
+    lowest = float(fractions.min())
+    highest = float(fractions.max())
+    do = "split the text into more files or lines, or add documents"
+    if split == "validation":
+        why = f"documents are drawn at random by their hash, and the lowest draw is {lowest:.4f}"
+        enough = _two_digits(lowest, math.ceil)
+        fits = f"{enough:g} or more"
+    else:
+        why = f"documents are drawn at random by their hash, and the highest draw is {highest:.4f}"
+        enough = _two_digits(highest, math.floor)
+        fits = f"{enough:g} or less"
+    if lowest < enough <= highest:  # as in split_of: at least one document on either side
+        do = f"set --validation-fraction to {fits}, or {do}"
+    return DataError(f"no document for {split} among {documents:,}", why, do)
+
+
+def _no_documents() -> DataError:
+    why = "all texts are empty or blank"
+    return DataError("no document among the inputs", why, "add text")
+
+
+def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
+    """Round a number between 0 and 1 to two significant digits with math.ceil or math.floor."""
+    scale = 10 ** (1 - math.floor(math.log10(number)))
+    return rounded(number * scale) / scale
 
 
 def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:

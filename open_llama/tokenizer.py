@@ -30,7 +30,7 @@ class Tokenizer:
     # From texts to lists of ids, with beginning-of-text and without end-of-text.
     encode: Callable[[list[str]], list[list[int]]]
     decode: Callable[[list[int]], str]  # from ids to text
-    vocab_size: int
+    vocab_size: int  # the largest id + 1
     eos: int  # id of end-of-text
 
 
@@ -42,19 +42,20 @@ def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
     Raises DataError if the file is not a tokenizer, and ConfigError if the end-of-text token is
     unknown.
     """
-    if path.is_dir():
-        path = _in_folder(path)
+    path = tokenizer_file(path)
     if path.suffix == ".json":
         return _tokenizer_json(path, eos)
     return _sentencepiece(path, eos)
 
 
-def _in_folder(folder: Path) -> Path:
-    """Return the tokenizer file in `folder`. Raises DataError if there is none."""
-    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+def tokenizer_file(path: Path) -> Path:
+    """Return `path`, or the tokenizer file in the folder `path`. Raises DataError without one."""
+    if not path.is_dir():
+        return path
+    found = [path / name for name in COMPANIONS if (path / name).is_file()]
     if not found:
         raise DataError(
-            f"{folder}: no tokenizer",
+            f"{path}: no tokenizer",
             f"it holds neither {' nor '.join(COMPANIONS)}",
             "copy the model's tokenizer there",
         )
@@ -114,7 +115,9 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
             ids_of_texts.append(ids)
         return ids_of_texts
 
-    return Tokenizer(encode, tokenizer.decode, tokenizer.get_vocab_size(), end)
+    # Not get_vocab_size(), which is smaller if ids are left out.
+    size = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(encode, tokenizer.decode, size, end)
 
 
 def _named_end(path: Path) -> str:

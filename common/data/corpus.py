@@ -47,6 +47,7 @@ LEFT_OUT = {
 MIN_CHARACTERS = 60  # per document; shorter docstrings and comments are skipped
 MIN_CORPUS_CHARACTERS = 1_000_000
 VALIDATION_CHARACTERS = 150_000  # about 45,000 tokens; the miniature evaluates on the first 8,193
+LONGEST_LINE = 4192  # bytes, the default of SentencePiece's max_sentence_length
 COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#.*\n)+", re.MULTILINE)
 COMMENT_MARK = re.compile(r"^[ \t]*#+!?:? ?", re.MULTILINE)
 
@@ -145,8 +146,23 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
 
 def _non_empty_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of texts, cut into pieces of at most LONGEST_LINE, before spaces if it has.
+
+    SentencePiece would leave out a longer line without a message.
+    """
     for text in texts:
-        yield from filter(None, text.splitlines())
+        for line in filter(None, text.splitlines()):
+            data = line.encode()
+            begin = 0
+            while len(data) - begin > LONGEST_LINE:
+                end = data.rfind(b" ", begin + 1, begin + LONGEST_LINE + 1)
+                if end < 0:
+                    end = begin + LONGEST_LINE
+                    while data[end] & 0xC0 == 0x80:  # inside a character
+                        end -= 1
+                yield data[begin:end].decode()
+                begin = end
+            yield data[begin:].decode()
 
 
 def load_sentencepiece(path: Path) -> Any:

@@ -226,5 +226,5 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
         raise DataError(
             f"{path}: {where}: expected token ids from 0 to {vocab_size - 1}, got {wrong}",
             "the file was tokenized with another vocabulary, or is damaged",
-            "check the file against the tokenizer (prepare verify --full)",
+            "prepare the text with the tokenizer of the model, or fetch the file again",
         )

@@ -97,3 +97,14 @@ def test_a_tokenizer_of_another_kind_is_named(tmp_path):
         corpus.load_sentencepiece(tmp_path / "empty")
     with pytest.raises(DataError, match="No such file"):
         corpus.load_sentencepiece(tmp_path / "gone")
+
+
+def test_a_long_line_is_cut_for_the_vocabulary_and_nothing_is_lost(tmp_path):
+    words = "some words " * 1000
+    characters = "xé€" * 3000  # no space
+    short = "a" * corpus.LONGEST_LINE
+    found = list(corpus._non_empty_lines([f"{words}\n\n{characters}\n{short}\n"]))
+    assert "".join(found) == words + characters + short and found[-1] == short
+    assert max(len(piece.encode()) for piece in found) <= corpus.LONGEST_LINE
+    assert found[1].startswith((" words", " some"))
+    corpus.train_sentencepiece([words * 10], 267, tmp_path / "model")

@@ -15,6 +15,7 @@ import tiny
 from common.data.gpt_dataset import (
     TrainData,
     build_order,
+    check_ids,
     sequences_in,
     train_batches,
     validation_tokens,
@@ -277,3 +278,9 @@ def test_order_of_two_million_documents_is_vectorized(tmp_path):
     _, starts, order = build_order(index, 8192, 1000, 0)
     assert time.process_time() - began < 2.0
     assert len(order) == len(starts) - 1 == (int(lengths.sum(dtype=np.int64)) - 1) // 8192
+
+
+def test_an_id_outside_the_vocabulary_names_what_every_benchmark_has(tmp_path):
+    with pytest.raises(DataError, match="from 0 to 9, got 10") as caught:
+        check_ids(np.array([3, 10]), 10, tmp_path / "train.bin", "sample 0")
+    assert "tokenizer of the model" in caught.value.do and "verify" not in caught.value.do

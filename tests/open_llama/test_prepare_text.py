@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import re
+import sysconfig
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ from pyarrow import parquet
 
 from common.data import corpus
 from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import whole_sequences
+from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from open_llama import text
 from open_llama.prepare import main
@@ -22,6 +27,7 @@ TEXTS = [
     for number in range(200)
 ]
 VALIDATION = 0.1
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +248,177 @@ def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
 def test_about_the_given_share_of_documents_is_for_validation():
     shares = [text.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
     assert 0.2 < np.mean(shares) < 0.3
+
+
+def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_library(
+    tmp_path, monkeypatch
+):
+    """As with Debian's Python, whose packages have no folders of tests."""
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    page = (ROOT / "docs/train_your_own_model.md").read_text()
+    options = re.search(
+        r"--train-tokenizer (\d+) --validation-fraction (\S+) .*?LIB/{(\S+)}", page, re.DOTALL
+    )
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in options[3].split(","):
+        for path in (library / name).rglob("*.py"):
+            target = tmp_path / "lib" / path.relative_to(library)
+            if not {"test", "tests"}.intersection(target.parts):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+    settings = Settings("", "", "text", float(options[2]))
+    prepare_text([tmp_path / "lib"], tmp_path / "out", settings, 1, int(options[1]))
+    config = tomllib.loads((ROOT / "open_llama/examples/python_docs_10m.toml").read_text())
+    stored = Index.read(tmp_path / "out/validation").num_tokens
+    assert whole_sequences(stored, config["sequence_length"]) >= config["eval_samples"]
+
+
+def write_two(folder: Path) -> list[Path]:
+    """Write documents at 0.2405 and 0.4450 of the range of the hashes."""
+    for number in (41, 44):
+        (folder / f"{number}.txt").write_text(f"{number}")
+    return [folder / "41.txt", folder / "44.txt"]
+
+
+def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_two(tmp_path)
+    for fraction in (0.01, 0.9):
+        with pytest.raises(DataError, match="no document"):
+            prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=fraction)
+    found = prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=0.3)
+    assert len(found["train"]) == len(found["validation"]) == 1
+
+
+def test_an_empty_split_says_which_fraction_fills_it(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_two(tmp_path)
+    for fraction, words in (
+        (0.01, ("validation among 2", "0.2405", "--validation-fraction to 0.25 or more")),
+        (0.9, ("train among 2", "0.4450", "--validation-fraction to 0.44 or less")),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare(tmp_path / "out", inputs, tokenizer, validation_fraction=fraction)
+        for word in words:
+            assert word in caught.value.lines()
+    with pytest.raises(DataError, match="among 1") as caught:
+        prepare(tmp_path / "out", inputs[:1], tokenizer)
+    assert "--validation-fraction" not in caught.value.do and "more files" in caught.value.do
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(DataError, match="among the inputs"):
+        prepare(tmp_path / "out", [tmp_path / "blank.txt"], tokenizer)
+
+
+def test_a_tokenizer_that_cannot_be_trained_says_which_size_can(tmp_path):
+    path = tmp_path / "a.txt"
+    target = tmp_path / "tokenizer.model"
+    path.write_text("abc def ghi " * 50)
+    with pytest.raises(ConfigError, match="5000") as caught:
+        text.train_tokenizer([path], "text", 5000, target)
+    size = int(re.search(r"(\d+) or less", caught.value.do)[1])
+    text.train_tokenizer([path], "text", size, target)
+    path.write_text("".join(map(chr, range(0x4E00, 0x5000))))
+    with pytest.raises(ConfigError, match="300") as caught:
+        text.train_tokenizer([path], "text", 300, target)
+    assert int(re.search(r"(\d+) or more", caught.value.do)[1]) > 700
+    for blank in ("", " \n"):
+        path.write_text(blank)
+        with pytest.raises(DataError, match="no document"):
+            text.train_tokenizer([path], "text", 300, target)
+
+
+def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
+    """The second of two languages in one file, and those of many files, in any order."""
+    monkeypatch.setattr(text, "VOCABULARY_CHARACTERS", 50_000)
+    first = [f"first {number} " + "a" * 300 for number in range(1500)]
+    second = [f"second {number} " + "b" * 300 for number in range(500)]
+    mixed = [each for four in zip(*[iter(first)] * 3, second, strict=True) for each in four]
+    for name, documents in (("one after another", first + second), ("in turns", mixed)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+        (tmp_path / f"{name}.txt").write_text("\n".join(documents))
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, each in enumerate(documents):
+            (folder / f"{number:04d}.txt").write_text(each)
+        for files in ([path], [path.with_suffix(".txt")], sorted(folder.iterdir())):
+            found = "".join(text.vocabulary_texts(files, "text"))
+            assert 45_000 < len(found) <= 50_000
+            assert 0.15 < found.count("b") / len(found) < 0.35
+        with monkeypatch.context() as small:  # only some places of a large file are read
+            small.setattr(text, "PART_BYTES", 100_000)
+            small.setattr(text, "PLACE_BYTES", 1000)
+            small.setattr(text, "VOCABULARY_BYTES", path.stat().st_size // 5)
+            read = sum(source.end - source.begin for source in text._places([path]))
+            assert 0.15 < read / path.stat().st_size < 0.25
+            found = "".join(text.vocabulary_texts([path], "text"))
+            assert 0.15 < found.count("b") / len(found) < 0.35
+    few = ["a line\nand more ", "b"]
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in few))
+    assert text.vocabulary_texts([path], "text") == few, "less text is used as it is"
+
+
+def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_folder(tmp_path / "texts")
+    settings = Settings("", "", "text", VALIDATION)
+    prepare_text(inputs, tmp_path / "out", settings, 1, 300)
+    assert "300" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(StorageError):
+        prepare_text(inputs, tmp_path / "out", settings, 1, 310)
+    (tmp_path / "out" / text.RECORD).unlink()  # as after an interruption
+    for split in SPLITS:
+        (tmp_path / f"out/{split}.idx").unlink()
+    with pytest.raises(StorageError, match="300 pieces, not 310"):
+        prepare_text(inputs, tmp_path / "out", settings, 1, 310)
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "A.PARQUET", "A.TXT.GZ", "A.Arrow"])
+def test_names_in_capitals_are_read_like_others(name, tmp_path):
+    path = tmp_path / name
+    if name.endswith("PARQUET"):
+        parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    elif name.endswith("Arrow"):
+        (write_arrow(tmp_path / "set")[0] / "data-00000-of-00001.arrow").rename(path)
+    else:
+        content = "".join(TEXTS).encode() if "TXT" in name else lines()
+        path.write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    (tmp_path / "INFO.JSON").write_text("{}")
+    ((source,),) = text.divide(text.input_files([tmp_path]))
+    assert "".join(text.documents(source, "text")) == "".join(TEXTS)
+
+
+def test_a_folder_is_named_for_its_tokenizer(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    inputs = write_folder(tmp_path / "texts")
+    by_file = prepare(tmp_path / "a", inputs, tokenizer)
+    assert prepare(tmp_path / "b", inputs, tokenizer.parent) == by_file
+    assert (tmp_path / "b/tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    with pytest.raises(DataError, match="no tokenizer"):
+        prepare(tmp_path / "c", inputs, tmp_path / "texts")
+
+
+def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for line, words in (
+        ('{"txt": "a", "url": "b"}', ("line 1", 'no key "text"', "it has txt, url", " --key")),
+        ("[1]", ("line 1", "list, not an object")),
+        ("{", ("line 1", "not JSON")),
+    ):
+        path.write_text(line)
+        with pytest.raises(DataError) as caught:
+            list(text.documents(text.Source(str(path), 0, len(line)), "text"))
+        for word in words:
+            assert word in caught.value.lines()
+        assert "Error" not in caught.value.what
+    with pytest.raises(DataError) as caught:
+        list(json_documents([b"{}"], path, "text"))
+    assert "--jsonl-key" in caught.value.do
+
+
+def test_the_vocabulary_of_a_tokenizer_json_ends_at_its_largest_id(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 70_000, "<end>": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path, "<end>").vocab_size == 70_001
