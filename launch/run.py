@@ -227,7 +227,10 @@ def judge(
     if result.status == "success" and not error:
         error = _check(run_dir)
     if error and error.kind == OutOfMemory.kind and facts.get("gpu_memory_full"):
-        expected = expected_memory(job.benchmark, job.config)
+        try:
+            expected = expected_memory(job.benchmark, job.config)
+        except Exception as problem:  # whatever it is, it must not hide the run's failure
+            expected = f"plan cannot say more: {problem}"
         if expected:
             error.do += f"; {expected}"
     if error:

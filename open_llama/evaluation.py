@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.data.indexed_dataset_header import require_validation, stored_sequences
-from common.errors import ConfigError
+from common.errors import ConfigError, PreflightError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
 from common.model.families import family_of
@@ -74,6 +74,9 @@ def add_adapter(model: Llama, folder: Path) -> None:
 def measure(options: argparse.Namespace) -> None:
     """Print the loss of the model that the options of `eval` name."""
     device_name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_name == "cuda" and not torch.cuda.is_available():
+        why = "no driver answers, *_VISIBLE_DEVICES hides all GPUs, or torch is built for the CPU"
+        raise PreflightError("--device cuda, but torch sees no GPU", why, "leave out --device")
     processes = start_processes(device_name, 600.0)
     length = options.sequence_length
     with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):

@@ -22,6 +22,7 @@ from common.model.shapes import ModelShape
 from common.training.build import DTYPES, default_dtype
 from common.training.checkpoint import DcpReader
 from common.training.continuation import newest
+from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.rules import Config, Rules, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
@@ -52,7 +53,9 @@ def export_model(folder: Path, config: Config, rules: Rules, out: Path) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(read_master(folder, name, parameter.shape))
     total = sum(parameter.nbytes for parameter in model.parameters())
-    write_checkpoint(model, out, files=-(-total // FILE_BYTES), layout=ORDINARY)
+    files = -(-total // FILE_BYTES)
+    write_checkpoint(model, out, files=files, layout=ORDINARY, entries=kept_entries(config))
+    copy_generation_config(config, out)
 
 
 def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import Parser, count, program
-from common.errors import ConfigError
+from common.errors import ConfigError, WeightsError
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -22,6 +24,8 @@ def generate(options: argparse.Namespace) -> None:
     from open_llama.evaluation import require_model  # needs torch, which --help must not
 
     require_model(options.model)
+    if options.adapter:
+        require_adapter(options.adapter)
     try:
         import torch
         import transformers
@@ -37,6 +41,8 @@ def generate(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device).eval()
     torch.manual_seed(options.seed)
+    # The model's vocabulary may be larger than the tokenizer's, which cannot decode other ids.
+    unused = [*range(tokenizer.vocab_size, model.config.vocab_size)]
     for prompt in options.prompt:
         (ids,) = tokenizer.encode([prompt])
         tokens = model.generate(
@@ -47,9 +53,17 @@ def generate(options: argparse.Namespace) -> None:
             top_p=options.top_p if options.temperature else None,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
+            suppress_tokens=[token for token in unused if token != tokenizer.eos] or None,
         )
         print(f"--- {prompt!r}")
         print(tokenizer.decode(tokens[0].tolist()))
+
+
+def require_adapter(folder: Path) -> None:
+    """Raise WeightsError if `folder` is not one of an adapter. peft would ask the hub for it."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        why = f"an adapter is a folder with {ADAPTER_CONFIG} and adapter_model.safetensors"
+        raise WeightsError(f"{folder}: no {ADAPTER_CONFIG}", why, "name the adapter/ of a run")
 
 
 def with_adapter(model: Any, folder: Path) -> Any:

@@ -86,6 +86,8 @@ class Config(RunConfig):
         self.require_choice("schedule", SCHEDULES)
         self.require_choice("moment_precision", ("fp32", "bf16"))
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
+        # The names for which `check` has rules.
+        self.require_choice("submission_benchmark", (BENCHMARK, *benchmarks.closed()))
         for key in ("adam_beta_1", "adam_beta_2", "lora_dropout"):
             self.require(getattr(self, key) < 1, key, "it must be below 1", "set a smaller number")
         for key in ("adam_epsilon", "gradient_clip_norm", "init_std"):

@@ -44,6 +44,7 @@ from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from common.training.self_test import run_self_test
+from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.data import sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
@@ -132,7 +133,10 @@ def run_rank(run: Run, reports: Reports) -> None:
                 save_adapter(run, reports, assembly.model, settings, base, before)
             elif run.rank == 0:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
-                folder = saved_model.save_model(assembly.model, run.run_dir, on_tensor)
+                folder = saved_model.save_model(
+                    assembly.model, run.run_dir, on_tensor, kept_entries(config)
+                )
+                copy_generation_config(config, folder)
                 copy_tokenizer(run.data_dir, folder)
 
         open_tokens = partial(open_data, run, rules, processes)

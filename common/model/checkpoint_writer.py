@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ def write_checkpoint(
     files: int = 3,
     layout: str = FUSED,
     dtype: torch.dtype | None = None,
+    entries: Mapping[str, object] | None = None,
     on_tensor: Callable[[], object] = lambda: None,
 ) -> list[Path]:
     """Write a model without adapters to `folder` and return the paths of the files.
@@ -46,6 +47,7 @@ def write_checkpoint(
 
     `layout`: FUSED as in MLCommons' copy, or ORDINARY for `LlamaForCausalLM.from_pretrained`.
     `dtype`: dtype of the stored weights (default: that of the parameters).
+    `entries`: of config.json, which replace those of `llama_config`.
     `on_tensor`: called before each tensor is written.
 
     Raises OSError if writing fails, for example on a full disk.
@@ -63,7 +65,7 @@ def write_checkpoint(
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    config = llama_config(model.shape, model.max_sequence_length, dtype)
+    config = llama_config(model.shape, model.max_sequence_length, dtype) | dict(entries or {})
     for name, content in ((CONFIG, config), (INDEX, index)):
         write_json(folder / name, content)
         paths.append(folder / name)

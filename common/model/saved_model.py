@@ -8,7 +8,7 @@ masters are not saved. Only rank 0 writes.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from common.errors import ConfigError, StorageError
@@ -34,8 +34,15 @@ def require_absent(run_dir: Path) -> None:
             )
 
 
-def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> Path:
+def save_model(
+    model: Llama,
+    run_dir: Path,
+    on_tensor: Callable[[], object],
+    entries: Mapping[str, object] | None = None,
+) -> Path:
     """Write the model and return its folder. `on_tensor`: called before each tensor is written.
+
+    `entries`: see `write_checkpoint`.
 
     Raises StorageError. After a failure, no part of the model is left.
     """
@@ -43,7 +50,12 @@ def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> 
     total = sum(parameter.nbytes for parameter in model.parameters())
     try:
         write_checkpoint(
-            model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor
+            model,
+            partial,
+            files=-(-total // FILE_BYTES),
+            layout=ORDINARY,
+            entries=entries,
+            on_tensor=on_tensor,
         )
         return partial.rename(run_dir / MODEL_FOLDER)
     except BaseException as error:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
+from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.model.shapes import ModelShape
 
@@ -368,7 +369,10 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
     if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
         return None  # the config refuses this key
     for count in range(work.shape.num_layers + 1):
-        changed = replace(config, **{key: count})  # type: ignore[arg-type]
+        try:
+            changed = replace(config, **{key: count})  # type: ignore[arg-type]
+        except ConfigError:  # the rules of this config allow no such layers
+            return None
         if fits(memory_peak(changed, work), kind):
             return count
     return None

@@ -171,6 +171,21 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, monkeypatch, name, raise
     assert ("usable on H200" in error.do) == said
 
 
+def test_an_estimate_that_fails_does_not_hide_that_the_memory_is_full(tmp_path, monkeypatch):
+    def failing(benchmark, config):
+        raise ValueError("no estimate")
+
+    monkeypatch.setattr(run, "expected_memory", failing)
+    monkeypatch.setattr(guard.os, "_exit", lambda code: None)
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    guard.exit_with_failure(tmp_path, 0, full, lambda: None, lambda: 5)
+    given = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")["H200_1x8"])
+    nodes = mock.Mock(lost={}, failed=False)
+    error, _ = run.judge(given, nodes, tmp_path, Ending(1), diagnosis.RunResult())
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert error.exit_code == failure["exit_code"] == 12 and "no estimate" in failure["do"]
+
+
 @pytest.mark.parametrize(
     ("device", "user", "size"),
     [("cuda", {}, "2000"), ("cuda", {"TORCH_FR_BUFFER_SIZE": "0"}, "0"), ("cpu", {}, None)],

@@ -53,6 +53,7 @@ def example(name: str) -> Config:
         ("offload_layers", {"offload_layers": 1}),
         ("adam_beta_2", {"adam_beta_2": 1.0}),
         ("sequence_length", {"sequence_length": 0}),
+        ("submission_benchmark", {"submission_benchmark": "foo"}),
     ],
 )
 def test_a_bad_value_is_refused_by_its_key(key, changes):
@@ -150,8 +151,8 @@ def test_the_learning_rate_warms_up_and_ends_at_its_ratio():
 
 
 def test_a_log_can_name_a_benchmark_of_mlperf():
-    rules = rules_of(config_of(submission_benchmark="some_benchmark"))
-    assert (rules.log_name, rules.division) == ("some_benchmark", "open")
+    rules = rules_of(config_of(submission_benchmark="llama2_70b_lora"))
+    assert (rules.log_name, rules.division) == ("llama2_70b_lora", "open")
 
 
 def test_the_shape_of_the_rules_is_that_of_config_json(tmp_path):

@@ -23,6 +23,7 @@ MODEL = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "vocab_size": 512,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
@@ -89,6 +90,13 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     assert '"submission_division", "value": "open"' in (run_dir / "result.txt").read_text()
     assert (run_dir / "report.html").is_file()
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
+
+
+def test_the_saved_and_the_exported_model_have_the_context_of_the_given_one(run_dir, folder):
+    out = folder / "exported_again"
+    assert launch(folder, "open_llama", "export", str(run_dir), "--out", str(out)).returncode == 0
+    for saved in (run_dir / "model", out):
+        assert json.loads((saved / "config.json").read_text())["max_position_embeddings"] == 2048
 
 
 def test_check_compares_the_log_with_the_config(run_dir, folder, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from common import config as configs
 from common.errors import WeightsError
+from common.model import saved_model
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -18,6 +19,7 @@ from common.model.peft_adapter import save_peft_adapter
 from common.model.shapes import ModelShape
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama import merge
+from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
 from open_llama.evaluation import add_adapter, load_model
 from open_llama.rules import Config, rules_of
 from open_llama.train import assemble
@@ -57,6 +59,27 @@ def config_of(folder, **changes) -> Config:
         "gradient_clip_norm": 1.0,
     }
     return configs.from_table({**table, **changes}, Config, "test")
+
+
+def test_a_saved_model_keeps_context_and_token_ids_of_its_base(folder, tmp_path, processes):
+    path = folder / "config.json"
+    base = {"max_position_embeddings": 4096, "eos_token_id": [5, 7], "bos_token_id": 3}
+    path.write_text(json.dumps(json.loads(path.read_text()) | base))
+    (folder / "generation_config.json").write_text('{"top_p": 0.9}')
+    for weights, kept in ((str(folder), base), ("", {"max_position_embeddings": 4096})):
+        config = config_of(folder, weights=weights)
+        out = tmp_path / f"saved_{bool(weights)}"
+        out.mkdir()
+        model = saved_model.save_model(
+            fused_llama(rules_of(config).shape, LENGTH), out, lambda: None, kept_entries(config)
+        )
+        copy_generation_config(config, model)
+        saved = json.loads((model / "config.json").read_text())
+        assert {key: saved[key] for key in base if saved[key] is not None} == kept
+        assert (model / "generation_config.json").is_file() is bool(weights)
+    assert kept_entries(config_of(folder, sequence_length=8192))[CONTEXT] == 8192
+    path.unlink()
+    assert kept_entries(config_of("llama3.2-1b", weights=str(folder))) == {}
 
 
 def loss_of(model, processes) -> float:

@@ -602,6 +602,21 @@ def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, mon
 
 
 @pytest.mark.parametrize(
+    ("example", "changes"),
+    [
+        ("continue_8b", ["gpu=H100"]),
+        ("lora_8b", ["gpu=H100", "micro_batch_size=16", "sequence_length=65536"]),
+    ],
+)
+def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, changes, capsys):
+    arguments = ["--config", str(ROOT / f"open_llama/examples/{example}.toml")]
+    for change in changes:
+        arguments += ["--set", change]
+    code, text = planned(capsys, "open_llama", *arguments)
+    assert code == 12 and "does NOT fit" in text
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["--config", "nothing.toml"], 2, "no such config"),

@@ -1,0 +1,47 @@
+"""What the saved model takes from the published one that it was trained from.
+
+The weights define the shape of a model. Other programs also need the context and the ids of special
+tokens, which its config.json names, and its generation_config.json. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from common.model.checkpoint_names import CONFIG
+from common.model.families import FAMILIES
+from open_llama.rules import Config, in_repository
+
+GENERATION = "generation_config.json"
+CONTEXT = "max_position_embeddings"
+# With random weights, the tokenizer defines the ids, and it may be the user's own.
+TOKENS = ("bos_token_id", "eos_token_id")
+
+
+def kept_entries(config: Config) -> dict[str, object]:
+    """Return the entries of config.json that the saved model keeps, {} if there are none.
+
+    They are those of the weights that the run starts from, or else of its model. The context is at
+    least the sequence length of the run.
+    """
+    path = in_repository(config.weights or config.model)
+    if not config.weights and config.model.lower() in FAMILIES:
+        return {}
+    try:
+        published = json.loads((path / CONFIG if path.is_dir() else path).read_text())
+    except (OSError, ValueError):  # a base may have weights only
+        return {}
+    keys = (CONTEXT, *TOKENS) if config.weights else (CONTEXT,)
+    entries = {key: published[key] for key in keys if published.get(key) is not None}
+    if CONTEXT in entries:
+        entries[CONTEXT] = max(entries[CONTEXT], config.sequence_length)
+    return entries
+
+
+def copy_generation_config(config: Config, folder: Path) -> None:
+    """Copy generation_config.json, if the base has one, to the saved model in `folder`."""
+    source = in_repository(config.weights) / GENERATION
+    if config.weights and source.is_file():
+        shutil.copyfile(source, folder / GENERATION)
