@@ -74,7 +74,7 @@ def work(benchmark: str, *rest: str) -> int:
     detected = Probe("none") if options.device == "cpu" else probe()
     if options.step == "record" and not detected.devices:
         raise PreflightError(
-            "gemms record needs an AMD GPU",
+            "gemms record needs a GPU",
             "no GPU is visible, and a bench on the CPU runs no GEMM of a GPU library",
             "run it on the GPUs that train",
         )
