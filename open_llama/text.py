@@ -223,7 +223,7 @@ def documents(source: Source, key: str) -> Iterator[str]:
             file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
             if kind == "json":
                 lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
-                yield from json_documents(lines, path, key)
+                yield from json_documents(lines, path, key, "--key")
             else:
                 yield from _text_documents(file.read(), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -7,16 +7,19 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.errors import DataError
+from common.errors import DataError, listed
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
-def json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+def json_documents(
+    file: Iterable[bytes], path: Path, key: str, option: str = "--jsonl-key"
+) -> Iterator[str]:
     """Yield the text under `key` of each line of a JSON lines file.
 
     `file`: the open file.
     `path`: its name, for errors.
+    `option`: the option that names the key, for errors.
 
     Raises DataError if a line is not a JSON object or has no valid text.
     """
@@ -24,13 +27,26 @@ def json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]
         if not line.strip():
             continue
         try:
-            text = json.loads(line)[key]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: line {number}: no document: {error!r}",
-                f"each line must be a JSON object with the key {key}",
-                "repair the line, or name the right key with --jsonl-key",
+                f"{path}: line {number}: no document: not JSON: {error}",
+                "each line must be a JSON object",
+                "repair the line, or convert the file to JSON lines",
             ) from error
+        if not isinstance(found, dict):
+            raise DataError(
+                f"{path}: line {number}: no document: {type(found).__name__}, not an object",
+                "each line must be a JSON object",
+                "repair the line, or convert the file to JSON lines",
+            )
+        if key not in found:
+            raise DataError(
+                f'{path}: line {number}: no key "{key}"',
+                f"it has {listed(found, 8) or 'no key'}",
+                f"name the key that holds the text with {option}, or repair the line",
+            )
+        text = found[key]
         if not isinstance(text, str):
             raise DataError(
                 f"{path}: line {number}: {key} is {type(text).__name__}, not text",

@@ -15,6 +15,7 @@ from pyarrow import parquet
 from common.data import corpus
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import whole_sequences
+from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from open_llama import text
 from open_llama.prepare import main
@@ -395,3 +396,21 @@ def test_a_folder_is_named_for_its_tokenizer(tokenizer, tmp_path, monkeypatch):
     assert (tmp_path / "b/tokenizer.model").read_bytes() == tokenizer.read_bytes()
     with pytest.raises(DataError, match="no tokenizer"):
         prepare(tmp_path / "c", inputs, tmp_path / "texts")
+
+
+def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for line, words in (
+        ('{"txt": "a", "url": "b"}', ("line 1", 'no key "text"', "it has txt, url", " --key")),
+        ("[1]", ("line 1", "list, not an object")),
+        ("{", ("line 1", "not JSON")),
+    ):
+        path.write_text(line)
+        with pytest.raises(DataError) as caught:
+            list(text.documents(text.Source(str(path), 0, len(line)), "text"))
+        for word in words:
+            assert word in caught.value.lines()
+        assert "Error" not in caught.value.what
+    with pytest.raises(DataError) as caught:
+        list(json_documents([b"{}"], path, "text"))
+    assert "--jsonl-key" in caught.value.do
