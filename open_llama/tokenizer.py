@@ -30,7 +30,7 @@ class Tokenizer:
     # From texts to lists of ids, with beginning-of-text and without end-of-text.
     encode: Callable[[list[str]], list[list[int]]]
     decode: Callable[[list[int]], str]  # from ids to text
-    vocab_size: int
+    vocab_size: int  # the largest id + 1
     eos: int  # id of end-of-text
 
 
@@ -115,7 +115,9 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
             ids_of_texts.append(ids)
         return ids_of_texts
 
-    return Tokenizer(encode, tokenizer.decode, tokenizer.get_vocab_size(), end)
+    # Not get_vocab_size(), which is smaller if ids are left out.
+    size = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(encode, tokenizer.decode, size, end)
 
 
 def _named_end(path: Path) -> str:

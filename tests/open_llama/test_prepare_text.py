@@ -414,3 +414,11 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
     with pytest.raises(DataError) as caught:
         list(json_documents([b"{}"], path, "text"))
     assert "--jsonl-key" in caught.value.do
+
+
+def test_the_vocabulary_of_a_tokenizer_json_ends_at_its_largest_id(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 70_000, "<end>": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path, "<end>").vocab_size == 70_001
