@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import zlib
@@ -127,17 +128,23 @@ def input_files(inputs: list[Path]) -> list[Path]:
     """Return the files to read: the given files, and the files of known types in given folders.
 
     In folders, .json files are left out. Raises ConfigError for a file that does not exist or whose
-    type is unknown, and for a folder without files to read.
+    type is unknown, for a folder without files to read, and for one that cannot be listed.
     """
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
+            every = list(_files_below(path))
             # Other .json files in folders are settings, such as those of a data set on disk.
-            each = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
-            inside = sorted(file for file in each if ".json" not in map(str.lower, file.suffixes))
+            inside = sorted(
+                file
+                for file in every
+                if kind_of(file) and ".json" not in map(str.lower, file.suffixes)
+            )
             if not inside:
                 why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
                 raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
+            left_out = len(every) - len(inside)
+            say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
             found += inside
         elif not path.is_file():
             raise ConfigError(f"{path}: no such file", "it is an --input", "check the name")
@@ -147,6 +154,18 @@ def input_files(inputs: list[Path]) -> list[Path]:
         else:
             found.append(path)
     return [path.absolute() for path in found]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder. Raises ConfigError if a folder cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        what = f"{error.filename}: cannot be listed: {error.strerror}"
+        why = f"it is in the input {folder}"
+        raise ConfigError(what, why, "make it readable, or name other files") from error
+
+    for name, _, names in os.walk(folder, onerror=refuse):
+        yield from (path for path in (Path(name) / each for each in names) if path.is_file())
 
 
 def kind_of(path: Path) -> str:

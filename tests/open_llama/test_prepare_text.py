@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sysconfig
 import tomllib
@@ -422,3 +423,22 @@ def test_the_vocabulary_of_a_tokenizer_json_ends_at_its_largest_id(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
     made.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path, "<end>").vocab_size == 70_001
+
+
+def test_files_left_out_are_counted_and_unreadable_folders_refused(tmp_path, monkeypatch, capsys):
+    (folder,) = write_folder(tmp_path / "texts")
+    (folder / "below").mkdir()
+    (folder / "below" / "a.txt").write_text("a")
+    assert len(text.input_files([folder])) == len(TEXTS) + 1
+    said = capsys.readouterr().err
+    assert f"{len(TEXTS) + 1} files" in said and "2 of other types" in said
+    scandir = os.scandir
+
+    def closed(path):  # permissions do not stop root, which tests may run as
+        if Path(path).name == "below":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ConfigError, match=r"texts/below: .*denied"):
+        text.input_files([folder])
