@@ -116,6 +116,11 @@ class Run:
         return self.rules.target_loss
 
     @property
+    def has_target(self) -> bool:
+        """Whether there is a target, or none is known. A run without one ends after max_samples."""
+        return self.rules is None or bool(self.rules.target_loss)
+
+    @property
     def point(self) -> rcp.ReferencePoint | None:
         """The reference convergence point at the run's global batch.
 
@@ -183,12 +188,12 @@ class Run:
             return run_states.words(run_states.RUNNING)
         kind = self.end.get("kind") or self.failure.get("kind")
         if self.state == GOOD:
-            return run_states.words(run_states.GOOD)
+            return run_states.words(run_states.GOOD, self.has_target)
         if self.state == LOST or kind in (None, run_states.GOOD):
             return self.state
         if self.state == NOT_STARTED:
             return f"{self.state} ({run_states.words(str(kind))})"
-        return run_states.words(str(kind))
+        return run_states.words(str(kind), self.has_target)
 
     @property
     def converged(self) -> bool:
