@@ -21,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.benchmarks import config_keys
+from common.benchmarks import config_keys, names_mlperf
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -269,7 +269,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
         request = series.continued(request, job.continues, benchmark, job.config)
     inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir), job.cpus))
     _print_engines(job)
-    if not job.config.miniature:
+    if not job.config.miniature and names_mlperf(benchmark, job.config):
         for doubt in doubts(ROOT, os.environ):
             inform(f"NOTE       {doubt}: package will refuse these runs")
         if not options.tune and (advice := tuning.advice()):

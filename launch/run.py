@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from common.benchmarks import names_mlperf
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
@@ -108,7 +109,7 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     """
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
-    if cleared == "no":
+    if cleared == "no" and names_mlperf(job.benchmark, job.config):
         print_stderr(
             "NOTE       the page cache was not cleared, as the log will state: not for submission"
         )
