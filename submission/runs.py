@@ -248,6 +248,9 @@ class Run:
                 return f"the official checker refuses its log: {self.refused[0]}"
             return "its log claims success, but no evaluation reached the target"
         if not self.end and self.start:
+            # The launcher writes the page between failure.json and the entry in the ledger.
+            if what := self.failure.get("what"):
+                return str(what)
             return "its launcher ended without an entry in the ledger"
         return str(self.end.get("reason") or "")
 
