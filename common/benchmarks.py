@@ -173,6 +173,11 @@ def open_benchmark() -> str:
     return next((name for name in names() if not divisions(name)), "")
 
 
+def names_mlperf(name: str, config: RunConfig) -> bool:
+    """Return whether the log of a run names a benchmark of MLPerf, so that it may be submitted."""
+    return (rules_of(name, config).log_name or name) != open_benchmark()
+
+
 def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
     """Return the rules of a log that names this benchmark and division, or None if there are none.
 

@@ -135,6 +135,21 @@ def count(text: str) -> int:
     return number
 
 
+def number_between(low: float, high: float) -> Callable[[str], float]:
+    """Return a parser of an argument that is a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
+        return number
+
+    return parse
+
+
 def minutes(text: str) -> float:
     """Parse an argument that is a positive, finite number of minutes."""
     number = float(text)

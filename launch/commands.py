@@ -21,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.benchmarks import config_keys
+from common.benchmarks import config_keys, names_mlperf
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -35,7 +35,7 @@ from common.errors import ConfigError
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
-from launch import profilers, series, tuning
+from launch import cli, profilers, series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.job import AUTO, Job, job_from, trainer_command
@@ -68,21 +68,31 @@ def parser(name: str, benchmark: str) -> Parser:
         "tune": "Search for the fastest config on this machine. Keys that decide convergence and "
         "the format of the linear layers stay as they are.",
     }
+    shipped = _ships_configs(benchmark)
+    if name == "run":
+        others = [
+            each
+            for each, command in cli.COMMANDS.items()
+            if each != "run" and command.benchmark != cli.NEVER and cli.has_command(benchmark, each)
+        ]
+        about[name] += f"\n\nOther commands of {benchmark}, each with --help: {', '.join(others)}."
     parser = Parser(
         f"{benchmark} {name}",
         about[name],
         _examples(name, benchmark),
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
-    )
+    default = "default: selected for the GPUs found" if shipped else "required"
+    which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
     which.add_argument(
         "--miniature",
         action="store_true",
-        help="train the toy model, on one GPU of any kind or on the CPU",
+        help="train the toy model, on one GPU of any kind or on the CPU"
+        if shipped
+        else argparse.SUPPRESS,  # only a benchmark with configs has one
     )
-    add_set_option(parser, config_keys(benchmark), "; such a run cannot be submitted")
+    note = "; such a run cannot be submitted" if shipped else ""
+    add_set_option(parser, config_keys(benchmark), note)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -92,7 +102,7 @@ def parser(name: str, benchmark: str) -> Parser:
         "--print", action="store_true", help="print the config and the command without starting it"
     )
     if name == "run":
-        _add_run_options(parser)
+        _add_run_options(parser, shipped)
     elif name == "tune":
         _add_tune_options(parser)
     else:
@@ -102,9 +112,14 @@ def parser(name: str, benchmark: str) -> Parser:
     return parser
 
 
+def _ships_configs(benchmark: str) -> bool:
+    """Return whether the benchmark has configs, or else each run needs one of the user's own."""
+    return (ROOT / "configs" / benchmark).is_dir()
+
+
 def _examples(name: str, benchmark: str) -> list[str]:
     """Return the examples of a help. A benchmark without configs needs --config in each line."""
-    shipped = (ROOT / "configs" / benchmark).is_dir()
+    shipped = _ships_configs(benchmark)
     config = f"configs/{benchmark}/CPU_1x1.toml"
     if not shipped:
         config = f"{benchmark}/examples/python_docs_10m.toml"
@@ -117,7 +132,7 @@ def _examples(name: str, benchmark: str) -> list[str]:
     return lines
 
 
-def _add_run_options(parser: Parser) -> None:
+def _add_run_options(parser: Parser, shipped: bool) -> None:
     parser.add_argument(
         "--max-failures",
         type=int,
@@ -135,7 +150,9 @@ def _add_run_options(parser: Parser) -> None:
         "--save",
         action="store_true",
         help="after the clock stops, save the trained model for transformers in model/ of the "
-        "run's directory",
+        "run's directory"
+        if shipped
+        else argparse.SUPPRESS,  # such a run always saves it
     )
     parser.add_argument(
         "--tune",
@@ -253,7 +270,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
         request = series.continued(request, job.continues, benchmark, job.config)
     inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir), job.cpus))
     _print_engines(job)
-    if not job.config.miniature:
+    if not job.config.miniature and names_mlperf(benchmark, job.config):
         for doubt in doubts(ROOT, os.environ):
             inform(f"NOTE       {doubt}: package will refuse these runs")
         if not options.tune and (advice := tuning.advice()):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,9 +13,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from common.benchmarks import names_mlperf
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
+from common.training.continuation import newest
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
@@ -108,7 +112,7 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     """
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
-    if cleared == "no":
+    if cleared == "no" and names_mlperf(job.benchmark, job.config):
         print_stderr(
             "NOTE       the page cache was not cleared, as the log will state: not for submission"
         )
@@ -204,6 +208,9 @@ def judge(
     after: RunError | None = None
     if ending.signal_number:
         error = Interrupted(ending.signal_number)
+        with contextlib.suppress(RunError):  # there is no checkpoint
+            newest(run_dir)
+            error.do = f"continue with the same command and --continue {shlex.quote(str(run_dir))}"
     elif gone := run_directory.missing(run_dir):
         error = gone
     elif nodes.lost:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import known_issues
-from common.benchmarks import config_class, rules_of
+from common.benchmarks import config_class, names_mlperf, rules_of
 from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS, GpuKind
@@ -119,7 +119,7 @@ def select_config(
     if derived and not path.is_file():
         notes.append("the config is derived, not a file in configs/: not for submission")
     modification = _modification(root, benchmark, path, options)
-    if modification:
+    if modification and names_mlperf(benchmark, config):
         notes.append(f"{modification}: not for submission")
     is_forced = config.gpu != _kind_name(kind)
     return Selection(

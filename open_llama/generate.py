@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.command_line import Parser, count, program
+from common.command_line import Parser, count, number_between, program
 from common.errors import ConfigError, WeightsError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -110,14 +110,14 @@ def parser(benchmark: str = "open_llama") -> Parser:
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=number_between(0, 100),
         default=0.8,
         metavar="X",
         help="sampling temperature; 0 takes the most likely token (default: 0.8)",
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=number_between(0, 1),
         default=0.95,
         metavar="X",
         help="sample from the most likely tokens with this total probability (default: 0.95)",

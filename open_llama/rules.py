@@ -90,10 +90,22 @@ class Config(RunConfig):
         self.require_choice("submission_benchmark", (BENCHMARK, *benchmarks.closed()))
         for key in ("adam_beta_1", "adam_beta_2", "lora_dropout"):
             self.require(getattr(self, key) < 1, key, "it must be below 1", "set a smaller number")
-        for key in ("adam_epsilon", "gradient_clip_norm", "init_std"):
+        for key in ("adam_epsilon", "gradient_clip_norm", "init_std", "lora_alpha"):
             self.require(
                 getattr(self, key) > 0, key, "it must be positive", "set a positive number"
             )
+        self.require(
+            self.end_learning_rate_ratio <= 1,
+            "end_learning_rate_ratio",
+            "no schedule ends above opt_base_learning_rate",
+            "set a number from 0 to 1",
+        )
+        self.require(
+            not self.miniature,
+            "miniature",
+            f"{BENCHMARK} has no toy model",
+            "leave it out; open_llama/examples has small models",
+        )
         self.require(
             not self.lora_rank or bool(self.weights),
             "lora_rank",

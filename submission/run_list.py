@@ -102,7 +102,7 @@ def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -
         started=str(start.get("started", "")),
         seed=start["seed"],
         state=state,
-        state_words=words(state),
+        state_words=words(state, run.has_target),
         reason=str(end["reason"]) if end else "",
         loss=_last_loss(run),
         target=run.target,
@@ -162,9 +162,9 @@ def by_benchmark(rows: list[RunRow]) -> dict[str, list[RunRow]]:
 
 def counts_of(rows: list[RunRow]) -> dict[str, int]:
     """Return the number of runs in each state, by the state's description, good runs first."""
-    counts = Counter(row.state for row in rows)
-    order = sorted(counts, key=lambda state: (state != GOOD, state))
-    return {words(state): counts[state] for state in order}
+    counts = Counter((row.state, row.state_words) for row in rows)
+    order = sorted(counts, key=lambda key: (key[0] != GOOD, *key))
+    return {key[1]: counts[key] for key in order}
 
 
 def parser() -> Parser:

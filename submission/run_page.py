@@ -13,6 +13,8 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+from common import benchmarks
+from common.benchmarks import OPEN
 from common.errors import ConfigError
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, finite, median, number, points, table
@@ -357,9 +359,9 @@ def _banner(run: Run, clean: bool) -> Block:
     lines = [headline]
     if evaluated := evaluations(run):
         last = evaluated[-1]
+        target = f", target {number(run.target)}" if run.has_target else ""
         lines.append(
-            f"last evaluation {number(last['loss'])}, target {number(run.target)},"
-            f" at {number(last['samples'])} samples"
+            f"last evaluation {number(last['loss'])}{target}, at {number(last['samples'])} samples"
         )
     for key in ("what", "why"):
         if run.failure.get(key):
@@ -389,12 +391,37 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
         steps.append(("Show all findings about the log:", f"{command} check {folder}"))
     if run.state == GOOD and run.is_miniature:
         steps.append((PLAN_TEXT, f"{command} {run.benchmark} plan"))
+    elif run.state == GOOD and run.division == OPEN and run.rules is not None:
+        steps += _steps_with_model(run, folder)
     elif run.state == GOOD:
         text = "Start a series of ten runs, which a result needs:"
         steps.append((text, f"NEXP=10 {command} {run.benchmark}"))
         text = "Score a series, and test it against the reference convergence points:"
         steps.append((text, f"{command} score {series}"))
     steps.append(("Compare with another run:", f"{command} report {folder} OTHER_RUN"))
+    return steps
+
+
+def _steps_with_model(run: Run, folder: str) -> list[tuple[str, str]]:
+    """Return the steps after a run whose config sets its rules: uses of the model or adapters."""
+    command = f"./run_and_time.sh {benchmarks.open_benchmark()}"
+    config: dict = {}
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
+        config = tomllib.loads(run.config)
+    model = f"{folder}/model"
+    adapter = ""
+    steps = []
+    if config.get("lora_rank"):
+        model = shlex.quote(str(config.get("weights", "BASE")))
+        adapter = f" --adapter {folder}/adapter"
+        text = "Merge the adapters into the weights of their base:"
+        steps.append((text, f"{command} merge --base {model}{adapter} --out DIR"))
+    text = "Let the model continue a text:"
+    steps.append((text, f'{command} generate {model}{adapter} --prompt "..."'))
+    data = f"--data DATADIR/{config.get('validation_data', 'validation')}"
+    length = f"--sequence-length {config.get('sequence_length', 'N')}"
+    text = "Measure its loss on any token file:"
+    steps.append((text, f"{command} eval {model}{adapter} {data} {length}"))
     return steps
 
 

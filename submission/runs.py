@@ -119,6 +119,11 @@ class Run:
         return self.rules.target_loss
 
     @property
+    def has_target(self) -> bool:
+        """Whether there is a target, or none is known. A run without one ends after max_samples."""
+        return self.rules is None or bool(self.rules.target_loss)
+
+    @property
     def point(self) -> rcp.ReferencePoint | None:
         """The reference convergence point at the run's global batch.
 
@@ -186,12 +191,12 @@ class Run:
             return run_states.words(run_states.RUNNING)
         kind = self.end.get("kind") or self.failure.get("kind")
         if self.state == GOOD:
-            return run_states.words(run_states.GOOD)
+            return run_states.words(run_states.GOOD, self.has_target)
         if self.state == LOST or kind in (None, run_states.GOOD):
             return self.state
         if self.state == NOT_STARTED:
             return f"{self.state} ({run_states.words(str(kind))})"
-        return run_states.words(str(kind))
+        return run_states.words(str(kind), self.has_target)
 
     @property
     def converged(self) -> bool:
@@ -246,6 +251,9 @@ class Run:
                 return f"the official checker refuses its log: {self.refused[0]}"
             return "its log claims success, but no evaluation reached the target"
         if not self.end and self.start:
+            # The launcher writes the page between failure.json and the entry in the ledger.
+            if what := self.failure.get("what"):
+                return str(what)
             return "its launcher ended without an entry in the ledger"
         return str(self.end.get("reason") or "")
 

@@ -30,6 +30,10 @@ WORDS = {
 }
 
 
-def words(state: str) -> str:
-    """Return the description of a state, or the state itself if it is unknown."""
-    return WORDS.get(state, state)
+def words(state: str, has_target: bool = True) -> str:
+    """Return the description of a state, or the state itself if it is unknown.
+
+    `has_target`: whether the run had a target to reach.
+    """
+    text = WORDS.get(state, state)
+    return text if has_target else text.replace(WORDS[GOOD], "finished")

@@ -28,7 +28,7 @@ from common.command_line import Parser, add_set_option, exit_code_of, split_benc
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import identify, probe
+from common.hardware import config_names, identify, probe
 from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model, scaling_table
@@ -91,19 +91,19 @@ def parser(benchmark: str = "") -> Parser:
     """Return the parser of a benchmark's configs, or of any model without a benchmark."""
     if not benchmark:
         return any_model.parser()
-    parser = Parser(
-        f"{benchmark} plan",
-        __doc__,
-        [
-            f"{benchmark} plan --all",
-            f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml",
-            f"{benchmark} plan --scaling MI355X --network 50",
-        ],
-    )
+    examples = [
+        f"{benchmark} plan --all",
+        f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml",
+        f"{benchmark} plan --scaling MI355X --network 50",
+    ]
+    default = "default: selected for the GPUs found"
+    if not config_names(ROOT, benchmark):
+        example = f"{benchmark}/examples/pretrain_1b.toml"
+        examples = [f"{benchmark} plan --config {example} --set gpu=H200"]
+        default = "required"
+    parser = Parser(f"{benchmark} plan", __doc__, examples)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
-    )
+    which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
     which.add_argument("--all", action="store_true", help="plan every config of the benchmark")
     parser.add_argument(
         "--scaling",

@@ -158,6 +158,26 @@ def test_why_is_a_reason_and_not_the_usage(line):
     assert "usage" not in caught.value.why and "[-h]" not in caught.value.why
 
 
+def test_the_help_of_open_llama_names_its_commands_and_only_options_that_apply():
+    text = cli.parser_of("run", "open_llama").format_help()
+    for name in [
+        "prepare",
+        "eval",
+        "generate",
+        "export",
+        "merge",
+        "plan",
+        "bench",
+        "profile",
+        "tune",
+    ]:
+        assert f" {name}," in text or f" {name}." in text
+    assert "config file (required)" in " ".join(text.split())
+    assert "--miniature" not in text and "--save" not in text
+    assert "--miniature" in cli.parser_of("run", "llama31_8b").format_help()
+    assert "--config FILE" in cli.parser_of("plan", "open_llama").format_help()
+
+
 def test_reading_logs_and_planning_need_fewer_packages_than_a_run():
     assert [
         cli.read(line.split())[0] for line in ("plan --model x", "tuning check", "completion bash")

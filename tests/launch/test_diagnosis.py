@@ -171,6 +171,29 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, monkeypatch, name, raise
     assert ("usable on H200" in error.do) == said
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_checkpoint):
+    run_dir = tmp_path / "a run"
+    (run_dir / "ranks").mkdir(parents=True)
+    if has_checkpoint:
+        before = run_dir / "checkpoints/step_00000012"
+        before.mkdir(parents=True)
+        facts = {
+            "benchmark": "x",
+            "seed": 7,
+            "config": {"global_batch_size": 16},
+            "step": 12,
+            "samples": 192,
+        }
+        (before / "rank_0.safetensors").touch()
+        (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
+    error, _ = run.judge(
+        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), diagnosis.RunResult()
+    )
+    assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
+    assert json.loads((run_dir / "failure.json").read_text())["do"] == error.do
+
+
 def test_an_estimate_that_fails_does_not_hide_that_the_memory_is_full(tmp_path, monkeypatch):
     def failing(benchmark, config):
         raise ValueError("no estimate")

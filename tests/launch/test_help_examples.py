@@ -37,7 +37,9 @@ def parsers(parser: Parser):
 
 def every_parser():
     for name, command in cli.COMMANDS.items():
-        known = benchmarks.names() if command.benchmark == cli.ALWAYS else [""]
+        known = [] if command.benchmark == cli.ALWAYS else [""]
+        if command.benchmark != cli.NEVER:
+            known += benchmarks.names()
         for benchmark in known:
             if not cli.has_command(benchmark, name):
                 continue

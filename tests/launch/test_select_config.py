@@ -11,6 +11,7 @@ from common.errors import ConfigError, OutOfMemory, PreflightError
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe
 from common.paths import ROOT
+from launch import commands
 from launch.select_config import select_config
 from submission.own_log import CONFIG_NAME
 
@@ -327,3 +328,22 @@ def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a
     ):
         assert "rocm-7.12-bf16-nan" in chosen.notes[0]
     assert select(MI300X).notes == () and select(mi355x, device="cpu").notes == ()
+
+
+@pytest.mark.parametrize(("benchmark", "notes"), [("open_llama", 0), ("llama2_70b_lora", 1)])
+def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
+    benchmark, notes, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(commands, "doubts", lambda root, environment: ["a doubt"])
+    monkeypatch.setattr(commands.tuning, "advice", lambda: "advice")
+    example = str(ROOT / "open_llama/examples/python_docs_10m.toml")
+    change = f"submission_benchmark={benchmark}"
+    chosen = select(NOTHING, benchmark="open_llama", config=example, set=[change])
+    assert len(chosen.notes) == notes and chosen.log_name == "python_docs_10m+derived+modified.toml"
+    words = ["--config", example, "--set", change, "--print"]
+    for name in ("DATADIR", "LOGDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    parsed = commands.parser("run", "open_llama").parse_args(words)
+    assert commands.start("open_llama", "run", parsed) == 0
+    text = capsys.readouterr().err
+    assert text.count("NOTE") == 3 * notes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.data import corpus
-from common.errors import PreflightError, WeightsError
+from common.errors import ConfigError, PreflightError, WeightsError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -32,6 +32,12 @@ def test_only_tokens_that_the_tokenizer_can_decode_are_generated(model, capsys):
     words = [str(model), "--prompt", "Document", "--tokens", "20", "--temperature", "2"]
     assert generate.main(words) == 0
     assert "Document" in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize("words", ["--temperature -1", "--temperature nan", "--top-p 1.5"])
+def test_a_number_out_of_its_range_is_refused(words, capsys):
+    assert generate.main(["x", "--prompt", "x", *words.split()]) == ConfigError.exit_code
+    assert "is not a number from 0 to" in capsys.readouterr().err
 
 
 def test_a_wrong_adapter_is_refused_without_asking_for_it_elsewhere(model, tmp_path, capsys):

@@ -53,6 +53,9 @@ def example(name: str) -> Config:
         ("offload_layers", {"offload_layers": 1}),
         ("adam_beta_2", {"adam_beta_2": 1.0}),
         ("sequence_length", {"sequence_length": 0}),
+        ("lora_alpha", {"lora_alpha": 0}),
+        ("end_learning_rate_ratio", {"end_learning_rate_ratio": 5.0}),
+        ("miniature", {"miniature": True}),
         ("submission_benchmark", {"submission_benchmark": "foo"}),
     ],
 )

@@ -99,6 +99,13 @@ def test_the_saved_and_the_exported_model_have_the_context_of_the_given_one(run_
         assert json.loads((saved / "config.json").read_text())["max_position_embeddings"] == 2048
 
 
+def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):
+    page = (run_dir / "report.html").read_text()
+    assert "Finished" in page and "Target reached" not in page and "target -" not in page
+    assert f"open_llama generate {run_dir}/model --prompt" in page and "open_llama eval" in page
+    assert "NEXP=10" not in page and "run_and_time.sh score" not in page
+
+
 def test_check_compares_the_log_with_the_config(run_dir, folder, tmp_path):
     (tmp_path / "config.toml").write_text(
         (run_dir / "config.toml").read_text().replace("weight_decay = 0.1", "weight_decay = 0.2")
@@ -175,7 +182,9 @@ def test_a_series_in_the_open_division_has_no_score(run_dir, folder):
     assert launch(folder, "score", str(run_dir)).returncode == ConfigError.exit_code
     scaling = launch(folder, "open_llama", "plan", "--scaling", "H200")
     assert scaling.returncode == ConfigError.exit_code
-    assert launch(folder, "runs").returncode == 0
+    listed = launch(folder, "runs")
+    assert listed.returncode == 0
+    assert "1 finished" in listed.stdout and "target reached" not in listed.stdout
 
 
 def test_a_run_without_a_config_names_the_examples(tmp_path):

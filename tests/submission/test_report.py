@@ -17,6 +17,7 @@ from common.records import ledger
 from common.records.run_states import words
 from llama31_8b import rules
 from submission import rcp, report
+from submission.runs import read_attempt
 from submission.series import read_series, ten_runs
 
 pytestmark = pytest.mark.quick
@@ -172,6 +173,17 @@ def test_an_aborted_run_gives_its_reason(run_dir):
     (run_dir / "failure.json").write_text(json.dumps(failure))
     text = page(run_dir)
     assert "hang" in text and "rank 3 is missing" in text and "Target reached" not in text
+
+
+def test_the_page_that_the_launcher_writes_before_the_ledger_gives_the_reason(run_dir):
+    (run_dir / "result.txt").unlink()
+    start(run_dir / "result.txt").block_start(0)
+    failure = {"kind": "interrupted", "exit_code": 143, "what": "stopped by signal 15"}
+    entry = {"attempt": 1, "run": run_dir.name, "seed": 1}
+    lost = "its launcher ended without an entry in the ledger"
+    assert read_attempt(run_dir / "result.txt", 1, entry).reason == lost
+    (run_dir / "failure.json").write_text(json.dumps(failure))
+    assert read_attempt(run_dir / "result.txt", 1, entry).reason == "stopped by signal 15"
 
 
 def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):
