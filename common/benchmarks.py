@@ -15,6 +15,7 @@ Standard library only: the launcher and the log checks import it without torch.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -227,7 +228,8 @@ def load_config(name: str, path: Path, overrides: dict[str, str] | None = None) 
     the file in configs/ that a missing one stands for.
     """
     shipped = Path("configs", name, f"{path.name.removesuffix('.toml')}.toml")
-    if not path.exists() and (ROOT / shipped).is_file():
+    # os.path, unlike Path, has an answer for a name that is too long.
+    if not os.path.exists(path) and os.path.isfile(ROOT / shipped):
         raise ConfigError(
             f"{path}: no such config", "the file does not exist", f"did you mean {shipped}?"
         )

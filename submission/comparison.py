@@ -232,12 +232,14 @@ def where(side: Published | Run) -> str:
 
 def tokens_per_gpu(side: Published) -> float | None:
     """Return the tokens per second and GPU of a result, or None if they are unknown."""
-    length: int | None = divisions(side.benchmark)["closed"].sequence_length
+    if side.samples_per_s is None or not side.gpus:
+        return None
+    length: int | None
     if isinstance(side, LocalResult):
         length = side.sequence_length
-    if side.samples_per_s is None or not side.gpus or length is None:
-        return None
-    return side.samples_per_s * length / side.gpus
+    else:
+        length = divisions(side.benchmark)["closed"].sequence_length
+    return None if length is None else side.samples_per_s * length / side.gpus
 
 
 def speedup(mine: Published, other: Published) -> float | None:

@@ -90,7 +90,8 @@ def load_or_derive(
 def overrides_of(texts: Sequence[str]) -> dict[str, str]:
     """Return key -> value of texts KEY=VALUE.
 
-    Raise ConfigError for a text of another form, and for a key that is given twice.
+    Of a key that is given twice, the last value counts. Raise ConfigError for a text of another
+    form.
     """
     overrides: dict[str, str] = {}
     for text in texts:
@@ -107,12 +108,6 @@ def overrides_of(texts: Sequence[str]) -> dict[str, str]:
                 f"--set {text} sets an environment variable",
                 "--set changes whole keys of the config",
                 f"set the variable before the command: {variable} {PROGRAM} ...",
-            )
-        if key in overrides:
-            raise ConfigError(
-                f"--set {key}={overrides[key]} and --set {key}={value}",
-                f"a run has one value of {key}",
-                "leave out one of them",
             )
         overrides[key] = value
     return overrides

@@ -33,21 +33,8 @@ SCRIPTS = [
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
 KUBERNETES = "1.31"  # version of the schema
-HABITS = (
-    "SEED",
-    "NEXP",
-    "DATADIR",
-    "MODEL",
-    "LOGDIR",
-    "DGXSYSTEM",
-    "DGXNGPU",
-    "GPU_KIND",
-    "CONT",
-    "CONTAINER_OPTIONS",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-)
+# Of the developer's environment. Other variables could reach the container.
+KEPT = ("PATH", "HOME", "TMPDIR")
 
 
 def tool(name: str) -> str:
@@ -201,7 +188,7 @@ def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
 
 
 def environment(**variables) -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key not in HABITS} | {
+    return {key: value for key, value in os.environ.items() if key in KEPT} | {
         key: str(value) for key, value in variables.items()
     }
 

@@ -128,15 +128,17 @@ def damaged(data: Path, tmp_path: Path) -> Path:
 
 
 def test_real_data_missing_is_said_before_anything_starts(tmp_path):
-    run = Started(tmp_path, tmp_path / "nothing", "miniature=false", "max_samples=12288")
-    code, out, err = run.end()
-    assert (
-        code == 15
-        and "missing" in err
-        and "prepare" in err
-        and out == ""
-        and not run.log_dir.exists()
+    places = {"DATADIR": str(tmp_path / "nothing"), "LOGDIR": str(tmp_path / "out")}
+    config = str(ROOT / "configs/llama31_8b/H200_1x1.toml")
+    done = subprocess.run(
+        [str(ROOT / "run_and_time.sh"), "llama31_8b", "--device", "cpu", "--config", config],
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | places,
+        capture_output=True,
+        text=True,
     )
+    assert (done.returncode, done.stdout) == (15, "")
+    assert "missing" in done.stderr and "prepare" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_truncated_token_file(tmp_path, data):

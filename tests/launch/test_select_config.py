@@ -121,7 +121,6 @@ def test_a_config_for_gpus_does_not_start_on_a_cpu_by_itself():
         ({"GPU_KIND": "MI999X"}, {}, "GPU_KIND=MI999X is unknown"),
         ({}, {"miniature": True, "set": ["miniature=false"]}, "--set miniature=false"),
         ({}, {"set": ["env.FOO=1"]}, "--set env.FOO=1 sets an environment"),
-        ({}, {"set": ["max_samples=64", "max_samples=128"]}, "--set max_samples=64 and"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(environment, changes, words):

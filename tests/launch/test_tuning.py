@@ -90,6 +90,7 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         data_dir=None,
         log_dir=None,
         cpus=(),
+        engines=Namespace(),
     )
     for name, value in {
         **{"job_from": lambda *_, **__: given, "header": lambda *_: [], "doubts": lambda *_: []},

@@ -187,8 +187,8 @@ def test_a_tokenizer_whose_process_dies_is_one_error(files, tmp_path, monkeypatc
     ("line", "said"),
     [
         (r'{"text": "half \ud800 of a pair"}', "surrogate"),
-        ("[" * 100_000, "RecursionError"),
-        ('{"text": ' + "[" * 100_000, "RecursionError"),
+        ("[" * 100_000, "recursion"),
+        ('{"text": ' + "[" * 100_000, "recursion"),
     ],
     ids=["lone surrogate", "brackets", "brackets in the text"],
 )
