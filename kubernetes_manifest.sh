@@ -15,6 +15,9 @@
 #   GPU_VENDOR  amd or nvidia (default: by the GPU's name in DGXSYSTEM)
 #   JOB_NAME    name of the job (default: llama-training)
 set -euo pipefail
+root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
+# shellcheck source=launch/container_variables.sh
+source "$root/launch/container_variables.sh"
 
 fail() { # what, why, what to do
     printf 'error: %s\n  why: %s\n  do:  %s\n' "$@" >&2
@@ -57,24 +60,11 @@ yaml() { # quote a text for YAML, by JSON's escapes
     printf '"%s"' "${text//\"/\\\"}"
 }
 
-is_passed() { # the variables that run_with_docker.sh passes, without those that a Job sets
-    case $1 in
-        SEED | NEXP | DATADIR | MODEL | LOGDIR | DGXSYSTEM | DGXNGPU | GPU_KIND) ;;
-        ATTENTION_ENGINE | MATMUL_ENGINE | SWIGLU_ENGINE | ZERO_STREAM_PRIORITY) ;;
-        ALLOW_KNOWN_ISSUES | NO_COLOR | RUN_QUIET | OMP_WAIT_POLICY | GPU_MAX_HW_QUEUES) ;;
-        WANDB_PROJECT | MLFLOW_EXPERIMENT_NAME | MLFLOW_TRACKING_URI | TRACKIO_PROJECT) ;;
-        FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED) ;;
-        MLPERF_SUBMISSION_* | NCCL_* | RCCL_* | GLOO_* | TORCH_NCCL_* | TORCH_FR_*) ;;
-        TORCH_ROCM_* | PYTORCH_* | HSA_* | AMDGCN_* | HIPBLASLT_*) ;;
-        *) return 1 ;;
-    esac
-}
-
 variables() { # the container's environment
     local variable
     local index="metadata.annotations['batch.kubernetes.io/job-completion-index']"
     for variable in $(compgen -e); do
-        if is_passed "$variable" && [[ -n ${!variable:-} ]]; then
+        if is_of_the_user "$variable" && [[ -n ${!variable:-} ]]; then
             printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
         fi
     done

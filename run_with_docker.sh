@@ -195,20 +195,13 @@ if [[ -n ${MODEL:-} ]]; then
     mount "$MODEL" ro
 fi
 
-# The variables of docs/settings.md and those that tune the libraries. Paths of the host are left
-# out: PATH, PYTHONPATH, folders of caches and packages.
-is_passed() {
+# shellcheck source=launch/container_variables.sh
+source "$root/launch/container_variables.sh"
+is_passed() { # the user's variables, and those that a container needs and a Job sets by itself
     case $1 in
-        SEED | NEXP | DATADIR | MODEL | LOGDIR | DGXSYSTEM | DGXNGPU | GPU_KIND | CONT) ;;
-        ATTENTION_ENGINE | MATMUL_ENGINE | SWIGLU_ENGINE | ZERO_STREAM_PRIORITY) ;;
-        ALLOW_KNOWN_ISSUES | NO_COLOR | RUN_QUIET | OMP_WAIT_POLICY | GPU_MAX_HW_QUEUES) ;;
-        WANDB_PROJECT | MLFLOW_EXPERIMENT_NAME | MLFLOW_TRACKING_URI | TRACKIO_PROJECT) ;;
-        FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED) ;;
-        MLPERF_SUBMISSION_* | NCCL_* | RCCL_* | GLOO_* | TORCH_NCCL_* | TORCH_FR_*) ;;
-        TORCH_ROCM_* | PYTORCH_* | HSA_* | AMDGCN_* | HIPBLASLT_*) ;;
-        CUDA_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES) ;;
+        CONT | CUDA_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES) ;;
         MASTER_ADDR | MASTER_PORT | NODE_RANK) ;;
-        *) return 1 ;;
+        *) is_of_the_user "$1" ;;
     esac
 }
 # Pass them by name only: every user of the host could read a value on the command line.

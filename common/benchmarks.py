@@ -221,6 +221,14 @@ def measured_in(throughput_mode: str) -> str:
     )
 
 
+def require_layers(layers: int, most: int) -> None:
+    """Raise ConfigError if `layers`, of --layers, is larger than the model's number of layers."""
+    if layers > most:
+        raise ConfigError(
+            f"--layers {layers}", f"the model has {most} layers", "use at most as many"
+        )
+
+
 def load_config(name: str, path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
     """Return the config of benchmark `name` in `path`. See `common.config.load`.
 

@@ -21,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.benchmarks import config_keys, names_mlperf
+from common.benchmarks import config_keys, names_mlperf, require_layers
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -31,7 +31,7 @@ from common.command_line import (
     exit_code_of,
     minutes,
 )
-from common.errors import ConfigError
+from common.hardware import config_names
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
@@ -114,7 +114,7 @@ def parser(name: str, benchmark: str) -> Parser:
 
 def _ships_configs(benchmark: str) -> bool:
     """Return whether the benchmark has configs, or else each run needs one of the user's own."""
-    return (ROOT / "configs" / benchmark).is_dir()
+    return bool(config_names(ROOT, benchmark))
 
 
 def _examples(name: str, benchmark: str) -> list[str]:
@@ -286,7 +286,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
 def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -> int:
     """Start `bench`, `profile` or `tune`, or print its command or candidates with --print."""
     job = job_from(benchmark, options, measurement=True)
-    _require_layers(getattr(options, "layers", None) or 0, job.rules.shape.num_layers)
+    require_layers(getattr(options, "layers", None) or 0, job.rules.shape.num_layers)
     inform(*header(benchmark, job.selection, job.rules, None, job.cpus))
     _print_engines(job)
     if name == "profile":
@@ -302,14 +302,6 @@ def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -
     if name == "profile":
         return profile(job, options)
     return bench(job, options)
-
-
-def _require_layers(layers: int, most: int) -> None:
-    """Raise ConfigError if --layers is larger than the number of the model's layers."""
-    if layers > most:
-        raise ConfigError(
-            f"--layers {layers}", f"the model has {most} layers", "use at most as many"
-        )
 
 
 def _print_engines(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What the saved model takes from the published one that it was trained from.
+"""Entries of config.json, and a file, that a saved model takes from the published one.
 
 The weights define the shape of a model. Other programs also need the context and the ids of special
 tokens, which its config.json names, and its generation_config.json. Standard library only.

@@ -13,8 +13,6 @@ from typing import Any
 from common.command_line import Parser, count, number_between, program
 from common.errors import ConfigError, WeightsError
 
-ADAPTER_CONFIG = "adapter_config.json"
-
 
 def generate(options: argparse.Namespace) -> None:
     """Print a continuation of each prompt.
@@ -42,7 +40,8 @@ def generate(options: argparse.Namespace) -> None:
     model = model.to(device).eval()
     torch.manual_seed(options.seed)
     # The model's vocabulary may be larger than the tokenizer's, which cannot decode other ids.
-    unused = [*range(tokenizer.vocab_size, model.config.vocab_size)]
+    unused = range(tokenizer.vocab_size, model.config.vocab_size)
+    undecodable = [token for token in unused if token != tokenizer.eos] or None
     for prompt in options.prompt:
         (ids,) = tokenizer.encode([prompt])
         tokens = model.generate(
@@ -53,7 +52,7 @@ def generate(options: argparse.Namespace) -> None:
             top_p=options.top_p if options.temperature else None,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
-            suppress_tokens=[token for token in unused if token != tokenizer.eos] or None,
+            suppress_tokens=undecodable,
         )
         print(f"--- {prompt!r}")
         print(tokenizer.decode(tokens[0].tolist()))
@@ -61,8 +60,10 @@ def generate(options: argparse.Namespace) -> None:
 
 def require_adapter(folder: Path) -> None:
     """Raise WeightsError if `folder` is not one of an adapter. peft would ask the hub for it."""
+    from common.model.peft_adapter import ADAPTER_CONFIG, WEIGHTS  # needs torch
+
     if not (folder / ADAPTER_CONFIG).is_file():
-        why = f"an adapter is a folder with {ADAPTER_CONFIG} and adapter_model.safetensors"
+        why = f"an adapter is a folder with {ADAPTER_CONFIG} and {WEIGHTS}"
         raise WeightsError(f"{folder}: no {ADAPTER_CONFIG}", why, "name the adapter/ of a run")
 
 

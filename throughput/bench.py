@@ -29,10 +29,9 @@ from torch import Tensor
 
 from common import config as configs
 from common import engines
-from common.benchmarks import config_class, rules_of, trainer_of
+from common.benchmarks import config_class, require_layers, rules_of, trainer_of
 from common.command_line import count
 from common.config import RunConfig
-from common.errors import ConfigError
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
@@ -70,12 +69,7 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     if args.seq:
         rules = replace(rules, sequence_length=args.seq)
     if args.layers:
-        if args.layers > rules.shape.num_layers:
-            raise ConfigError(
-                f"--layers {args.layers}",
-                f"the model has {rules.shape.num_layers} layers",
-                "use at most as many",
-            )
+        require_layers(args.layers, rules.shape.num_layers)
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = trainer_of(args.benchmark)
     processes = start_processes(

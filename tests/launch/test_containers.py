@@ -29,6 +29,7 @@ SCRIPTS = [
     "run_with_docker.sh",
     "run.sub",
     "kubernetes_manifest.sh",
+    "launch/container_variables.sh",
     ".ci/run",
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
