@@ -41,6 +41,8 @@ class Agent:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
+        # Held while processes start: one that is not yet in `processes` would not be stopped.
+        self.processes_lock = threading.Lock()
         self.listener: links.Listener | None = None
 
     def serve(self) -> NoReturn:
@@ -59,10 +61,11 @@ class Agent:
     def _read(self, commands: queue.Queue[str]) -> None:
         for line in sys.stdin:
             commands.put(line)
-        self.stop_processes()
-        os._exit(0)
+        with self.processes_lock:  # kept until the end: no process starts after this
+            self._stop_processes()
+            os._exit(0)
 
-    def stop_processes(self) -> None:
+    def _stop_processes(self) -> None:
         """Send SIGTERM, so that the processes can end their ranks, and SIGKILL after GRACE_S."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             for process in self.processes:
@@ -146,8 +149,9 @@ class Agent:
         than `limit_s` are killed.
         """
         deadline = time.monotonic() + limit_s
-        self.processes = [_start(command, environment) for command, environment in starts]
-        killer = threading.Timer(limit_s, self.stop_processes)
+        with self.processes_lock:
+            self.processes = [_start(command, environment) for command, environment in starts]
+        killer = threading.Timer(limit_s, self._stop_processes)
         killer.daemon = True
         killer.start()
         results = []

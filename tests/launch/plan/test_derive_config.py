@@ -12,7 +12,7 @@ from common.paths import ROOT
 from launch.plan import command
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
-from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file
+from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file, overrides_of
 
 pytestmark = pytest.mark.quick
 
@@ -176,3 +176,7 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
         "derived for 2 x NVIDIA_Z300" in said
         and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
     )
+
+
+def test_of_a_key_given_twice_the_last_value_counts():
+    assert overrides_of(["nodes=1", "gpu=H100", "nodes=2"]) == {"nodes": "2", "gpu": "H100"}

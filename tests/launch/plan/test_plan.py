@@ -623,7 +623,6 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
         (["--all", "--set", "micro_batch_size"], 2, "is not KEY=VALUE"),
-        (["--all", "--set", "nodes=1", "--set", "nodes=2"], 2, "--set nodes=1 and --set nodes=2"),
         (["--all", "--network", "0"], 2, "--network without --scaling"),
         (["--all", "--page", "x.html"], 2, "--page without --scaling"),
         (

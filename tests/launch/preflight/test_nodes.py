@@ -204,15 +204,27 @@ def test_a_node_that_hangs_or_ends_delays_nobody(monkeypatch):
     assert "no answer" in failures["hangs"] and "no route" in failures["ends"]
 
 
-def test_an_agent_takes_its_processes_with_it(tmp_path):
-    """A lost connection closes the agent's stdin. What it started must not go on measuring."""
+@pytest.mark.parametrize("start_s", [0.0, 1.0])
+def test_an_agent_takes_its_processes_with_it(start_s, tmp_path):
+    """A lost connection closes the agent's stdin. What it started must not go on measuring.
+
+    With `start_s` the stdin is closed while the agent still starts processes.
+    """
     pid_file = tmp_path / "pid"
-    script = (
-        "import sys; from launch.preflight.nodes.agent import Agent; agent = Agent();"
-        f"agent.do_check = lambda: agent._run([(['sh', '-c', 'echo $$ > {pid_file}; sleep 60'], "
-        f"{{}})], 60);"
-        "agent.serve()"
-    )
+    script = f"""
+import time
+from launch.preflight.nodes import agent as module
+agent = module.Agent()
+start = module._start
+def slow_start(*arguments):
+    process = start(*arguments)
+    time.sleep({start_s})
+    return process
+module._start = slow_start
+command = ['sh', '-c', 'echo $$ > {pid_file}; sleep 60']
+agent.do_check = lambda: agent._run([(command, {{}})], 60)
+agent.serve()
+"""
     each = remote.Remote("here", [sys.executable, "-c", script])
     assert each.process.stdin
     each.process.stdin.write('{"do": "check"}\n')
