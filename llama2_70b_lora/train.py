@@ -26,6 +26,7 @@ from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import LoadReport, load_base
 from common.model.llama import Llama
 from common.model.lora import AdapterSettings
+from common.self_test.run import run_self_test
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.training import timed_run
@@ -41,7 +42,6 @@ from common.training.lora_training import (
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import cosine_to_zero
-from common.training.self_test import run_self_test
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, Config, Rules, rules_of
 from llama2_70b_lora.weights_help import weights_help

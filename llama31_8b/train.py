@@ -23,6 +23,7 @@ from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
 from common.model.initialization import init_weights
 from common.model.llama import Llama
+from common.self_test.run import run_self_test
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer
 from common.training import timed_run
@@ -33,7 +34,6 @@ from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_cosine
-from common.training.self_test import run_self_test
 from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
 

@@ -26,6 +26,7 @@ from common.model.checkpoint_loader import load_base, load_weights
 from common.model.initialization import init_weights
 from common.model.llama import Llama
 from common.model.lora import AdapterSettings
+from common.self_test.run import run_self_test
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer
@@ -43,7 +44,6 @@ from common.training.lora_training import (
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
-from common.training.self_test import run_self_test
 from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.data import sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of

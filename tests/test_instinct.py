@@ -16,7 +16,8 @@ from common.kernels import architecture as settings
 from common.kernels import attention, lora, rms_norm
 from common.kernels.fp8 import fp8_dtypes
 from common.paths import ROOT
-from common.training import self_test
+from common.self_test import run as self_test
+from common.self_test.results import OpResult, SelfTestResult
 from launch.preflight import __main__ as preflight_command
 from launch.preflight.measured import Measured
 from launch.select_config import select_config
@@ -191,9 +192,9 @@ def test_a_rank(rocm, card, monkeypatch):
     monkeypatch.setattr(attention, "gpu_architecture", lambda device: arch)
     attention.attention_backends("cuda")
     assert seen == [[SDPBackend.FLASH_ATTENTION]]
-    bad = self_test.SelfTestResult(
+    bad = SelfTestResult(
         findings=[
-            self_test.OpResult(
+            OpResult(
                 "FP8 product down wgrad",
                 "(4096, 14336, 16384)",
                 error="HIPBLAS_STATUS_INVALID_VALUE",

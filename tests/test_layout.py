@@ -61,7 +61,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "common.html": {"common.records"},
     "common.sharding": {"common.kernels"},
     "common.model": {"common.data", "common.kernels", "common.sharding"},
-    "common.training": {"common"},
+    "common.training": {
+        "common.data",
+        "common.kernels",
+        "common.model",
+        "common.records",
+        "common.sharding",
+    },
+    "common.self_test": {"common.kernels", "common.model", "common.sharding", "common.training"},
     **{name: {"common"} for name in BENCHMARKS},
     "launch": {  # the page of `plan --scaling`, a lock, and what a checkpoint says, without torch
         "common.data.preparation",
@@ -84,9 +91,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Subpackages of launch/ have the imports of launch/, and these.
 MAY_IMPORT["launch"] |= {
     "common.model.families",  # plan: of any model
-    "common.training.kernel_cases",  # preflight: the self-test
+    "common.self_test",  # preflight
     "common.training.metrics",
-    "common.training.self_test",
 }
 HEAVY = {"torch", "triton", "transformers", "numpy"}
 

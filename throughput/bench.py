@@ -38,14 +38,14 @@ from common.kernels.swiglu import swiglu_engine
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.paths import ROOT
+from common.self_test.kernel_cases import Sizes
+from common.self_test.run import check_engines, require_sound
 from common.sharding.processes import Processes, require_world_size, start_processes
 from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
-from common.training.kernel_cases import Sizes
 from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
-from common.training.self_test import check_engines, require_sound
 from common.training.warmup import synthetic_batches
 from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak

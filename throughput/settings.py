@@ -34,13 +34,14 @@ from common.engines import ATTENTION, REPEATED_HEADS, SDPA, VARIABLES
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
-from common.training import self_test
-from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
-from common.training.self_test import KERNEL_DB, against_reference
+from common.self_test import attention
+from common.self_test.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
+from common.self_test.kernels import KERNEL_DB, against_reference
+from common.self_test.results import SelfTestResult
 from launch.preflight.measure import median_s
 
 SECONDS = 0.02  # time to measure for each candidate
-# Op of common/training/kernel_cases.py -> the function that returns its launch settings.
+# Op of common/self_test/kernel_cases.py -> the function that returns its launch settings.
 SETTINGS = {
     "add + RMS norm": "rms_norm.add_rms_norm_settings",
     "RMS norm backward": "rms_norm.rms_norm_backward_settings",
@@ -136,13 +137,13 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
             with (
                 mock.patch.object(
-                    self_test,
+                    attention,
                     "attention_backends",
                     lambda *_, backend=backend: sdpa_kernel(backend),
                 ),
                 mock.patch.dict(os.environ, {VARIABLES[ATTENTION]: engine}),
             ):
-                checks = self_test.attention_checks(sizes, Draw(device), self_test.SelfTestResult())
+                checks = attention.attention_checks(sizes, Draw(device), SelfTestResult())
                 errors = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks)
                 microseconds = attention_us(sizes, device, backend)
                 outcome = f"{microseconds:8.1f} us  {errors} dB (out, dQ, dK, dV)"

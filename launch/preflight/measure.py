@@ -28,8 +28,9 @@ from torch import Tensor
 from common import config as configs
 from common.benchmarks import config_class
 from common.gpu_kinds import fp8_family
+from common.self_test.kernel_cases import Sizes
+from common.self_test.run import self_test
 from common.training.metrics import StepClock
-from common.training.self_test import Sizes, self_test
 from launch.plan.benchmark import workload
 from launch.preflight.measured import COLLECTIVES, UNITS, Measured, limit_s
 

@@ -49,7 +49,7 @@ class Measured:
     speeds: dict[str, float] = field(default_factory=dict)
     attention: str = ""  # the backend of attention
     self_test_s: float = 0.0
-    # Op, finding, whether it is good (common/training/self_test.py).
+    # Op, finding, whether it is good (common/self_test/).
     self_test: list[tuple[str, str, bool]] = field(default_factory=list)
 
     @property

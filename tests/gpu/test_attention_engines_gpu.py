@@ -11,8 +11,9 @@ from common.engines import REPEATED_HEADS, SDPA
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.fused_block import attend
-from common.training.kernel_cases import Draw
-from common.training.self_test import _attention_truth, backend_in_use, decibels
+from common.self_test.attention import _attention_truth, backend_in_use
+from common.self_test.kernel_cases import Draw
+from common.self_test.results import decibels
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 

@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.kernels import attention
 from common.kernels.attention import attention_backends, causal_attention
-from common.training.self_test import backend_in_use
+from common.self_test.attention import backend_in_use
 
 pytestmark = pytest.mark.quick
 

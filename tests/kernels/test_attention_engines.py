@@ -17,8 +17,9 @@ from common.errors import ConfigError
 from common.kernels import transformer_engine
 from common.kernels.attention import attention_backends, causal_attention
 from common.model.fused_block import attend
-from common.training import self_test
-from common.training.kernel_cases import Draw, Sizes
+from common.self_test.attention import attention_checks
+from common.self_test.kernel_cases import Draw, Sizes
+from common.self_test.results import SelfTestResult
 from llama31_8b.rules import MINIATURE
 
 pytestmark = pytest.mark.quick
@@ -249,10 +250,8 @@ SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
 
 
 def test_the_self_test_runs_and_names_the_pinned_engine(stand_in):
-    result = self_test.SelfTestResult()
-    decibels = [
-        measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)
-    ]
+    result = SelfTestResult()
+    decibels = [measure() for _, _, _, measure in attention_checks(SIZES, Draw(CPU), result)]
     names = {f"{name} {version}" for name, (_, _, version) in STAND_INS.items()}
     assert result.attention in names
     assert len(decibels) == 4 and min(decibels) > 45
@@ -267,7 +266,7 @@ def test_the_self_test_finds_an_infinite_gradient_of_aiter(aiter, monkeypatch):
         options["dq"][-1, -1, -1, -1] = torch.inf
 
     monkeypatch.setattr(aiter, "fmha_v3_bwd", overflows)
-    checks = self_test.attention_checks(SIZES, Draw(CPU), self_test.SelfTestResult())
+    checks = attention_checks(SIZES, Draw(CPU), SelfTestResult())
     bad = [op for op, _, least, measure in checks if not measure() >= least]
     assert bad == ["attention backward dQ"]
 

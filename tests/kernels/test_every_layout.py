@@ -11,9 +11,9 @@ from common.kernels import fp8
 from common.kernels.fp8 import dgrad, takes_every_layout, wgrad
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
+from common.self_test import products
+from common.self_test.kernel_cases import Draw, Sizes
 from common.sharding.frozen_base import ROWWISE, FrozenBase
-from common.training import self_test
-from common.training.kernel_cases import Draw, Sizes
 from llama31_8b.rules import MINIATURE
 
 CPU = torch.device("cpu")
@@ -87,14 +87,14 @@ def test_the_self_test_multiplies_in_the_layouts_of_the_step(pretend, monkeypatc
     called = []
     for name, right in (("dgrad", dgrad), ("wgrad", wgrad)):
         monkeypatch.setattr(
-            self_test,
+            products,
             name,
             lambda *factors, name=name, right=right: called.append(name) or right(*factors),
         )
     for product in ("fprop", "dgrad", "wgrad"):
         assert (
-            self_test._product(product, (64, 32, 48), True, sizes, Draw(CPU))
-            > self_test.FP8_PRODUCT_DB
+            products._product(product, (64, 32, 48), True, sizes, Draw(CPU))
+            > products.FP8_PRODUCT_DB
         )
     assert called == ["dgrad", "wgrad"]
 

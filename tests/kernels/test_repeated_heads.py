@@ -15,8 +15,9 @@ from common.errors import ConfigError
 from common.kernels import attention
 from common.kernels import repeated_heads_attention as repeated
 from common.kernels.attention import attention_backends, causal_attention
-from common.training import self_test
-from common.training.kernel_cases import Draw, Sizes
+from common.self_test.attention import attention_checks
+from common.self_test.kernel_cases import Draw, Sizes
+from common.self_test.results import SelfTestResult
 from llama31_8b.rules import MINIATURE
 
 # batch, sequence, heads, key heads, head dimension.
@@ -103,10 +104,9 @@ def test_the_self_test_runs_and_names_repeated_heads(monkeypatch):
         lambda *parts: called.append(1) or repeated.RepeatedHeadsAttention.apply(*parts),
     )
     sizes = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
-    result = self_test.SelfTestResult()
+    result = SelfTestResult()
     decibels = [
-        measure()
-        for _, _, _, measure in self_test.attention_checks(sizes, Draw(torch.device("cpu")), result)
+        measure() for _, _, _, measure in attention_checks(sizes, Draw(torch.device("cpu")), result)
     ]
     assert len(decibels) == 4 and min(decibels) > 45 and called
     assert result.attention == "repeated_heads, flash"

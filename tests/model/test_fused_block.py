@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers
-from common.training.kernel_cases import Sizes
+from common.self_test.kernel_cases import Sizes
 
 pytestmark = pytest.mark.quick
 

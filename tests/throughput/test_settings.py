@@ -8,7 +8,7 @@ import torch
 
 from common.kernels.architecture import Tile
 from common.model.shapes import ModelShape
-from common.training.kernel_cases import Draw, Sizes, kernel_cases
+from common.self_test.kernel_cases import Draw, Sizes, kernel_cases
 from throughput import settings
 
 pytestmark = pytest.mark.quick
@@ -102,7 +102,7 @@ def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", asked.append)
     monkeypatch.setattr(settings, "attention_us", lambda *_: 10.0)
     monkeypatch.setattr(
-        settings.self_test,
+        settings.attention,
         "attention_checks",
         lambda *_: [("", "", 0.0, lambda: float(os.environ["ATTENTION_ENGINE"] == "aiter"))],
     )

@@ -12,8 +12,9 @@ from common import engines
 from common.errors import PreflightError
 from common.kernels import fp8, swiglu
 from common.model.block_ops import KERNEL_ENGINES
-from common.training import self_test
-from common.training.kernel_cases import Sizes
+from common.self_test import run as self_test
+from common.self_test.kernel_cases import Sizes
+from common.self_test.results import SelfTestResult
 from llama31_8b.rules import MINIATURE
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def test_an_unpinned_engine_that_computes_wrongly_is_replaced(wrong, monkeypatch
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
-    result = self_test.SelfTestResult(attention="flash", products="torch")
+    result = SelfTestResult(attention="flash", products="torch")
 
     def gather(names, own):
         names[:] = [own, own if equal else ("cudnn", "torch", "")]

@@ -12,10 +12,11 @@ from common.errors import PreflightError
 from common.kernels import lora, qk_norm
 from common.model.block_ops import KERNEL_ENGINES
 from common.model.shapes import ModelShape
-from common.training import self_test as module
-from common.training.kernel_cases import Sizes
+from common.self_test import attention, products, run
+from common.self_test.kernel_cases import Sizes
+from common.self_test.results import OpResult, SelfTestResult
+from common.self_test.run import require_sound, run_self_test, self_test
 from common.training.metrics import Events
-from common.training.self_test import require_sound, run_self_test, self_test
 
 pytestmark = pytest.mark.quick
 
@@ -87,9 +88,11 @@ class Attention(torch.autograd.Function):
 )
 def test_a_wrong_or_infinite_gradient_of_attention_is_found(monkeypatch, spoil):
     """16-bit atomics give such gradients on gfx942."""
-    right = module.causal_attention
+    right = attention.causal_attention
     monkeypatch.setattr(Attention, "spoil", staticmethod(spoil))
-    monkeypatch.setattr(module, "causal_attention", lambda q, k, v: right(Attention.apply(q), k, v))
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda q, k, v: right(Attention.apply(q), k, v)
+    )
     assert bad_ops(PRODUCTS) == ["attention backward dQ"]
 
 
@@ -97,7 +100,7 @@ def test_attention_that_raises_is_one_finding(monkeypatch):
     def none_left(q, k, v):
         raise RuntimeError("No available kernel. Aborting execution.\nmore")
 
-    monkeypatch.setattr(module, "causal_attention", none_left)
+    monkeypatch.setattr(attention, "causal_attention", none_left)
     result = self_test(PRODUCTS, CPU)
     assert [str(finding) for finding in result.bad] == [
         "attention [2, 32, 4/2, 8]: No available kernel. Aborting execution. (minimum 30 dB)"
@@ -105,9 +108,9 @@ def test_attention_that_raises_is_one_finding(monkeypatch):
 
 
 def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkeypatch):
-    right, mm = module.fprop, torch.mm
+    right, mm = products.fprop, torch.mm
     monkeypatch.setattr(
-        module,
+        products,
         "fprop",
         lambda a, b: (
             right(a, b)
@@ -172,16 +175,16 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
 
 def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
-    monkeypatch.setattr(module, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(run, "architecture", lambda device: "gfx942")
     monkeypatch.setattr(
-        module.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
+        run.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
     )
     bad = [
-        module.OpResult(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
+        OpResult(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
         for name in ("dQ", "dK")
     ]
     with pytest.raises(PreflightError) as caught:
-        require_sound(module.SelfTestResult(findings=bad), CPU)
+        require_sound(SelfTestResult(findings=bad), CPU)
     assert (
         "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what
         and "1 more" in caught.value.what
@@ -207,7 +210,9 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     )
     assert any("attention" in phase for phase in phases)
     monkeypatch.setattr(
-        module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1])
+        products,
+        "dgrad",
+        lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1]),
     )
     with pytest.raises(PreflightError, match="float32 product qkv dgrad"):
         run_self_test(run_config(), TINY, SimpleNamespace(device=CPU, world_size=1), reports)

@@ -1,0 +1,102 @@
+"""Checks of attention: forward and backward, compared with SDPA's math backend in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import engines
+from common.kernels.attention import attention_backends, attention_engine, causal_attention
+from common.self_test.kernel_cases import Draw, Sizes
+from common.self_test.results import Check, SelfTestResult, all_finite, decibels
+
+# Minimum dB of a correct result. Probabilities and the result are rounded to bf16.
+ATTENTION_DB = 30.0
+
+
+def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterator[Check]:
+    """Yield the checks of attention. The first one also computes the results of the others."""
+    shape = sizes.shape
+    heads = f"{shape.num_heads}/{shape.num_kv_heads}"
+    text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
+    ratios: list[float] = []  # dB of the output, dQ, dK, dV
+
+    def random(num_heads: int) -> Tensor:
+        size = (sizes.micro_batch_size, sizes.sequence_length, num_heads, shape.head_dim)
+        return draw(*size, dtype=sizes.dtype)
+
+    def forward() -> float:
+        q = random(shape.num_heads).requires_grad_()
+        k = random(shape.num_kv_heads).requires_grad_()
+        v = random(shape.num_kv_heads).requires_grad_()
+        with attention_backends(draw.device.type, sizes.dtype):
+            result.attention = backend_in_use(q, k, v)
+            out = causal_attention(q, k, v)
+            d_out = draw(*out.shape, dtype=sizes.dtype)
+            gradients = torch.autograd.grad(out, (q, k, v), d_out)
+        # The last key head of the last sequence, and the query heads that share it.
+        group = shape.num_heads // shape.num_kv_heads
+        truth = _attention_truth(
+            q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], d_out[-1, :, -group:]
+        )
+        for true_values, values in zip(truth, (out, *gradients), strict=True):
+            if all_finite(values):
+                num_heads = true_values.shape[1]
+                ratios.append(decibels(true_values, values[-1, :, -num_heads:]))
+            else:
+                ratios.append(math.nan)
+        return ratios[0]
+
+    yield Check("attention", text, ATTENTION_DB, forward)
+    for index, name in enumerate(("dQ", "dK", "dV"), start=1):
+        if ratios:  # unless `forward` raised
+            measured = partial(ratios.__getitem__, index)
+            yield Check(f"attention backward {name}", text, ATTENTION_DB, measured)
+
+
+def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Return the name of the attention backend that `causal_attention` would use for these tensors.
+
+    It is "cudnn", "flash" or "math", on ROCm followed by the preferred library, or the name of an
+    engine. Raises RuntimeError if no allowed backend supports the tensors.
+    """
+    engine = attention_engine(q.device, q.dtype).engine
+    if engine.module and engine.name != engines.REPEATED_HEADS:
+        return str(engine)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    if chosen == SDPBackend.ERROR:
+        raise RuntimeError(
+            f"no allowed backend takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads"
+        )
+    names = [chosen.name.lower().removesuffix("_attention")]
+    if torch.version.hip:
+        names.append(str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2])
+    if engine.name == engines.REPEATED_HEADS:
+        names = [engine.name, *names]
+    return ", ".join(names)
+
+
+def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
+    """Return (out, dQ, dK, dV) of attention in fp32, each [S, heads, D].
+
+    `q`, `d_out`: [S, group, D], the query heads that share `k` and `v`.
+    `k`, `v`: [S, D].
+
+    Computes one head at a time, because the math backend stores the scores of a head, S x S.
+    """
+    k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
+    heads: list[tuple[Tensor, ...]] = []
+    for head in range(q.shape[1]):
+        query = q[:, head].detach().float()[None, None].requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=True)
+        gradients = torch.autograd.grad(out, (query, k, v), d_out[:, head].float()[None, None])
+        heads.append(tuple(x[0, 0].detach() for x in (out, *gradients)))
+    outs, d_q, d_k, d_v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
+    return outs, d_q, d_k.sum(1, keepdim=True), d_v.sum(1, keepdim=True)

@@ -1,0 +1,92 @@
+"""Checks and results of the self-test, and the error of an op in dB."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 24  # elements compared at a time
+
+
+class Check(NamedTuple):
+    """One op at one shape, and the function that measures its error."""
+
+    op: str
+    shape: str
+    least_db: float  # minimum dB of a correct result
+    measure: Callable[[], float]  # returns dB, NaN if a value is not finite
+
+
+@dataclass
+class OpResult:
+    """Result of one op at one shape."""
+
+    op: str
+    shape: str
+    db: float = math.nan  # the smallest of its results; NaN if one is not finite
+    least: float = 0.0  # minimum dB
+    error: str = ""  # message of an exception
+
+    @property
+    def good(self) -> bool:
+        """Whether the op computed correctly."""
+        return not self.error and self.db >= self.least
+
+    def __str__(self) -> str:
+        value = "not finite" if math.isnan(self.db) else f"{self.db:.1f} dB"
+        return f"{self.op} {self.shape}: {self.error or value} (minimum {self.least:g} dB)"
+
+
+@dataclass
+class SelfTestResult:
+    """The engines that a self-test chose, and its findings."""
+
+    attention: str = ""  # attention backend
+    products: str = ""  # engine of matrix products
+    swiglu: str = ""  # engine of SwiGLU; "" for a config that has no choice
+    missing: list[str] = field(default_factory=list)  # why faster engines are not used
+    seconds: float = 0.0
+    findings: list[OpResult] = field(default_factory=list)
+
+    @property
+    def bad(self) -> list[OpResult]:
+        """The findings of ops that computed wrongly."""
+        return [finding for finding in self.findings if not finding.good]
+
+    @property
+    def worst(self) -> OpResult:
+        """The finding with the smallest margin above its minimum."""
+
+        def margin(finding: OpResult) -> float:
+            return finding.db - finding.least if finding.good else -math.inf
+
+        return min(self.findings, key=margin)
+
+
+def decibels(truth: Tensor, value: Tensor) -> float:
+    """Return the signal-to-noise ratio in dB: inf if equal, NaN if a value is not finite."""
+    signal = 0.0
+    noise = 0.0
+    truth_parts = truth.detach().flatten().split(CHUNK)
+    value_parts = value.detach().flatten().split(CHUNK)
+    for a, b in zip(truth_parts, value_parts, strict=True):
+        signal += float(a.double().square().sum())
+        noise += float((a.double() - b.double()).square().sum())
+    if not math.isfinite(noise) or not math.isfinite(signal):
+        return math.nan
+    if not noise:
+        return math.inf
+    if not signal:
+        return -math.inf
+    return 10 * math.log10(signal / noise)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether every value of `x` is finite."""
+    # aminmax returns NaN if any value is NaN, and unlike isfinite needs no memory.
+    return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))

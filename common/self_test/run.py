@@ -1,0 +1,185 @@
+"""Self-test: check that this machine computes every op of a config correctly.
+
+Ops of a block and the head's products run at the config's shapes. Cross entropy runs on one
+sequence, and the optimizer on one matrix. All run before any weight exists:
+
+    attention      forward and backward: all values finite, and one key head of the last sequence
+                   compared with SDPA's math backend in fp32
+    FP8 product    fprop, dgrad and wgrad of each linear layer: all values finite, and some rows and
+                   columns compared with fp64
+    bf16 product   the same for the head, or without FP8 for all linear layers (on a CPU in fp32)
+    SwiGLU         in the epilogues of FP8 products, if an engine computes it there: compared with
+                   the products and kernels that it replaces, including the amax
+    triton         each Triton kernel compared with its reference; in FP8 in a second step, when
+                   scales are delayed as in a run
+
+A wrong kernel rarely fails visibly. Wrong FP8 formats, splits of long sums and miscompiled loops
+give plausible numbers, or NaN hours later. Errors are measured in dB, 10 log10(signal / noise): if
+every value is half of the true one, 6 dB. Random numbers come from a separate generator.
+`preflight` runs the test on all GPUs, and so does every rank of a run before it builds the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from common import engines, known_issues
+from common.benchmarks import Rules
+from common.config import RunConfig
+from common.errors import PreflightError, RunError
+from common.gpu_kinds import KINDS
+from common.kernels.architecture import architecture
+from common.kernels.attention import attention_engine
+from common.kernels.fp8 import product_engine
+from common.kernels.swiglu import swiglu_engine
+from common.self_test.attention import attention_checks
+from common.self_test.kernel_cases import Draw, Sizes
+from common.self_test.kernels import compile_kernels_in_background, kernel_checks
+from common.self_test.products import cublaslt_choices, product_checks
+from common.self_test.results import Check, OpResult, SelfTestResult
+from common.self_test.swiglu import may_fuse_swiglu, swiglu_checks
+from common.sharding.processes import Processes
+from common.training.reports import Reports
+
+Checks = Callable[[Sizes, Draw], Iterator[Check]]
+
+
+def self_test(
+    sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
+) -> SelfTestResult:
+    """Run every check. An op that raises becomes a finding. Frees all memory at the end.
+
+    `on_op`: called with a description before each op.
+    """
+    began = time.monotonic()
+    with compile_kernels_in_background(sizes, device):
+        result = check_engines(sizes, device, on_op)
+        result.findings += run_checks(kernel_checks(sizes, Draw(device)), device, on_op)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def check_engines(
+    sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
+) -> SelfTestResult:
+    """Run the checks of attention, of products and of SwiGLU in their epilogues.
+
+    An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
+    engine and the last engine of an operation are not excluded. Their bad findings remain.
+    """
+    result = SelfTestResult()
+    draw = Draw(device)
+    attention = partial(attention_checks, result=result)
+    engine_checks: list[tuple[str, Checks, Callable[[], engines.Choice]]] = [
+        (engines.ATTENTION, attention, partial(attention_engine, device, sizes.dtype)),
+        (engines.PRODUCTS, product_checks, partial(product_engine, device, sizes.dtype)),
+    ]
+    if may_fuse_swiglu(sizes):
+        engine_checks.append((engines.SWIGLU, swiglu_checks, partial(swiglu_engine, device)))
+    for operation, checks, choice in engine_checks:
+        while True:
+            findings = run_checks(checks(sizes, draw), device, on_op)
+            bad = [finding for finding in findings if not finding.good]
+            if not bad:
+                break
+            is_rejected = engines.reject(operation, choice(), f"its self-test failed: {bad[0]}")
+            if not is_rejected:
+                break
+        result.findings += findings
+        result.missing += map(str, choice().faster)
+    result.products = str(product_engine(device, sizes.dtype).engine)
+    if may_fuse_swiglu(sizes):
+        result.swiglu = str(swiglu_engine(device).engine)
+    return result
+
+
+def run_checks(
+    checks: Iterator[Check], device: torch.device, on_op: Callable[[str], object]
+) -> list[OpResult]:
+    """Run the checks and free their memory. Raises the errors of pinned engines."""
+    findings: list[OpResult] = []
+    try:
+        for check in checks:
+            on_op(f"self-test: {check.op} {check.shape}")
+            finding = OpResult(check.op, check.shape, least=check.least_db)
+            findings.append(finding)
+            try:
+                finding.db = check.measure()
+            except RunError:
+                raise  # a pinned engine cannot be used
+            except Exception as error:  # of any class, because compilers have their own
+                finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+    return findings
+
+
+def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
+    """Run the self-test of a run, before any weight exists, and write the event `self_test`.
+
+    Raises PreflightError if an op computes wrongly, or if the ranks chose different engines.
+    """
+    sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
+    result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
+    require_sound(result, processes.device)
+    require_equal_engines(result, processes)
+    reports.events.write(
+        "self_test",
+        attention=result.attention,
+        products=result.products,
+        swiglu=result.swiglu,
+        missing=result.missing,
+        choices=cublaslt_choices(result),
+        seconds=result.seconds,
+        ops=len(result.findings),
+        worst=str(result.worst),
+    )
+
+
+def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
+    """Raise PreflightError if a rank uses other engines than rank 0."""
+    if processes.world_size == 1:
+        return
+    own = (result.attention, result.products, result.swiglu)
+    names = [own] * processes.world_size
+    torch.distributed.all_gather_object(names, own)
+    for rank in range(processes.world_size):
+        if names[rank] != names[0]:
+            reasons = "; ".join(result.missing) or "see the event self_test of each rank"
+            variables = ", ".join(engines.VARIABLES.values())
+            raise PreflightError(
+                f"ranks chose different engines: rank 0 {', '.join(filter(None, names[0]))}; "
+                f"rank {rank} {', '.join(filter(None, names[rank]))}",
+                f"the packages or GPUs of the nodes differ: {reasons}",
+                f"install the same packages on all nodes, or pin engines by {variables} in [env]",
+            )
+
+
+def require_sound(result: SelfTestResult, device: torch.device) -> None:
+    """Raise PreflightError for the first bad finding, with the versions and their known issues."""
+    if not result.bad:
+        return
+    arch = architecture(device)
+    versions = known_issues.installed()
+    kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
+    failures = [(finding.op, str(finding)) for finding in result.bad]
+    issues = known_issues.suspects(failures, kind, versions) if kind else []
+    what = f"the self-test failed: {result.bad[0]}"
+    if len(result.bad) > 1:
+        what += f" (and {len(result.bad) - 1} more)"
+    software = ", ".join(f"{name} {text}" for name, text in versions.items())
+    why = f"{arch} with {software}"
+    for issue in issues:
+        why += f"; perhaps {issue}"
+    do = "; or ".join(issue.cure for issue in issues)
+    if not issues:
+        do = "try another version of torch or ROCm, and report it with these lines"
+    raise PreflightError(what, why, do)
