@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
+from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
@@ -39,6 +40,7 @@ from submission.log_rules import (
     values_unlike,
 )
 
+EVENTS = "events.jsonl"
 # For example MI355X_1x8.toml. launch/select_config.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")
@@ -193,6 +195,35 @@ def wrong_samples(log: Log, rules: Rules) -> Violations:
         last = samples
 
 
+def unlike_events(log: Log, rules: Rules) -> Violations:
+    """Find an evaluation whose loss differs from the one in the run's events.jsonl.
+
+    A run writes the same number to both files. Finds nothing in a folder without events.jsonl, such
+    as a result set.
+    """
+    if log.folder is None:
+        return
+    try:
+        records, _ = json_lines.read(log.folder / EVENTS)
+    except OSError as error:
+        yield 0, f"{EVENTS} cannot be read: {error.strerror}"
+        return
+    losses = {
+        record["samples"]: record.get("loss")
+        for record in records
+        if record.get("event") == "eval" and type(record.get("samples")) is int
+    }
+    for event in log.all("eval_accuracy"):
+        if type(event.samples) is not int or event.samples not in losses:
+            continue
+        loss = losses[event.samples]
+        if event.value != loss:
+            yield (
+                event.line,
+                f"eval_accuracy at {event.samples} is {event.value!r}, but {loss!r} in {EVENTS}",
+            )
+
+
 def resumed(event: Event, rules: Rules) -> str:
     """Return a message about a log that has the key resumed."""
     return (
@@ -296,6 +327,7 @@ OWN_RULES = (
     Rule("order", OnAllRecords(order_test), "OWN; TR Run Results", one_cause=True),
     Rule("time", OnAllRecords(time_test), "OWN", one_cause=True),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules", one_cause=True),
+    Rule("events", unlike_events, "OWN; TR Run Results"),
     Rule(
         "resumed",
         on_records(resumed, "resumed"),

@@ -153,14 +153,17 @@ def write_evaluations(
     `counts` need not follow the rules.
     """
     log = start(path, rules_, global_batch_size)
-    losses = iter(
-        [rules_.target_loss + 0.05 * (len(counts) - number) for number in range(1, len(counts) + 1)]
-    )
+    losses = iter(losses_to_target(rules_, len(counts)))
     train_and_evaluate(
         log, counts, 25.5, lambda before, samples: None, lambda samples: next(losses)
     )
     log.run_stop(counts[-1], "success")
     return path
+
+
+def losses_to_target(rules_, evaluations: int) -> list[float]:
+    """Return the loss of each evaluation of a run that reaches the target at its last one."""
+    return [rules_.target_loss + 0.05 * left for left in range(evaluations - 1, -1, -1)]
 
 
 def train_and_evaluate(
@@ -337,7 +340,8 @@ def events(steps: int = 50, interval: int = 12288) -> list[dict]:
                 memory_gib=100.5,
             )
         )
-    lines += [evaluation_event(n, n * interval, 3.4, 8.25, 60.0) for n in (1, 2, 3, 4)]
+    for number, loss in enumerate(losses_to_target(rules.CLOSED, 4), start=1):
+        lines.append(evaluation_event(number, number * interval, loss, 8.25, 60.0))
     lines += [phase_event(name, 100.0, 200.0) for name in ("train", "eval")]
     lines.append(
         {

@@ -1,5 +1,7 @@
 """Test our own log rules on synthetic logs, without the official checker."""
 
+import json
+
 import pytest
 from log_dialects import processes, srun
 from synthetic_run import (
@@ -280,6 +282,20 @@ def test_a_wrong_event_type_is_found(tmp_path, good):
         found(tmp_path, good) == [(len(good), "event_type")]
         and found(tmp_path, good, ours=False) == []
     )
+
+
+def test_a_loss_that_differs_from_the_one_in_events_jsonl_is_found(tmp_path, good):
+    at = find(good, "eval_accuracy")
+    loss = good[at]["value"]
+    event = {"event": "eval", "samples": good[at]["metadata"]["samples_count"], "loss": loss}
+    events = tmp_path / "events.jsonl"
+    events.write_text(json.dumps(event) + "\n")
+    assert found(tmp_path, good) == []
+    good[at]["value"] = loss - 0.001
+    assert found(tmp_path, good) == [(at + 1, "events")]
+    assert found(tmp_path, good, ours=False) == []
+    events.unlink()
+    assert found(tmp_path, good) == [], "a result set has no such file"
 
 
 def test_a_resumed_log_is_said_to_be_one_and_may_begin_where_the_other_sitting_ended(tmp_path):
