@@ -27,6 +27,8 @@ from launch.plan.derive_config import (
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
 # variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
 REAL_RUN_VARIABLES = ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU")
+# Reason of an error if a GPU is needed and none is visible.
+NO_GPU = "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine"
 
 
 @dataclass(frozen=True)
@@ -184,16 +186,15 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
     """
     if gpus.devices:
         return
-    why = "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine"
     do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
     if options.device == "cuda":
-        raise PreflightError("--device cuda, but no GPU is visible", why, do)
+        raise PreflightError("--device cuda, but no GPU is visible", NO_GPU, do)
     system = environment.get("DGXSYSTEM", "")
     explicit = options.device == "cpu" or options.config is not None or system.startswith("CPU_")
     names = variables_of_real_run(environment)
     if names and not explicit and not wants_miniature(options):
         are = "is" if len(names) == 1 else "are"
-        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", why, do)
+        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
 
 
 def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
@@ -325,7 +326,7 @@ def _no_gpu_for(config: RunConfig) -> RunError:
         do += ", or force it with --device cpu"
     return PreflightError(
         f"the config is for {config.gpus_per_node} x {config.gpu}, and no GPU is visible",
-        "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine",
+        NO_GPU,
         do,
     )
 
