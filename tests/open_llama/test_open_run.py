@@ -90,7 +90,15 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     losses = evaluations(run_dir)
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
     assert '"submission_division", "value": "open"' in (run_dir / "result.txt").read_text()
-    assert (run_dir / "report.html").is_file()
+    (samples,) = (
+        record["value"]
+        for record in records(run_dir / "result.txt")
+        if record["key"] == "train_samples"
+    )
+    epochs = f"{256 / samples:.3g}"
+    assert f"the run reads {epochs} epochs" in (run_dir / "stderr.txt").read_text()
+    page = (run_dir / "report.html").read_text()
+    assert epochs in page and "epochs" in page
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
