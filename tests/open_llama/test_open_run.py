@@ -149,13 +149,14 @@ def test_a_log_of_a_benchmark_of_mlperf_passes_its_open_rules(
 
 
 def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
-    arguments = ["--data", str(folder / "data/validation"), "--sequence-length", "32"]
+    arguments = ["--data", str(folder / "data/validation")]
     done = launch(
         folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "16"
     )
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[1].rstrip(","))
     assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
+    assert "16 sequences of 32 tokens" in done.stdout and "sequence length 32" in done.stderr
     done = launch(
         folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "100000"
     )
