@@ -239,7 +239,8 @@ def load(
         do = "name one of the files under configs/"
         if near:
             do = f"did you mean {path.with_name(near[0])}?"
-        raise ConfigError(f"{path}: no such config", "the file does not exist", do) from None
+        why = f"{path.absolute()} does not exist"
+        raise ConfigError(f"{path}: no such config", why, do) from None
     except OSError as error:
         do = "name a file that this user may read, or one under configs/"
         raise ConfigError(

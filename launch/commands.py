@@ -82,7 +82,9 @@ def parser(name: str, benchmark: str) -> Parser:
         _examples(name, benchmark),
     )
     which = parser.add_mutually_exclusive_group()
-    default = "default: selected for the GPUs found" if shipped else "required"
+    default = "required; relative paths in it start at the current directory"
+    if shipped:
+        default = "default: selected for the GPUs found"
     which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
     which.add_argument(
         "--miniature",

@@ -20,10 +20,12 @@ from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
+    DATA_FILES,
     newest,
     parse_interval,
     require_possible,
     require_same,
+    require_same_data,
 )
 from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
@@ -243,11 +245,14 @@ def ensure_data(job: Job) -> None:
     """Make sure that a run has data and weights. Build those of the miniature if necessary.
 
     Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
-    if the weights are missing. For a full benchmark, the error says how to get them.
+    if the weights are missing. For a full benchmark, the error says how to get them. Raises
+    ConfigError if the data are not those of the run that --continue names.
     """
     _ensure_data_files(job)
     job.rules.require_data(job.config, job.data_dir)
     _require_weights(job)
+    if job.continues:
+        _require_data_of_checkpoint(job, job.continues)
 
 
 def _ensure_data_files(job: Job) -> None:
@@ -287,6 +292,18 @@ def _require_weights(job: Job) -> None:
         "the run starts from the weights in this folder",
         rules.missing_weights_help,
     )
+
+
+def _require_data_of_checkpoint(job: Job, run: Path) -> None:
+    """Raise ConfigError if the job's data are not those of the newest checkpoint of `run`.
+
+    A checkpoint without a record of its data is accepted with a note.
+    """
+    folder, facts = newest(run)
+    if DATA_FILES not in facts:
+        print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
+        return
+    require_same_data(folder, facts, job.data_dir, job.rules.data_files)
 
 
 def _missing_data_files(job: Job) -> list[Path]:

@@ -138,12 +138,35 @@ def document_batches(
         yield np.stack([documents[number] for number in numbers])
 
 
-def sequences_in(config: Config, rules: Rules, data_dir: Path) -> int:
-    """Return the training sequences of one epoch.
-
-    Reads only the `.idx`, so it may be called before run_start.
-    """
-    index = Index.read(data_dir / rules.train_data)
+def sequences_in(config: Config, index: Index) -> int:
+    """Return the training sequences of one epoch. `index`: that of the training data."""
     if config.one_document_per_sequence:
         return int((index.sequence_lengths >= 2).sum())
-    return whole_sequences(index.num_tokens, rules.sequence_length)
+    return whole_sequences(index.num_tokens, config.sequence_length)
+
+
+def epochs_text(config: Config, index: Index) -> str:
+    """Describe how often the run reads the training text, and which tokens it never reads.
+
+    `index`: that of the training data.
+    """
+    length = config.sequence_length
+    available = sequences_in(config, index)
+    epochs = config.steps * config.global_batch_size / max(1, available)
+    limit = "up to " if config.target_loss else ""
+    lines = [
+        f"training text: {index.num_tokens:,} tokens in {index.num_documents:,} documents,"
+        f" {available:,} sequences; the run reads {limit}{epochs:,.3g} epochs"
+    ]
+    if epochs > 1:
+        lines[0] += ": it repeats the text"
+    if config.one_document_per_sequence:
+        # A sequence also reads the token after it, as its last label.
+        cut = np.maximum(index.sequence_lengths.astype(np.int64) - length - 1, 0)
+        if documents := np.count_nonzero(cut):
+            share = cut.sum() / index.num_tokens
+            lines.append(
+                f"cut off: {cut.sum():,} tokens ({share:.1%}), which are beyond the first"
+                f" {length + 1:,} of {documents:,} documents"
+            )
+    return "\n".join(lines)

@@ -14,7 +14,7 @@ from common.command_line import Parser, count, imported, program
 
 def parser(benchmark: str = "open_llama") -> Parser:
     """Return the parser of `eval`."""
-    example = "open_llama eval RUN/model --data data/docs/validation --sequence-length 256"
+    example = "open_llama eval RUN/model --data data/docs/validation"
     parser = Parser(f"{benchmark} eval", __doc__, [example])
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of a Hugging Face checkpoint"
@@ -32,9 +32,9 @@ def parser(benchmark: str = "open_llama") -> Parser:
     parser.add_argument(
         "--sequence-length",
         type=count,
-        default=1024,
         metavar="N",
-        help="tokens per sequence (default: 1024)",
+        help="tokens per sequence (default: that of the run beside the model or adapter; elsewhere "
+        "1024, or the model's context if that is smaller)",
     )
     parser.add_argument(
         "--sequences",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from common import config as configs
 from common.data.indexed_dataset_header import require_validation, stored_sequences
+from common.data.preparation import say
 from common.errors import ConfigError, PreflightError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_names import CONFIG
+from common.model.checkpoint_reader import read_json
 from common.model.families import family_of
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
@@ -21,9 +26,12 @@ from common.model.peft_adapter import OUTPUT, SPLIT
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
+from open_llama.base_config import CONTEXT
 from open_llama.data import spread_windows
+from open_llama.rules import Config
 
 MICRO_BATCH_TOKENS = 8192
+DEFAULT_LENGTH = 1024  # tokens per sequence
 
 
 def require_model(folder: Path) -> None:
@@ -31,6 +39,27 @@ def require_model(folder: Path) -> None:
     if not folder.is_dir():
         why = "a model is a folder with config.json and safetensors files"
         raise ConfigError(f"{folder}: no such folder", why, "name the folder model/ of a run")
+
+
+def default_length(model: Path, adapter: Path | None = None) -> int:
+    """Return the tokens per sequence to evaluate with, and print where the number comes from.
+
+    An adapter, or else a model, in the directory of a run has the sequence length of that run.
+    Others have DEFAULT_LENGTH, or the context in config.json if that is smaller. Raises
+    WeightsError if config.json cannot be read.
+    """
+    path = (adapter or model).absolute().parent / "config.toml"
+    length = DEFAULT_LENGTH
+    origin = f"the default, since {path} names none"
+    context = read_json(model / CONFIG).get(CONTEXT)
+    if type(context) is int and 0 < context < length:
+        length = context
+        origin = f"the model's context ({CONTEXT} in {model / CONFIG})"
+    with contextlib.suppress(ConfigError):  # no run of open_llama
+        length = configs.load(path, Config).sequence_length
+        origin = f"that of the run ({path})"
+    say(f"sequence length {length}: {origin}")
+    return length
 
 
 def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:
@@ -77,8 +106,9 @@ def measure(options: argparse.Namespace) -> None:
     if device_name == "cuda" and not torch.cuda.is_available():
         why = "no driver answers, *_VISIBLE_DEVICES hides all GPUs, or torch is built for the CPU"
         raise PreflightError("--device cuda, but torch sees no GPU", why, "leave out --device")
+    require_model(options.model)
+    length = options.sequence_length or default_length(options.model, options.adapter)
     processes = start_processes(device_name, 600.0)
-    length = options.sequence_length
     with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):
         model = load_model(options.model, length, processes.device)
         if options.adapter:

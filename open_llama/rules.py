@@ -2,7 +2,7 @@
 
 The file says what is trained and how (open_llama/examples). It can leave out the machine: with
 `gpu = "any"`, the default, the launcher fits the config to the machine it runs on. Relative paths
-start at the root of the repository. Standard library only.
+start at the current directory, or else at the root of the repository. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ class Config(RunConfig):
     micro_batch_size: int = 1
     eval_micro_batch_size: int = 1
 
-    model: str  # name (common/model/families.py), config.json, or the folder that holds it
-    weights: str = ""  # folder with safetensors files of Hugging Face; "": random weights
+    # name (common/model/families.py), config.json, or the folder that holds it; a relative path
+    # starts at the current directory, or else at the root of the repository
+    model: str
+    # folder with safetensors files of Hugging Face, absolute or relative like `model`; "": random
+    # weights
+    weights: str = ""
     init_std: float = 0.02  # standard deviation of random weights
 
     # Token files that `prepare text` writes, under DATADIR.
@@ -79,6 +83,12 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # In the copy of the config in the run's directory, the paths must not depend on the
+        # directory from which a command reads it.
+        if self.model.lower() not in FAMILIES:
+            object.__setattr__(self, "model", from_current_directory(self.model))
+        if self.weights:
+            object.__setattr__(self, "weights", from_current_directory(self.weights))
         for key in ("sequence_length", "eval_samples", "eval_interval_samples"):
             self.require(
                 getattr(self, key) >= 1, key, "it must be at least 1", "set a larger number"
@@ -256,6 +266,19 @@ def model_family(name: str) -> Family:
     return family_of(name if name.lower() in FAMILIES else str(in_repository(name)))
 
 
+def from_current_directory(path: str) -> str:
+    """Return `path` as an absolute path from the current directory.
+
+    A path that exists in the repository, but not in the current directory, stays relative: the
+    examples name models in this way, and their configs are equal on all machines.
+    """
+    absolute = Path(path).absolute()
+    in_root = in_repository(path)
+    if in_root.exists() and (not absolute.exists() or absolute.samefile(in_root)):
+        return path
+    return str(absolute)
+
+
 def in_repository(path: str) -> Path:
-    """Return `path`, from the root of the repository if it is relative."""
+    """Return the path in a key of a config. A relative one starts at the repository's root."""
     return ROOT / path

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.data.indexed_dataset import Index
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
 from common.model import saved_model
@@ -45,7 +46,7 @@ from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from open_llama.base_config import copy_generation_config, kept_entries
-from open_llama.data import sequences_in, training_batches, validation_pairs
+from open_llama.data import epochs_text, sequences_in, training_batches, validation_pairs
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
@@ -118,7 +119,9 @@ def run_rank(run: Run, reports: Reports) -> None:
     rules = rules_of(config)
     saved_model.require_absent(run.run_dir)
     processes = timed_run.start(run, reports, high_priority_compute(config))
-    timed_run.log_submission(run, reports.log, rules, sequences_in(config, rules, run.data_dir))
+    index = Index.read(run.data_dir / rules.train_data)
+    timed_run.log_submission(run, reports.log, rules, sequences_in(config, index))
+    reports.progress.show(epochs_text(config, index))
     # For dropout and stochastic rounding, which must differ between the ranks.
     torch.manual_seed(run.seed + processes.rank)
     with attention_backends(processes.device.type, DTYPES[config.precision]):

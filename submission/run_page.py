@@ -56,6 +56,7 @@ MEDIANS = {
 FORMS = {
     "minutes": ",.2f",
     "samples": ",.0f",
+    "epochs": ",.3g",
     "last evaluation": ".4f",
     "init, s": ",.0f",
     "train, s": ",.0f",
@@ -188,6 +189,9 @@ def figures_of(run: Run) -> dict[str, float | None]:
     evaluated = points(evaluations(run), "samples", "loss")
     if evaluated:
         figures["samples"], figures["last evaluation"] = evaluated[-1]
+        samples_per_epoch = run.log.value("train_samples")
+        if finite(samples_per_epoch) and samples_per_epoch > 0:
+            figures["epochs"] = evaluated[-1][0] / samples_per_epoch
     for key, name in MEDIANS.items():
         values = [value for _, value in of_steps(run, key)]
         if values:

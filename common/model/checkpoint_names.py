@@ -9,7 +9,7 @@
     blocks.N.gate_up.weight           model.layers.N.mlp.gate_proj.weight, .up_proj.weight
     blocks.N.down.weight              model.layers.N.mlp.down_proj.weight
     head.norm.weight                  model.norm.weight
-    head.output.weight                lm_head.weight, absent if tied to the embedding
+    head.output.weight                lm_head.weight; absent, or equal, if tied to the embedding
     blocks.N.rotation.q_norm.weight   model.layers.N.self_attn.q_norm.weight, only with these norms
     blocks.N.rotation.k_norm.weight   model.layers.N.self_attn.k_norm.weight, only with these norms
 
@@ -35,6 +35,8 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 FUSED = "fused"
 ORDINARY = "ordinary"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_HEAD = "lm_head.weight"
 
 
 class Part(NamedTuple):
@@ -71,7 +73,7 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
         block["rotation.q_norm"] = [Part("self_attn.q_norm", (shape.head_dim,))]
         block["rotation.k_norm"] = [Part("self_attn.k_norm", (shape.head_dim,))]
     table = (shape.vocab_size, hidden)
-    parameters = {"embedding.weight": [Part("model.embed_tokens.weight", table)]}
+    parameters = {"embedding.weight": [Part(EMBEDDING, table)]}
     for layer in range(shape.num_layers):
         for name, parts in block.items():
             parameters[f"blocks.{layer}.{name}.weight"] = [
@@ -79,7 +81,7 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
             ]
     parameters["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
     if not shape.tied_embedding:
-        parameters["head.output.weight"] = [Part("lm_head.weight", table)]
+        parameters["head.output.weight"] = [Part(OUTPUT_HEAD, table)]
     return parameters
 
 

@@ -28,9 +28,11 @@ from common.data.manifest import Manifest, sha256_of
 from common.errors import WeightsError, listed
 from common.model.checkpoint_names import (
     CONFIG,
+    EMBEDDING,
     FUSED,
     INDEX,
     ORDINARY,
+    OUTPUT_HEAD,
     config_of,
     rope_scaling_of,
     tensor_shapes,
@@ -46,6 +48,7 @@ STORED_DTYPES = {  # name in safetensors -> dtype of torch
 }
 # Tensors of old files that are not read, because they follow from rope_theta.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+COMPARED_BYTES = 1 << 24  # read at a time
 FETCH_AGAIN = "fetch the checkpoint again"
 CHECK_MODEL = "check that it is the right model, without biases and adapters"
 
@@ -72,20 +75,31 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
-    """Check the checkpoint in `folder` against `shape`, without reading its data.
+    """Check the checkpoint in `folder` against `shape`, without reading its weights.
 
     Checks headers and file sizes, that no tensor of the index is missing, and the layout, names,
     shapes and dtypes of all tensors. Also checks config.json if there is one, because the shapes do
     not show the head counts, the norms' epsilon, and the base and scaling of the rotation. Takes a
     fraction of a second.
 
+    If the model's output head is tied to the embedding, a stored head must be equal to the
+    embedding, bit for bit. Both are then read, and the head is left out of the result.
+
     Raises WeightsError.
     """
     tensors, files = read_tensors(folder)
     fused = any(name.endswith(".self_attn.qkv_proj.weight") for name in tensors)
     layout = FUSED if fused else ORDINARY
+    stored_head = tensors.pop(OUTPUT_HEAD, None) if shape.tied_embedding else None
     _check_tensors(folder, tensors, tensor_shapes(shape, layout), layout)
     _check_config(folder / CONFIG, shape)
+    if stored_head and not _equal(stored_head, tensors[EMBEDDING]):
+        refuse(
+            f"{stored_head.file}: {OUTPUT_HEAD} differs from {EMBEDDING}",
+            "in this model the output head is tied to the embedding, so they must be equal",
+            f"set tie_word_embeddings to false in {CONFIG} if the head was trained separately, "
+            f"or {FETCH_AGAIN}",
+        )
     return Checkpoint(folder, layout, tensors, files)
 
 
@@ -158,6 +172,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         shape = tuple(entry["shape"])
         tensors[name] = StoredTensor(path, entry["dtype"], shape, offset, end - begin)
     return tensors
+
+
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with first.file.open("rb") as one, second.file.open("rb") as other:
+        one.seek(first.offset)
+        other.seek(second.offset)
+        for done in range(0, first.bytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, first.bytes - done)
+            if one.read(size) != other.read(size):
+                return False
+    return True
 
 
 def _check_tensors(

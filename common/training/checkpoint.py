@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,16 +50,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from common.benchmarks import rules_of
 from common.errors import RunError, StorageError, write_whole
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
+    DATA_FILES,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
     damaged,
+    data_record,
     newest,
     parse_interval,
     require_possible,
@@ -124,6 +128,13 @@ class Checkpoints:
             "seed": self.run.seed,
             "config": asdict(self.run.config),
         }
+
+    @cached_property
+    def data(self) -> dict[str, list]:
+        """The record of the data files. It reads them, so a timed run needs it after run_start."""
+        return data_record(
+            self.run.data_dir, rules_of(self.run.benchmark, self.run.config).data_files
+        )
 
     # State to save.
 
@@ -226,6 +237,7 @@ class Checkpoints:
             "step": step,
             "samples": samples,
             "ranks": self.processes.world_size,
+            DATA_FILES: self.data,
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges

@@ -9,13 +9,15 @@ Standard library only: the launcher checks before it starts any process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError, WeightsError, listed
 
 CHECKPOINTS_FOLDER = "checkpoints"
 FACTS = "facts.json"
@@ -29,6 +31,8 @@ FACT_TYPES = {  # the required keys of facts.json
     "ranks": int,
     "digest": str,
 }
+DATA_FILES = "data_files"  # the key of the record of the data, which older checkpoints lack
+HASHED_BYTES = 1 << 20  # of each data file
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
 MAY_DIFFER = {
@@ -115,6 +119,8 @@ def _defect(folder: Path, facts: object) -> str:
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
+    if type(facts.get(DATA_FILES, {})) is not dict:
+        wrong.append(DATA_FILES)
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
     step = facts["step"]
@@ -157,4 +163,32 @@ def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: R
             f"{folder} cannot be continued: {'; '.join(differences)}",
             "these keys decide what is trained or the order of the data",
             "undo the change, or start a run without --continue",
+        )
+
+
+def data_record(data_dir: Path, files: Iterable[str]) -> dict[str, list]:
+    """Return name -> [size in bytes, SHA-256 of the first MiB] of each of `files` that exists.
+
+    Hashing whole files would take minutes. Another text or tokenizer changes the first MiB, another
+    number of documents the size.
+    """
+    record = {}
+    for name in files:
+        path = data_dir / name
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+            record[name] = [path.stat().st_size, digest]
+    return record
+
+
+def require_same_data(folder: Path, facts: dict, data_dir: Path, files: Iterable[str]) -> None:
+    """Raise ConfigError if the data files differ from those that the checkpoint records."""
+    now = data_record(data_dir, files)
+    changed = [name for name, before in facts[DATA_FILES].items() if now.get(name) != before]
+    if changed:
+        raise ConfigError(
+            f"{folder} cannot be continued with the data in {data_dir}",
+            f"{listed(changed)} changed, so samples, their order or evaluations would differ",
+            "set DATADIR to the data of that run, or start a run without --continue",
         )

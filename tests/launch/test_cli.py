@@ -172,7 +172,7 @@ def test_the_help_of_open_llama_names_its_commands_and_only_options_that_apply()
         "tune",
     ]:
         assert f" {name}," in text or f" {name}." in text
-    assert "config file (required)" in " ".join(text.split())
+    assert "config file (required; relative paths" in " ".join(text.split())
     assert "--miniature" not in text and "--save" not in text
     assert "--miniature" in cli.parser_of("run", "llama31_8b").format_help()
     assert "--config FILE" in cli.parser_of("plan", "open_llama").format_help()

@@ -5,16 +5,17 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from jobs import job_of
 
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
-from common.training.continuation import CHECKPOINTS_FOLDER, FACTS
+from common.training.continuation import CHECKPOINTS_FOLDER, DATA_FILES, FACTS, data_record
 from launch import series
-from launch.job import AUTO, job_from, trainer_command
+from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
 
 pytestmark = pytest.mark.quick
@@ -132,6 +133,65 @@ def test_the_command_line(before):
         and len(done.stderr.splitlines()) == 3
         and f"{ROOT}/nowhere" in done.stderr
     )
+
+
+# The data
+
+OPEN = ROOT / "open_llama/examples/pretrain_1b.toml"  # sequences of 2,048 tokens
+LLAMA31_8B = ROOT / "configs/llama31_8b/H200_1x1.toml"
+DATA = {
+    OPEN: {"train": [4097], "validation": [128 * 2048 + 1]},
+    LLAMA31_8B: {
+        "c4-train.en_6_text_document": [8193],
+        "c4-validation-91205-samples.en_text_document": [1024 * 8192 + 1],
+    },
+}
+
+
+def continuing(path: Path, folder: Path, before: Path):
+    """Return a job with data in `folder` that continues the run `before`."""
+    benchmark = "open_llama" if path == OPEN else "llama31_8b"
+    return replace(job_of(benchmark, path, folder, data=DATA[path]), continues=before)
+
+
+@pytest.mark.parametrize("path", [OPEN, LLAMA31_8B], ids=["open_llama", "llama31_8b"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_other_data_are_refused(before, tmp_path, path, split):
+    job = continuing(path, tmp_path, before)
+    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    record = {DATA_FILES: data_record(job.data_dir, job.rules.data_files)}
+    assert len(record[DATA_FILES]) == 4
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
+    ensure_data(job)
+    ensure_data(replace(job, data_dir=job.data_dir.rename(tmp_path / "moved")))
+    job = replace(job, data_dir=tmp_path / "moved")
+    (changed,) = (name for name in job.rules.data_files if split in name and name.endswith(".bin"))
+    with (job.data_dir / changed).open("r+b") as file:  # of the same size
+        file.write(b"\x01\x00")
+    with pytest.raises(ConfigError) as caught:
+        ensure_data(job)
+    assert "step_00000012" in caught.value.what and str(job.data_dir) in caught.value.what
+    assert changed in caught.value.why and "DATADIR" in caught.value.do
+    with (job.data_dir / changed).open("r+b") as file:
+        file.write(b"\x00\x00")
+    ensure_data(job)
+    with (job.data_dir / changed).open("ab") as file:  # with the same beginning
+        file.write(bytes(2))
+    with pytest.raises(ConfigError, match="cannot be continued"):
+        ensure_data(job)
+
+
+def test_a_checkpoint_without_a_record_of_its_data_continues_with_a_note(before, tmp_path, capsys):
+    ensure_data(continuing(OPEN, tmp_path, before))
+    assert "not compared" in capsys.readouterr().err
+
+
+def test_a_damaged_record_of_the_data_is_refused(before, tmp_path):
+    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {DATA_FILES: []}))
+    with pytest.raises(WeightsError) as caught:
+        ensure_data(continuing(OPEN, tmp_path, before))
+    assert DATA_FILES in caught.value.why
 
 
 # --continue auto

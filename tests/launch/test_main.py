@@ -364,6 +364,7 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
         rules=rules,
         config=config,
         environment={},
+        continues=None,
     )
     builds = []
 
@@ -403,6 +404,7 @@ def test_damaged_files_in_datadir_are_an_error(tmp_path, monkeypatch):
         ),
         config=argparse.Namespace(miniature=True),
         environment={"DATADIR": str(tmp_path)},
+        continues=None,
     )
     monkeypatch.setattr(job.subprocess, "run", lambda *_, **__: pytest.fail("DATADIR is written"))
     ensure_data(asked)

@@ -16,7 +16,7 @@ from tiny import LORA, lora_config
 
 from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
-from common.model import checkpoint_loader, checkpoint_names
+from common.model import checkpoint_loader, checkpoint_names, checkpoint_reader
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import rope_scaling_of, tensor_shapes
 from common.model.checkpoint_reader import open_checkpoint
@@ -124,6 +124,39 @@ def test_the_scaling_of_the_rotation_must_be_that_of_the_checkpoint(tmp_path, sc
     for other in {None, RopeScaling(), RopeScaling(factor=32.0)} - {scaling}:
         with pytest.raises(WeightsError, match="rope_scaling"):
             open_checkpoint(tmp_path, replace(SHAPE, rope_scaling=other))
+
+
+TIED = replace(SHAPE, tied_embedding=True)
+
+
+def with_a_head(folder: Path, head: torch.Tensor | None = None) -> torch.Tensor:
+    """Write a tied checkpoint that also stores `head`, by default the embedding.
+
+    Return the embedding.
+    """
+    model = fused_llama(TIED, 16)
+    init_weights(model, TIED.num_layers, 5, 0.5, copy_weight)
+    write_checkpoint(model, folder)
+    embedding = values(model)["embedding.weight"]
+    stored = embedding.clone() if head is None else head
+    save_file({"lm_head.weight": stored}, folder / "head.safetensors")
+    return embedding
+
+
+@pytest.mark.parametrize("compared_bytes", [1000, 1 << 24])
+def test_a_tied_checkpoint_may_store_its_head_again(tmp_path, monkeypatch, compared_bytes):
+    monkeypatch.setattr(checkpoint_reader, "COMPARED_BYTES", compared_bytes)
+    embedding = with_a_head(tmp_path)
+    model = fused_llama(TIED, 16)
+    load_base(model, tmp_path)
+    assert torch.equal(values(model)["embedding.weight"], embedding)
+    embedding = embedding.clone()
+    embedding[-1, -1] += 1
+    for head in (embedding, embedding.bfloat16(), embedding[:-1].clone()):
+        with_a_head(tmp_path, head)
+        with pytest.raises(WeightsError, match=r"lm_head\.weight differs") as caught:
+            load_base(model, tmp_path)
+        assert "tied" in caught.value.why and "tie_word_embeddings" in caught.value.do
 
 
 # ---- sharded

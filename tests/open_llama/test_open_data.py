@@ -1,11 +1,15 @@
-"""The sequences of an evaluation, spread over the validation file."""
+"""The sequences of an evaluation, spread over the validation file, and epochs of a run."""
 
 import numpy as np
 import pytest
 
+from common import config as configs
+from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import DataError
-from open_llama.data import spread, spread_windows
+from common.paths import ROOT
+from open_llama.data import epochs_text, sequences_in, spread, spread_windows
+from open_llama.rules import Config
 
 VOCAB_SIZE = 100
 
@@ -46,3 +50,36 @@ def test_the_numbers_differ_and_exist(count, available):
     assert len(set(numbers)) == count
     assert min(numbers) >= 0
     assert max(numbers) < available
+
+
+def config_of(**changes: str) -> Config:
+    """Return a config of 320 sequences of 16 tokens."""
+    few = {
+        "sequence_length": "16",
+        "global_batch_size": "8",
+        "max_samples": "320",
+        "opt_learning_rate_warmup_steps": "2",
+    }
+    return configs.load(ROOT / "open_llama/examples/python_docs_10m.toml", Config, few | changes)
+
+
+def test_a_run_says_how_often_it_reads_the_text(prefix):
+    index = Index.read(prefix)
+    text = epochs_text(config_of(), index)
+    # 1,600 tokens are 99 whole sequences, whose last labels need one more token.
+    assert sequences_in(config_of(), index) == 99
+    for words in ("1,600 tokens", "11 documents", "99 sequences", "3.23 epochs", "repeats"):
+        assert words in text
+    assert "cut off" not in text
+    once = epochs_text(config_of(max_samples="40", target_loss="3.0"), index)
+    assert "up to 0.404 epochs" in once and "repeats" not in once
+
+
+def test_a_run_says_what_it_cuts_off_documents(prefix):
+    documents = {"one_document_per_sequence": "true"}
+    text = epochs_text(config_of(**documents, sequence_length="99"), Index.read(prefix))
+    assert "11 sequences" in text and "29.1 epochs" in text
+    assert "700 tokens (43.8%)" in text and "100 of 1 documents" in text
+    assert "cut off" not in epochs_text(
+        config_of(**documents, sequence_length="799"), Index.read(prefix)
+    )

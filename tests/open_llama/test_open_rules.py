@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,40 @@ def test_a_model_is_a_name_a_file_or_its_folder():
     assert rules_of(config_of(model="Qwen3-8B")).shape.qk_norm
     with pytest.raises(ConfigError):
         rules_of(config_of(model="no_such_model"))
+
+
+def test_relative_paths_start_at_the_current_directory(tmp_path, monkeypatch):
+    in_repository = "open_llama/models/llama-10m.json"
+    table = json.loads((ROOT / in_repository).read_text())
+    (tmp_path / "shape.json").write_text(json.dumps(table | {"num_hidden_layers": 3}))
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = config_of(model="shape.json", weights="base")
+    assert config.weights == str(tmp_path / "base")
+    (tmp_path / "config.toml").write_text(config.as_toml())
+    monkeypatch.chdir("/")
+    again = configs.load(tmp_path / "config.toml", Config)
+    assert again == config and rules_of(again).shape.num_layers == 3
+    monkeypatch.chdir(tmp_path)
+    for name in ("nowhere.json", "a/nowhere"):
+        with pytest.raises(ConfigError, match=str(tmp_path / name)):
+            rules_of(config_of(model=name))
+    # A file of the repository is found from everywhere, and one of the user's goes first.
+    assert config_of(model=in_repository).model == in_repository
+    assert rules_of(config_of(model=in_repository)).shape.num_layers > 3
+    (tmp_path / in_repository).parent.mkdir(parents=True)
+    (tmp_path / "shape.json").rename(in_repository)
+    assert rules_of(config_of(model=in_repository)).shape.num_layers == 3
+    monkeypatch.chdir(ROOT)
+    assert config_of(model=in_repository).model == in_repository
+    assert config_of(model="Llama3.2-1B").model == "Llama3.2-1B"
+
+
+def test_a_config_that_does_not_exist_is_named_by_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        configs.load(Path("my.toml"), Config)
+    assert str(tmp_path / "my.toml") in caught.value.why
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ gradient_clip_norm = 1.0
 HIDDEN = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -52,6 +53,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "LOGDIR": str(folder / "results"),
         "SEED": "4711",
     }
+    environment |= changes
     command = [str(ROOT / "run_and_time.sh"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -88,7 +90,15 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     losses = evaluations(run_dir)
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
     assert '"submission_division", "value": "open"' in (run_dir / "result.txt").read_text()
-    assert (run_dir / "report.html").is_file()
+    (samples,) = (
+        record["value"]
+        for record in records(run_dir / "result.txt")
+        if record["key"] == "train_samples"
+    )
+    epochs = f"{256 / samples:.3g}"
+    assert f"the run reads {epochs} epochs" in (run_dir / "stderr.txt").read_text()
+    page = (run_dir / "report.html").read_text()
+    assert epochs in page and "epochs" in page
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
@@ -139,13 +149,14 @@ def test_a_log_of_a_benchmark_of_mlperf_passes_its_open_rules(
 
 
 def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
-    arguments = ["--data", str(folder / "data/validation"), "--sequence-length", "32"]
+    arguments = ["--data", str(folder / "data/validation")]
     done = launch(
         folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "16"
     )
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[1].rstrip(","))
     assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
+    assert "16 sequences of 32 tokens" in done.stdout and "sequence length 32" in done.stderr
     done = launch(
         folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "100000"
     )
@@ -159,6 +170,28 @@ def test_generate_continues_a_prompt_with_the_saved_model(run_dir, folder):
     done = launch(folder, "open_llama", "generate", str(run_dir / "model"), *arguments)
     assert done.returncode == 0, done.stderr
     assert "def load(" in done.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize("run", ["named", "auto"])
+def test_a_run_is_not_continued_with_other_data(run, run_dir, folder, tmp_path):
+    shutil.copytree(folder / "data", tmp_path / "data")
+    (tmp_path / "data/train.bin").open("ab").write(bytes(2))
+    logs = tmp_path / "results"
+    shutil.copytree(run_dir, logs / "open_llama" / run_dir.name)
+    (logs / "open_llama" / run_dir.name / "result.txt").unlink()  # it did not finish
+    config = ["--config", str(folder / "my_run.toml"), "--set", "gpus_per_node=2"]
+    named = str(run_dir) if run == "named" else "auto"
+    done = launch(
+        folder,
+        "open_llama",
+        *config,
+        *("--checkpoint", "1", "--continue", named),
+        DATADIR=str(tmp_path / "data"),
+        LOGDIR=str(logs),
+    )
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert "train.bin" in done.stderr and "DATADIR" in done.stderr.splitlines()[-1]
+    assert len(list((logs / "open_llama").glob("*/"))) == 1, "no run was started"
 
 
 def test_a_checkpoint_becomes_weights_that_transformers_loads(run_dir, folder):

@@ -20,7 +20,7 @@ from common.model.shapes import ModelShape
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama import merge
 from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
-from open_llama.evaluation import add_adapter, load_model
+from open_llama.evaluation import add_adapter, default_length, load_model
 from open_llama.rules import Config, rules_of
 from open_llama.train import assemble
 
@@ -80,6 +80,20 @@ def test_a_saved_model_keeps_context_and_token_ids_of_its_base(folder, tmp_path,
     assert kept_entries(config_of(folder, sequence_length=8192))[CONTEXT] == 8192
     path.unlink()
     assert kept_entries(config_of("llama3.2-1b", weights=str(folder))) == {}
+
+
+def test_eval_takes_the_sequence_length_of_the_run(folder, tmp_path, capsys):
+    for context, length in ((LENGTH, LENGTH), (4096, 1024)):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {CONTEXT: context}))
+        assert default_length(folder) == length
+        assert str(length) in capsys.readouterr().err
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(config_of(folder, sequence_length=48).as_toml())
+    assert default_length(folder, run / "adapter") == 48
+    assert default_length(folder.rename(run / "model")) == 48
+    assert f"48: that of the run ({run / 'config.toml'})" in capsys.readouterr().err
 
 
 def loss_of(model, processes) -> float:

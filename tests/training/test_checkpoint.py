@@ -22,9 +22,11 @@ from common.training import checkpoint, continuation, loop
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
+    DATA_FILES,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
+    data_record,
     newest,
     parse_interval,
     require_possible,
@@ -34,6 +36,7 @@ from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
 from common.training.reports import Reports
 from common.training.run import Run
+from llama31_8b.rules import MINIATURE
 from llama31_8b.train import assemble
 from submission.check import examine
 
@@ -575,6 +578,12 @@ def test_the_newest_checkpoint_is_loaded(copied):
     folder, _ = newest(copied)
     shutil.copytree(folder, folder.with_name("step_00000005"))
     assert newest(copied)[0] == folder
+
+
+def test_a_checkpoint_records_the_data_of_the_run(shared):
+    names = MINIATURE.data_files
+    assert newest(shared[0] / "run")[1][DATA_FILES] == data_record(shared[0] / "data", names)
+    assert len(data_record(shared[0] / "data", names)) == 4
 
 
 def test_checkpoints_on_two_nodes_are_refused():
