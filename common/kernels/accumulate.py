@@ -44,6 +44,11 @@ def _accumulate_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Add BLOCK elements of part, or of its mean with OTHERS tensors, to total. One program each.
+
+    `others_ptr`: [OTHERS, size], or None if OTHERS is 0.
+    FIRST: total is overwritten instead of added to.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     value = tl.load(part_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -108,10 +113,19 @@ def _add_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Add COLUMNS columns of the gradients of one token id to total.
+
+    One program per sorted token and block of columns. Only that of an id's first token adds.
+
+    `total_ptr`: fp32 [end - first, size], the rows of token ids `first` to `end` - 1.
+    `ids_ptr`: int64 [tokens], sorted.
+    `order_ptr`: int64 [tokens], the row of `rows_ptr` of each sorted token.
+    `rows_ptr`: [tokens, size].
+    """
     place = tl.program_id(0)
     token = tl.load(ids_ptr + place)
     before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
-    # `ids` are sorted. The program of the first of several equal ids adds up the rows of all.
+    # The program of the first of several equal ids adds up the rows of all.
     if (token != before) & (token >= first) & (token < end):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < size

@@ -109,6 +109,11 @@ def _adamw_kernel(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Update BLOCK weights and their two moments, unless `skip` is set. One program per block.
+
+    `rounded_ptr`: copy of the weights in another dtype, or None.
+    `corrections_ptr`: fp32 [2], the factors of the learning rate and of sqrt(v).
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # 4 weights per thread are 16 bytes of fp32. The compiler would choose 8, for 16 bytes of bf16,
     # which needs 3 exchanges through shared memory and 11 barriers.

@@ -234,12 +234,9 @@ def _down_kernel(
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
     t = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for first in tl.range(
-        part * columns_per_part,
-        tl.minimum((part + 1) * columns_per_part, num_columns),
-        COLUMNS,
-        num_stages=STAGES,
-    ):
+    start = part * columns_per_part
+    end = tl.minimum((part + 1) * columns_per_part, num_columns)
+    for first in tl.range(start, end, COLUMNS, num_stages=STAGES):
         n, _ = input_tile(
             x_ptr,
             rstd_ptr,
@@ -295,24 +292,19 @@ def _up_backward_kernel(
     b_mask = (column < num_columns)[:, None] & (rank < RANK)[None, :]
     b = tl.load(b_ptr + column[:, None] * RANK + rank[None, :], mask=b_mask, other=0.0)
     d_b = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)  # transposed: its rows are stored whole
-    for first in tl.range(
-        part * rows_per_part,
-        tl.minimum((part + 1) * rows_per_part, num_rows),
-        ROWS,
-        num_stages=STAGES,
-    ):
+    start = part * rows_per_part
+    end = tl.minimum((part + 1) * rows_per_part, num_rows)
+    for first in tl.range(start, end, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        thin = (row < num_rows)[:, None] & (rank < RANK)[None, :]
+        t_mask = (row < num_rows)[:, None] & (rank < RANK)[None, :]
         g = tl.load(g_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
-        t = tl.load(t_ptr + row[:, None] * RANK + rank[None, :], mask=thin, other=0.0)
+        t = tl.load(t_ptr + row[:, None] * RANK + rank[None, :], mask=t_mask, other=0.0)
         d_b = tl.dot(tl.trans(t), g, d_b, input_precision="ieee")
         p = tl.dot(g, b, input_precision="ieee") * p_factor
-        tl.store(
-            p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :],
-            p,
-            mask=thin,
-        )
+        p_row = tl.program_id(0) * num_rows + row
+        p_ptrs = p_partial_ptr + p_row[:, None] * RANK + rank[None, :]
+        tl.store(p_ptrs, p, mask=t_mask)
         if quantized_ptr is not None:
             store_quantized(
                 g.to(tl.float32),
@@ -362,12 +354,9 @@ def _down_backward_kernel(
     a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
     a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
     d_a = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)
-    for first in tl.range(
-        part * rows_per_part,
-        tl.minimum((part + 1) * rows_per_part, num_rows),
-        ROWS,
-        num_stages=STAGES,
-    ):
+    start = part * rows_per_part
+    end = tl.minimum((part + 1) * rows_per_part, num_rows)
+    for first in tl.range(start, end, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         p = tl.load(
             p_ptr + row[:, None] * RANK + rank[None, :],

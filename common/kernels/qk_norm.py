@@ -27,9 +27,14 @@ from common.kernels.quantize import (
     quantize_reference,
     quantize_with,
     state_and_largest,
-    store_quantized,
 )
-from common.kernels.rope import rope_reference
+from common.kernels.rope import (
+    assert_contiguous_heads,
+    load_halves,
+    rope_reference,
+    rotate_back,
+    store_halves,
+)
 
 # Gradients of the rotated queries [batch, sequence, heads, head_dim], and of the rotated keys and
 # the values, each [batch, sequence, kv_heads, head_dim].
@@ -117,6 +122,40 @@ def qk_norm_rope_backward_reference(
 
 
 @triton.jit
+def _head_rstd(first, second, EPS: tl.constexpr, HALF: tl.constexpr):
+    """Return rstd of one head of R rows, fp32 [R, 1].
+
+    `first`, `second`: the halves of x, fp32 [R, HALF].
+    """
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    return tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
+
+
+@triton.jit
+def _load_x_hat(x_ptr, mask, EPS: tl.constexpr, HALF: tl.constexpr):
+    """Load one head of R rows and return (first and second half of x_hat, rstd), all fp32.
+
+    `x_ptr`: [R, HALF], pointers to the first half.
+
+    The halves are [R, HALF], rstd is [R, 1].
+    """
+    first, second = load_halves(x_ptr, mask, HALF)
+    rstd = _head_rstd(first, second, EPS, HALF)
+    return first * rstd, second * rstd, rstd
+
+
+@triton.jit
+def _head_norm_gradient(g_first, g_second, x_hat_first, x_hat_second, rstd, HALF: tl.constexpr):
+    """Return both halves of rstd * (g - x_hat * mean(g * x_hat)), the gradient of one head.
+
+    Both halves of g, x_hat and the result are fp32 [R, HALF]. rstd is fp32 [R, 1].
+    """
+    products = tl.sum(g_first * x_hat_first, 1) + tl.sum(g_second * x_hat_second, 1)
+    mean = (products / (2 * HALF))[:, None]
+    return rstd * (g_first - x_hat_first * mean), rstd * (g_second - x_hat_second * mean)
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
     before_ptr,
@@ -154,9 +193,7 @@ def _qk_norm_rope_kernel(
         tl.store(kept_ptr + HALF, second, mask=mask)
     first = first.to(tl.float32)
     second = second.to(tl.float32)
-    rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[
-        :, None
-    ]
+    rstd = _head_rstd(first, second, EPS, HALF)
     # Chooses between values, because a choice between pointers does not compile for AMD.
     of_query = (head < heads)[:, None]
     q_first = tl.load(q_weight_ptr + column)[None, :]
@@ -257,38 +294,27 @@ def _qk_norm_rope_backward_kernel(
         position = (row % sequence).to(tl.int64)
         row = row.to(tl.int64)
         offset = batch * batch_stride + position * position_stride
-        first_ptr = (
-            d_ptr + tl.program_id(0).to(tl.int64) * head_stride + offset[:, None] + column[None, :]
-        )
-        first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+        head_ptr = d_ptr + tl.program_id(0).to(tl.int64) * head_stride
+        first_ptr = head_ptr + offset[:, None] + column[None, :]
+        first, second = load_halves(first_ptr, mask, HALF)
         if weight_ptr is not None:
-            angle = position[:, None] * HALF + column[None, :]
-            cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-            sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-            d_n_first = first * cos + second * sin
-            d_n_second = second * cos - first * sin
+            d_n_first, d_n_second = rotate_back(
+                first, second, cos_ptr, sin_ptr, position, column, mask, HALF
+            )
             x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
-            x_first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-            x_second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-            rstd = tl.rsqrt(
-                (tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS
-            )[:, None]
-            x_first = x_first * rstd
-            x_second = x_second * rstd
-            d_w_first += tl.sum(d_n_first * x_first, 0)
-            d_w_second += tl.sum(d_n_second * x_second, 0)
-            first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
-            second = d_n_second * tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
-            mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[
-                :, None
-            ]
-            first = rstd * (first - x_first * mean)
-            second = rstd * (second - x_second * mean)
+            x_hat_first, x_hat_second, rstd = _load_x_hat(x_ptr, mask, EPS, HALF)
+            d_w_first += tl.sum(d_n_first * x_hat_first, 0)
+            d_w_second += tl.sum(d_n_second * x_hat_second, 0)
+            g_first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
+            g_second = d_n_second * tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
+            first, second = _head_norm_gradient(
+                g_first, g_second, x_hat_first, x_hat_second, rstd, HALF
+            )
         out_column = head * (2 * HALF) + column
         num_columns = all_heads * (2 * HALF)
-        store_quantized(
+        store_halves(
             first,
+            second,
             row,
             out_column,
             mask,
@@ -300,25 +326,9 @@ def _qk_norm_rope_backward_kernel(
             MODE,
             LARGEST,
         )
-        store_quantized(
-            second,
-            row,
-            out_column + HALF,
-            mask,
-            d_qkv_ptr,
-            columnwise_ptr,
-            num_rows,
-            num_columns,
-            state_ptr,
-            MODE,
-            LARGEST,
-        )
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
-        partial_ptr = (
-            d_weight_ptr
-            + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF)
-            + column
-        )
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        partial_ptr = d_weight_ptr + program * (2 * HALF) + column
         tl.store(partial_ptr, d_w_first)
         tl.store(partial_ptr + HALF, d_w_second)
 
@@ -329,6 +339,26 @@ def qk_norm_rope_backward_settings(arch: str, half: int) -> Tile:
     A program does both halves of `repeats` tiles of rows.
     """
     return Tile(rows=16, columns=half, warps=4, repeats=16)
+
+
+def _partial_sums(gradients: Gradients, programs: int) -> list[Tensor]:
+    """Return uninitialized partial sums of d_w of the queries' and of the keys' norm.
+
+    They are fp32 [heads, programs, head_dim] and fp32 [kv_heads, programs, head_dim].
+    """
+    partials = []
+    for gradient in gradients[:2]:
+        _, _, heads, head_dim = gradient.shape
+        partials.append(gradient.new_empty(heads, programs, head_dim, dtype=torch.float32))
+    return partials
+
+
+def _weight_gradients(partials: list[Tensor], weights: Weights) -> tuple[Tensor, ...]:
+    """Return the gradient of each weight, [head_dim] in its dtype, or () without partial sums."""
+    return tuple(
+        partial.sum((0, 1)).to(weight.dtype)
+        for partial, weight in zip(partials, weights, strict=False)
+    )
 
 
 def qk_norm_rope_backward_triton(
@@ -345,12 +375,9 @@ def qk_norm_rope_backward_triton(
 
     `gradients` must be contiguous along head_dim, and may have any other strides.
 
-    The gradients of the weights have the same bits in every run: programs write partial sums, which
-    torch adds up.
+    Programs write partial sums of d_w, which torch adds up, with the same bits in every run.
     """
-    assert all(gradient.stride(3) == 1 for gradient in gradients), (
-        "attention's gradients must be contiguous along head_dim"
-    )
+    assert_contiguous_heads(*gradients)
     assert_contiguous("the head norms' backward", before, *weights, cos, sin)
     batch, sequence, heads, head_dim = gradients[0].shape
     kv_heads = gradients[1].shape[2]
@@ -359,18 +386,13 @@ def qk_norm_rope_backward_triton(
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
-    partials: list[Tensor] = []
-    if weight_grad:
-        for count in (heads, kv_heads):
-            partials.append(before.new_empty(count, programs, head_dim, dtype=torch.float32))
+    partials = _partial_sums(gradients, programs) if weight_grad else []
     state, largest = state_and_largest(quantizer)
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
-        first_heads = (0, heads, heads + kv_heads)
         sums = (*partials, None) if weight_grad else (None, None, None)
-        for gradient, weight, partial, first_head in zip(
-            gradients, (*weights, None), sums, first_heads, strict=True
-        ):
+        launches = zip(gradients, (*weights, None), sums, (0, heads, heads + kv_heads), strict=True)
+        for gradient, weight, partial, first_head in launches:
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
                 gradient,
                 before,
@@ -396,13 +418,9 @@ def qk_norm_rope_backward_triton(
                 **tile.options,
             )
 
-    quantized = quantize_with(
-        quantizer, (num_rows, all_heads * head_dim), before, launch, tiled=True
-    )
-    return quantized, tuple(
-        partial.sum((0, 1)).to(weight.dtype)
-        for partial, weight in zip(partials, weights, strict=False)
-    )
+    size = (num_rows, all_heads * head_dim)
+    quantized = quantize_with(quantizer, size, before, launch, tiled=True)
+    return quantized, _weight_gradients(partials, weights)
 
 
 IMPLEMENTATIONS = {

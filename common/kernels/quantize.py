@@ -231,6 +231,7 @@ def _quantize_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    """Quantize a tile of x, [num_rows, NUM_COLUMNS]. One program per tile."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)

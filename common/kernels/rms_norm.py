@@ -111,6 +111,15 @@ def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _load_once(ptr, mask):
+    """Load a tile that no program reads again, and return it in fp32.
+
+    Caches evict its lines first.
+    """
+    return tl.load(ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
 def _add_rms_norm_kernel(
     x_ptr,
     branch_ptr,
@@ -127,6 +136,11 @@ def _add_rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    """Add the branch to BLOCK_ROWS whole rows of x and normalize them. One program per such block.
+
+    `rstd_ptr`: fp32 [num_rows].
+    `residual_ptr`: [num_rows, NUM_COLUMNS], not written without a branch.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
@@ -135,12 +149,8 @@ def _add_rms_norm_kernel(
     if branch_ptr is None:
         r = tl.load(x_ptr + offset, mask=mask, other=0.0)
     else:
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        branch = tl.load(
-            branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        x = _load_once(x_ptr + offset, mask)
+        branch = _load_once(branch_ptr + offset, mask)
         r = (x + branch).to(x_ptr.dtype.element_ty)  # rounded as in torch
         if MODE != AMAX_ONLY:
             tl.store(residual_ptr + offset, r, mask=mask)
@@ -197,6 +207,31 @@ def add_rms_norm_triton(
 
 
 @triton.jit
+def _norm_gradient(g, x_hat, rstd, NUM_COLUMNS: tl.constexpr):
+    """Return rstd * (g - x_hat * mean(g * x_hat)), the gradient of whole rows, fp32 [R, C].
+
+    `g`, `x_hat`: fp32 [R, C], 0 in columns from NUM_COLUMNS on.
+    `rstd`: fp32 [R].
+    """
+    mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
+    return rstd[:, None] * (g - x_hat * mean[:, None])
+
+
+@triton.jit
+def _record_columns(amax, saturated, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
+    """Record the amax of one program and its number of saturated elements, as MODE says.
+
+    `amax`, `saturated`: fp32 [C], of each column.
+    `scale`, `state_ptr`: the quantizer's scale and state, as in `store_quantized`.
+    """
+    if MODE != STORE and MODE != UNQUANTIZED:
+        largest = tl.max(amax)
+        raise_amax(largest, state_ptr)
+        if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
+            tl.atomic_add(state_ptr + 3, tl.sum(saturated), sem="relaxed")
+
+
+@triton.jit
 def _rms_norm_backward_kernel(
     d_n_ptr,
     residual_ptr,
@@ -216,6 +251,11 @@ def _rms_norm_backward_kernel(
     REPEATS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Compute d_x of REPEATS x BLOCK_ROWS whole rows, and d_weight's sum over them.
+
+    `d_weight_ptr`: fp32 [programs, NUM_COLUMNS], the partial sum of each program, or None.
+    `quantized_ptr`: the quantized d_x, [num_rows, NUM_COLUMNS], or None.
+    """
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     # The amax and the number of saturated elements are kept per column and recorded once per
@@ -224,27 +264,19 @@ def _rms_norm_backward_kernel(
     saturated = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(REPEATS, num_stages=STAGES):
-        row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(
-            0, BLOCK_ROWS
-        )
+        first_row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS
+        row = first_row + tl.arange(0, BLOCK_ROWS)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
         offset = row[:, None] * NUM_COLUMNS + column[None, :]
         weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
-        d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        d_n = _load_once(d_n_ptr + offset, mask)
+        r = _load_once(residual_ptr + offset, mask)
         g = d_n * weight[None, :]
         x_hat = r * rstd[:, None]
-        mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
-        d_x = rstd[:, None] * (g - x_hat * mean[:, None])
+        d_x = _norm_gradient(g, x_hat, rstd, NUM_COLUMNS)
         if d_residual_ptr is not None:
-            d_x += tl.load(
-                d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first"
-            ).to(tl.float32)
+            d_x += _load_once(d_residual_ptr + offset, mask)
         rounded = d_x.to(d_x_ptr.dtype.element_ty)
         if MODE != AMAX_ONLY:
             tl.store(d_x_ptr + offset, rounded, mask=mask)
@@ -268,17 +300,11 @@ def _rms_norm_backward_kernel(
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
         if MODE == STORE_AND_RECORD:
             saturated += tl.sum((tl.abs(d_x) * scale > LARGEST).to(tl.float32), 0)
-    if MODE != STORE and MODE != UNQUANTIZED:
-        largest = tl.max(amax)
-        raise_amax(largest, state_ptr)
-        if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
-            tl.atomic_add(state_ptr + 3, tl.sum(saturated), sem="relaxed")
+    _record_columns(amax, saturated, scale, state_ptr, MODE, LARGEST)
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
-        tl.store(
-            d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column,
-            d_weight,
-            mask=column < NUM_COLUMNS,
-        )
+        in_bounds = column < NUM_COLUMNS
+        partial_ptr = d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column
+        tl.store(partial_ptr, d_weight, mask=in_bounds)
 
 
 @triton.jit
@@ -290,6 +316,11 @@ def _rms_norm_weight_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    """Add up all rows of BLOCK_COLUMNS columns of partial sums. One program per such block.
+
+    `partial_ptr`: fp32 [num_rows, num_columns].
+    `out_ptr`: [num_columns].
+    """
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, num_rows, BLOCK_ROWS):
@@ -324,6 +355,18 @@ def rms_norm_weight_grad_settings(arch: str) -> Tile:
     return Tile(rows=64, columns=32, warps=4)
 
 
+def _weight_grad(partial: Tensor, weight: Tensor) -> Tensor:
+    """Return d_weight, [D] in weight's dtype, from partial sums, fp32 [programs, D]."""
+    programs, num_columns = partial.shape
+    d_weight = torch.empty_like(weight)
+    tile = rms_norm_weight_grad_settings(architecture(partial.device))
+    grid = (triton.cdiv(num_columns, tile.columns),)
+    _rms_norm_weight_grad_kernel[grid](
+        partial, d_weight, programs, num_columns, tile.rows, tile.columns, **tile.options
+    )
+    return d_weight
+
+
 def rms_norm_backward_triton(
     d_n: Tensor,
     residual: Tensor,
@@ -344,8 +387,7 @@ def rms_norm_backward_triton(
     assert_contiguous("the norm's backward", d_n, residual, rstd, weight, d_residual)
     num_rows, num_columns = d_n.shape
     state, largest = state_and_largest(quantizer)
-    arch = architecture(d_n.device)
-    tile = rms_norm_backward_settings(arch, num_columns, weight_grad)
+    tile = rms_norm_backward_settings(architecture(d_n.device), num_columns, weight_grad)
     programs = triton.cdiv(num_rows, tile.rows * tile.repeats)
     d_x = torch.empty_like(d_n)
     partial = d_n.new_empty(programs, num_columns, dtype=torch.float32) if weight_grad else None
@@ -380,12 +422,7 @@ def rms_norm_backward_triton(
         quantized = quantize_with(quantizer, (num_rows, num_columns), d_n, launch)
     d_weight = None
     if partial is not None:
-        d_weight = torch.empty_like(weight)
-        tile = rms_norm_weight_grad_settings(arch)
-        grid = (triton.cdiv(num_columns, tile.columns),)
-        _rms_norm_weight_grad_kernel[grid](
-            partial, d_weight, programs, num_columns, tile.rows, tile.columns, **tile.options
-        )
+        d_weight = _weight_grad(partial, weight)
     return d_x, quantized, d_weight
 
 

@@ -114,6 +114,88 @@ def rope_packed_backward_reference(
     return quantize_reference(d_qkv if quantizer else d_qkv.to(d_q.dtype), quantizer)
 
 
+def assert_contiguous_heads(*gradients: Tensor) -> None:
+    """Raise AssertionError if a gradient [..., head_dim] is not contiguous along head_dim."""
+    assert all(gradient.stride(-1) == 1 for gradient in gradients), (
+        "attention's gradients must be contiguous along head_dim"
+    )
+
+
+@triton.jit
+def load_halves(first_ptr, mask, HALF: tl.constexpr):
+    """Load both halves of one head of R rows and return them in fp32, [R, HALF] each.
+
+    `first_ptr`: [R, HALF], pointers to the first half.
+    """
+    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def rotate_back(first, second, cos_ptr, sin_ptr, position, column, mask, HALF: tl.constexpr):
+    """Return both halves of a head, fp32 [R, HALF] each, after the inverse rotation.
+
+    `cos_ptr`, `sin_ptr`: fp32 [sequence, HALF].
+    `position`: int64 [R], the position of each row in its sequence.
+    `column`: int [HALF].
+    """
+    angle = position[:, None] * HALF + column[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@triton.jit
+def store_halves(
+    first,
+    second,
+    row,
+    column,
+    mask,
+    out_ptr,
+    columnwise_ptr,
+    num_rows,
+    num_columns,
+    state_ptr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Store both halves of one head, fp32 [R, HALF] each, by `store_quantized`.
+
+    `column`: int [HALF], the columns of the first half. The second half follows it.
+
+    The other arguments are those of `store_quantized`.
+    """
+    HALF: tl.constexpr = first.shape[1]
+    store_quantized(
+        first,
+        row,
+        column,
+        mask,
+        out_ptr,
+        columnwise_ptr,
+        num_rows,
+        num_columns,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
+    store_quantized(
+        second,
+        row,
+        column + HALF,
+        mask,
+        out_ptr,
+        columnwise_ptr,
+        num_rows,
+        num_columns,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
+
+
 @triton.jit
 def _rope_packed_kernel(
     qkv_ptr,
@@ -142,8 +224,7 @@ def _rope_packed_kernel(
         + (row.to(tl.int64) * all_heads + pair % rotated_heads)[:, None] * (2 * HALF)
         + column[None, :]
     )
-    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    first, second = load_halves(first_ptr, mask, HALF)
     tl.store(first_ptr, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(first_ptr + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
 
@@ -175,18 +256,6 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
         **tile.options,
     )
     return qkv
-
-
-@triton.jit
-def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
-    """Load both halves of one head, fp32 [R, HALF] each.
-
-    `place`: int64 [R], the offset of the head in each row.
-    """
-    place = place[:, None] + column[None, :]
-    first = tl.load(ptr + place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
-    return first, second
 
 
 @triton.jit
@@ -233,43 +302,26 @@ def _rope_packed_backward_kernel(
     # for AMD with Triton 3.6, nor with later versions if d_q has 2 GiB and d_k less (triton#9859).
     if head < heads:
         place = head.to(tl.int64) * q_head + batch * q_batch + position * q_position
-        first, second = _load_halves(d_q_ptr, place, column, mask, HALF)
+        first, second = load_halves(d_q_ptr + (place[:, None] + column[None, :]), mask, HALF)
     elif head < heads + kv_heads:
         place = (head - heads).to(tl.int64) * k_head + batch * k_batch + position * k_position
-        first, second = _load_halves(d_k_ptr, place, column, mask, HALF)
+        first, second = load_halves(d_k_ptr + (place[:, None] + column[None, :]), mask, HALF)
     else:
         place = (
             (head - heads - kv_heads).to(tl.int64) * v_head
             + batch * v_batch
             + position * v_position
         )
-        first, second = _load_halves(d_v_ptr, place, column, mask, HALF)
+        first, second = load_halves(d_v_ptr + (place[:, None] + column[None, :]), mask, HALF)
     if head < heads + kv_heads:
-        angle = position[:, None] * HALF + column[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        rotated = first * cos + second * sin
-        second = second * cos - first * sin
-        first = rotated
+        first, second = rotate_back(first, second, cos_ptr, sin_ptr, position, column, mask, HALF)
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
-    store_quantized(
+    store_halves(
         first,
-        row,
-        column,
-        mask,
-        d_qkv_ptr,
-        columnwise_ptr,
-        num_rows,
-        num_columns,
-        state_ptr,
-        MODE,
-        LARGEST,
-    )
-    store_quantized(
         second,
         row,
-        column + HALF,
+        column,
         mask,
         d_qkv_ptr,
         columnwise_ptr,
@@ -293,9 +345,7 @@ def rope_packed_backward_triton(
 
     d_q, d_k and d_v must be contiguous along head_dim, and may have any other strides.
     """
-    assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, (
-        "attention's gradients must be contiguous along head_dim"
-    )
+    assert_contiguous_heads(d_q, d_k, d_v)
     assert_contiguous("RoPE's backward", cos, sin)
     batch, sequence, heads, head_dim = d_q.shape
     kv_heads = d_k.shape[2]

@@ -125,6 +125,10 @@ def _swiglu_quantized_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    """Compute a tile of h [num_rows, FFN] and, with `kept_ptr`, copy its gate and up.
+
+    One program per tile. gate_up and its copy are [num_rows, 2 * FFN].
+    """
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = tile_mask(row, column, num_rows, FFN, BLOCK_COLUMNS)
@@ -235,6 +239,10 @@ def _swiglu_quantized_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    """Compute the gradients of gate and up from a tile of d_h, [num_rows, FFN].
+
+    One program per tile. gate_up and its gradient are [num_rows, 2 * FFN].
+    """
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = tile_mask(row, column, num_rows, FFN, BLOCK_COLUMNS)
