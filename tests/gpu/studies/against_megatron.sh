@@ -5,17 +5,19 @@ usage() {
     cat << 'END'
 Compare step times with Megatron-core + Transformer Engine on this machine.
 
-Usage: tests/gpu/studies/against_megatron.sh GPUS
+Usage: tests/gpu/studies/against_megatron.sh GPUS [LAYERS]
 
 Arguments:
-  GPUS        number of GPUs for llama31_8b; configs/llama31_8b/H200_1xGPUS.toml must exist
+  GPUS        number of GPUs for llama31_8b
+  LAYERS      layers of llama31_8b, without recomputation (default: all 32, on one GPU 16)
 
 Runs this package and Megatron in turn: llama31_8b in FP8 (this package twice), llama31_8b in
 bf16, then llama2_70b_lora. Steps are synthetic; no data is read. Megatron's llama2_70b_lora
 always uses one GPU.
 
-Needs H200s and a Python with the packages of both. One GPU cannot hold Megatron's state for the
-32 layers of the 8B. With GPUS = 1, both therefore have 16 layers, without recomputation.
+Needs H200s or H100s, and a Python with the packages of both. One H200 cannot hold Megatron's
+state for 32 layers, nor can two H100s. On H100s, llama2_70b_lora is left out: its base does not
+fit on fewer than eight.
 
 Options:
   -h, --help  print this help and exit
@@ -29,11 +31,16 @@ fi
 gpus=${1:?how many GPUs}
 cd "$(dirname "$(readlink -f "$0")")/../../.."
 
+export DGXNGPU=$gpus # selects the config of this package
+layers=${2:-}
+if [ "$gpus" = 1 ]; then
+    layers=${layers:-16}
+fi
 sequences_per_gpu=4 # per step of the 8B, as in its config for 4 GPUs
 depth=()            # options of both: number of layers
 memory=()           # options of this package: what fits into memory at that depth
-if [ "$gpus" = 1 ]; then
-    depth=(--layers 16)
+if [ -n "$layers" ]; then
+    depth=(--layers "$layers")
     memory=(--set recompute_layers=0 --set moment_precision=fp32)
 fi
 
@@ -46,7 +53,6 @@ bench() {
 # Time llama31_8b in this package. The arguments are passed on to `bench`.
 package_8b() {
     bench llama31_8b bench \
-        --config "configs/llama31_8b/H200_1x$gpus.toml" \
         --set "global_batch_size=$((sequences_per_gpu * gpus))" \
         --steps 8 \
         "${depth[@]}" "${memory[@]}" "$@"
@@ -61,7 +67,6 @@ megatron_8b() {
 
 package_lora() {
     bench llama2_70b_lora bench \
-        --config "configs/llama2_70b_lora/H200_1x$gpus.toml" \
         --set "global_batch_size=$((2 * gpus))" \
         --steps 6 \
         --eval-sequences $((8 * gpus))
@@ -86,5 +91,8 @@ package_8b --set linear=bf16
 megatron_8b --bf16 --fuse-wgrad
 megatron_8b --bf16
 
+if nvidia-smi --query-gpu=name --format=csv,noheader | grep -q H100; then
+    exit
+fi
 package_lora
 megatron_lora
