@@ -33,7 +33,8 @@ def fraction(text: str) -> float:
 def text(args: argparse.Namespace) -> None:
     """Run `prepare text`."""
     # Imports numpy, which parsing the command line does not need.
-    from open_llama.text import Settings, prepare_text
+    from open_llama.text import prepare_text
+    from open_llama.text_parts import Settings
 
     tokenizer = str(args.tokenizer.absolute()) if args.tokenizer else ""
     settings = Settings(tokenizer, args.eos, args.key, args.validation_fraction)

@@ -18,9 +18,10 @@ from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import whole_sequences
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
-from open_llama import text
+from open_llama import text, text_inputs, text_parts, text_tokenizer
 from open_llama.prepare import main
-from open_llama.text import SPLITS, Settings, prepare_text
+from open_llama.text import prepare_text
+from open_llama.text_parts import SPLITS, Settings
 from open_llama.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -105,7 +106,7 @@ def expected(tokenizer, tmp_path_factory) -> dict:
     found = {split: [] for split in SPLITS}
     for each in TEXTS:
         ids = [model.bos_id(), *model.encode(each), model.eos_id()]
-        found[text.split_of(each, VALIDATION)].append(ids)
+        found[text_parts.split_of(each, VALIDATION)].append(ids)
     assert 5 < len(found["validation"]) < 50
     return found
 
@@ -116,12 +117,12 @@ def expected(tokenizer, tmp_path_factory) -> dict:
 def test_every_kind_of_input_gives_the_same_documents(
     kind, tokenizer, expected, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(text, "PART_BYTES", 1000)  # many parts, cut within lines
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)  # many parts, cut within lines
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     inputs = write_inputs(kind, tmp_path)
     assert prepare(tmp_path / "out", inputs, tokenizer) == expected
     assert (tmp_path / "out/tokenizer.model").read_bytes() == tokenizer.read_bytes()
-    assert not (tmp_path / "out" / text.PARTS).exists()
+    assert not (tmp_path / "out" / text_parts.PARTS).exists()
 
 
 class InThisProcess:
@@ -143,7 +144,7 @@ class InThisProcess:
         pass
 
     def submit(self, function, *arguments):
-        future = text.Future()
+        future = text_parts.Future()
         self.done += 1
         try:
             if self.done > self.limit:
@@ -164,12 +165,12 @@ def test_the_command_with_two_processes_gives_the_same_documents(tokenizer, expe
 
 def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines())
-    monkeypatch.setattr(text, "PART_BYTES", 1000)
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(InThisProcess, "limit", 3)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
-    parts = sorted((tmp_path / "out" / text.PARTS).glob("*.npz"))
+    parts = sorted((tmp_path / "out" / text_parts.PARTS).glob("*.npz"))
     assert len(parts) == 3
     before = [path.stat().st_mtime_ns for path in parts]
     seen = []
@@ -186,7 +187,7 @@ def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, m
 
 
 def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
@@ -206,7 +207,7 @@ def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
 
 
 def test_bad_input_raises_an_error_that_names_the_file(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "no_key.jsonl").write_text('{"body": "x"}\n')
@@ -239,15 +240,15 @@ def test_a_tokenizer_json_needs_its_end_of_text(tmp_path):
 
 
 def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "LONGEST_TEXT", 100)
+    monkeypatch.setattr(text_inputs, "LONGEST_TEXT", 100)
     content = "".join(f"line {number}\n" for number in range(50))
-    parts = list(text._text_documents(content.encode(), tmp_path))
+    parts = list(text_inputs._text_documents(content.encode(), tmp_path))
     assert "".join(parts) == content
     assert len(parts) > 3 and all(part.endswith("\n") and len(part) <= 100 for part in parts)
 
 
 def test_about_the_given_share_of_documents_is_for_validation():
-    shares = [text.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
+    shares = [text_parts.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
     assert 0.2 < np.mean(shares) < 0.3
 
 
@@ -255,7 +256,7 @@ def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_librar
     tmp_path, monkeypatch
 ):
     """As with Debian's Python, whose packages have no folders of tests."""
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     page = (ROOT / "docs/train_your_own_model.md").read_text()
     options = re.search(
         r"--train-tokenizer (\d+) --validation-fraction (\S+) .*?LIB/{(\S+)}", page, re.DOTALL
@@ -282,7 +283,7 @@ def write_two(folder: Path) -> list[Path]:
 
 
 def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     inputs = write_two(tmp_path)
     for fraction in (0.01, 0.9):
         with pytest.raises(DataError, match="no document"):
@@ -292,7 +293,7 @@ def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_
 
 
 def test_an_empty_split_says_which_fraction_fills_it(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     inputs = write_two(tmp_path)
     for fraction, words in (
         (0.01, ("validation among 2", "0.2405", "--validation-fraction to 0.25 or more")),
@@ -315,22 +316,22 @@ def test_a_tokenizer_that_cannot_be_trained_says_which_size_can(tmp_path):
     target = tmp_path / "tokenizer.model"
     path.write_text("abc def ghi " * 50)
     with pytest.raises(ConfigError, match="5000") as caught:
-        text.train_tokenizer([path], "text", 5000, target)
+        text_tokenizer.train_tokenizer([path], "text", 5000, target)
     size = int(re.search(r"(\d+) or less", caught.value.do)[1])
-    text.train_tokenizer([path], "text", size, target)
+    text_tokenizer.train_tokenizer([path], "text", size, target)
     path.write_text("".join(map(chr, range(0x4E00, 0x5000))))
     with pytest.raises(ConfigError, match="300") as caught:
-        text.train_tokenizer([path], "text", 300, target)
+        text_tokenizer.train_tokenizer([path], "text", 300, target)
     assert int(re.search(r"(\d+) or more", caught.value.do)[1]) > 700
     for blank in ("", " \n"):
         path.write_text(blank)
         with pytest.raises(DataError, match="no document"):
-            text.train_tokenizer([path], "text", 300, target)
+            text_tokenizer.train_tokenizer([path], "text", 300, target)
 
 
 def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
     """The second of two languages in one file, and those of many files, in any order."""
-    monkeypatch.setattr(text, "VOCABULARY_CHARACTERS", 50_000)
+    monkeypatch.setattr(text_tokenizer, "VOCABULARY_CHARACTERS", 50_000)
     first = [f"first {number} " + "a" * 300 for number in range(1500)]
     second = [f"second {number} " + "b" * 300 for number in range(500)]
     mixed = [each for four in zip(*[iter(first)] * 3, second, strict=True) for each in four]
@@ -343,31 +344,31 @@ def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
         for number, each in enumerate(documents):
             (folder / f"{number:04d}.txt").write_text(each)
         for files in ([path], [path.with_suffix(".txt")], sorted(folder.iterdir())):
-            found = "".join(text.vocabulary_texts(files, "text"))
+            found = "".join(text_tokenizer.vocabulary_texts(files, "text"))
             assert 45_000 < len(found) <= 50_000
             assert 0.15 < found.count("b") / len(found) < 0.35
         with monkeypatch.context() as small:  # only some places of a large file are read
-            small.setattr(text, "PART_BYTES", 100_000)
-            small.setattr(text, "PLACE_BYTES", 1000)
-            small.setattr(text, "VOCABULARY_BYTES", path.stat().st_size // 5)
-            read = sum(source.end - source.begin for source in text._places([path]))
+            small.setattr(text_inputs, "PART_BYTES", 100_000)
+            small.setattr(text_tokenizer, "PLACE_BYTES", 1000)
+            small.setattr(text_tokenizer, "VOCABULARY_BYTES", path.stat().st_size // 5)
+            read = sum(source.end - source.begin for source in text_tokenizer._places([path]))
             assert 0.15 < read / path.stat().st_size < 0.25
-            found = "".join(text.vocabulary_texts([path], "text"))
+            found = "".join(text_tokenizer.vocabulary_texts([path], "text"))
             assert 0.15 < found.count("b") / len(found) < 0.35
     few = ["a line\nand more ", "b"]
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in few))
-    assert text.vocabulary_texts([path], "text") == few, "less text is used as it is"
+    assert text_tokenizer.vocabulary_texts([path], "text") == few, "less text is used as it is"
 
 
 def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     inputs = write_folder(tmp_path / "texts")
     settings = Settings("", "", "text", VALIDATION)
     prepare_text(inputs, tmp_path / "out", settings, 1, 300)
     assert "300" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(StorageError):
         prepare_text(inputs, tmp_path / "out", settings, 1, 310)
-    (tmp_path / "out" / text.RECORD).unlink()  # as after an interruption
+    (tmp_path / "out" / text_parts.RECORD).unlink()  # as after an interruption
     for split in SPLITS:
         (tmp_path / f"out/{split}.idx").unlink()
     with pytest.raises(StorageError, match="300 pieces, not 310"):
@@ -385,12 +386,12 @@ def test_names_in_capitals_are_read_like_others(name, tmp_path):
         content = "".join(TEXTS).encode() if "TXT" in name else lines()
         path.write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     (tmp_path / "INFO.JSON").write_text("{}")
-    ((source,),) = text.divide(text.input_files([tmp_path]))
-    assert "".join(text.documents(source, "text")) == "".join(TEXTS)
+    ((source,),) = text_inputs.divide(text_inputs.input_files([tmp_path]))
+    assert "".join(text_inputs.documents(source, "text")) == "".join(TEXTS)
 
 
 def test_a_folder_is_named_for_its_tokenizer(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     inputs = write_folder(tmp_path / "texts")
     by_file = prepare(tmp_path / "a", inputs, tokenizer)
     assert prepare(tmp_path / "b", inputs, tokenizer.parent) == by_file
@@ -408,7 +409,7 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
     ):
         path.write_text(line)
         with pytest.raises(DataError) as caught:
-            list(text.documents(text.Source(str(path), 0, len(line)), "text"))
+            list(text_inputs.documents(text_inputs.Source(str(path), 0, len(line)), "text"))
         for word in words:
             assert word in caught.value.lines()
         assert "Error" not in caught.value.what
@@ -429,7 +430,7 @@ def test_files_left_out_are_counted_and_unreadable_folders_refused(tmp_path, mon
     (folder,) = write_folder(tmp_path / "texts")
     (folder / "below").mkdir()
     (folder / "below" / "a.txt").write_text("a")
-    assert len(text.input_files([folder])) == len(TEXTS) + 1
+    assert len(text_inputs.input_files([folder])) == len(TEXTS) + 1
     said = capsys.readouterr().err
     assert f"{len(TEXTS) + 1} files" in said and "2 of other types" in said
     scandir = os.scandir
@@ -441,4 +442,4 @@ def test_files_left_out_are_counted_and_unreadable_folders_refused(tmp_path, mon
 
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(ConfigError, match=r"texts/below: .*denied"):
-        text.input_files([folder])
+        text_inputs.input_files([folder])

@@ -1,0 +1,259 @@
+"""Inputs of `prepare text`: files of text, JSON lines or tables, and the documents in them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.data.preparation import say
+from common.data.text_documents import json_documents
+from common.errors import ConfigError, DataError
+
+PART_BYTES = 16 << 20
+# Characters. A longer plain text file becomes several documents, cut at line ends.
+LONGEST_TEXT = 1 << 20
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes [begin, end) of a file, or row groups [begin, end) of a Parquet file.
+
+    A compressed file, a plain text file or an Arrow file is always one whole source.
+    """
+
+    path: str
+    begin: int
+    end: int
+
+
+def input_files(inputs: list[Path]) -> list[Path]:
+    """Return the files to read: the given files, and the files of known types in given folders.
+
+    In folders, .json files are left out. Raises ConfigError for a file that does not exist or whose
+    type is unknown, for a folder without files to read, and for one that cannot be listed.
+    """
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            every = list(_files_below(path))
+            # Other .json files in folders are settings, such as those of a data set on disk.
+            inside = sorted(
+                file
+                for file in every
+                if kind_of(file) and ".json" not in map(str.lower, file.suffixes)
+            )
+            if not inside:
+                why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
+                raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
+            left_out = len(every) - len(inside)
+            say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
+            found += inside
+        elif not path.is_file():
+            raise ConfigError(f"{path}: no such file", "it is an --input", "check the name")
+        elif not kind_of(path):
+            why = f"its name does not end in {', '.join(KNOWN)} (or .gz)"
+            raise ConfigError(f"{path}: unsupported file type", why, "rename or convert it")
+        else:
+            found.append(path)
+    return [path.absolute() for path in found]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder. Raises ConfigError if a folder cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        what = f"{error.filename}: cannot be listed: {error.strerror}"
+        why = f"it is in the input {folder}"
+        raise ConfigError(what, why, "make it readable, or name other files") from error
+
+    for name, _, names in os.walk(folder, onerror=refuse):
+        yield from (path for path in (Path(name) / each for each in names) if path.is_file())
+
+
+def kind_of(path: Path) -> str:
+    """Return "json", "text" or "table"; "" if the name has none of their suffixes."""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if suffix in JSON_SUFFIXES:
+        return "json"
+    if suffix in TABLE_SUFFIXES:
+        return "table" if not _has_suffix(path, ".gz") else ""
+    return "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def _has_suffix(path: Path, suffix: str) -> bool:
+    """Return whether the name ends in `suffix`, in small or capital letters."""
+    return path.suffix.lower() == suffix
+
+
+def divide(files: list[Path]) -> list[list[Source]]:
+    """Divide the files into parts of about PART_BYTES.
+
+    A part is a piece of a large file, or a group of small ones.
+    """
+    parts: list[list[Source]] = [[]]
+    size = 0
+    for path in files:
+        for source in sources_of(path):
+            length = bytes_of(source)
+            if parts[-1] and size + length > PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(source)
+            size += length
+    return parts
+
+
+def sources_of(path: Path) -> Iterator[Source]:
+    """Yield a file as sources of about PART_BYTES, if its format allows to divide it."""
+    size = path.stat().st_size
+    if _has_suffix(path, ".parquet"):
+        yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
+    elif kind_of(path) == "json" and not _has_suffix(path, ".gz"):
+        for begin in range(0, size, PART_BYTES):
+            yield Source(str(path), begin, min(begin + PART_BYTES, size))
+    else:
+        yield Source(str(path), 0, size)
+
+
+def bytes_of(source: Source) -> int:
+    """Return the stored bytes of a source, for Parquet its file's mean bytes per row group."""
+    path = Path(source.path)
+    if _has_suffix(path, ".parquet"):
+        return path.stat().st_size // max(1, _row_groups(path))
+    return source.end - source.begin
+
+
+def _row_groups(path: Path) -> int:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.read_metadata(path).num_row_groups
+    except (ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def documents(source: Source, key: str) -> Iterator[str]:
+    """Yield the documents of a source. Raises DataError."""
+    path = Path(source.path)
+    kind = kind_of(path)
+    if kind == "table":
+        yield from _table_documents(path, source, key)
+        return
+    try:
+        with path.open("rb") as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
+            if kind == "json":
+                lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
+                yield from json_documents(lines, path, key, "--key")
+            else:
+                yield from _text_documents(file.read(), path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def documents_of_part(part: list[Source], key: str) -> Iterator[str]:
+    """Yield the documents of all sources of a part. Raises DataError."""
+    for source in part:
+        yield from documents(source, key)
+
+
+def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
+    """Yield the lines that begin within the source's bytes."""
+    if source.begin:
+        file.seek(source.begin - 1)
+        file.readline()  # the rest of a line that began before
+    while file.tell() < source.end:
+        line = file.readline()
+        if not line:
+            return
+        yield line
+
+
+def _text_documents(content: bytes, path: Path) -> Iterator[str]:
+    """Yield a plain text file as one document, or as several if it exceeds LONGEST_TEXT."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"
+        ) from error
+    while len(text) > LONGEST_TEXT:
+        last_line_end = text.rfind("\n", 0, LONGEST_TEXT)
+        end = LONGEST_TEXT if last_line_end < 0 else last_line_end + 1
+        yield text[:end]
+        text = text[end:]
+    yield text
+
+
+def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
+    """Yield the column `key` of a Parquet row group, or of a whole Arrow file.
+
+    These are the formats of Hugging Face's data sets.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        if _has_suffix(path, ".parquet"):
+            with parquet.ParquetFile(path) as file:
+                table = file.read_row_group(source.begin)
+        else:
+            table = _arrow_table(path)
+        for chunk in table.column(key).chunks:
+            for value in chunk.to_pylist():
+                if not isinstance(value, str):
+                    raise DataError(
+                        f"{path}: {key} is {type(value).__name__}, not text",
+                        "a document is a string",
+                        "name a column of text with --key",
+                    )
+                yield value
+    except KeyError:
+        raise DataError(
+            f"{path}: no column {key}",
+            f"it has {', '.join(table.column_names)}",
+            "name the column that holds the text with --key",
+        ) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _arrow_table(path: Path) -> Any:
+    """Read an Arrow file of either format, stream or file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            return pyarrow.ipc.open_stream(file).read_all()
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            return pyarrow.ipc.open_file(file).read_all()
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    first_line = str(error).partition("\n")[0]
+    return DataError(
+        f"{path}: cannot be read: {first_line}", "the file is damaged or cut off", "fetch it again"
+    )
+
+
+def draw_of(text: str) -> int:
+    """Return the first 64 bits of the text's SHA-256."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8])
+
+
+def no_documents() -> DataError:
+    """Return the error for inputs without a document."""
+    why = "all texts are empty or blank"
+    return DataError("no document among the inputs", why, "add text")

@@ -1,0 +1,197 @@
+"""Tokenized parts of the inputs of `prepare text`: written in parallel, then joined."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_header import index_path
+from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
+from common.data.preparation import say
+from common.errors import DataError, StorageError, write_whole
+from common.terminal import Progress
+from open_llama.text_inputs import Source, bytes_of, documents_of_part, draw_of, no_documents
+from open_llama.tokenizer import Tokenizer, load_tokenizer
+
+BATCH_DOCUMENTS = 256  # encoded in one call
+SPLITS = ("train", "validation")
+PARTS = ".parts"  # folder of the tokenized parts in DATADIR
+RECORD = "text.json"  # identity of the preparation that made the files beside it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that, with the inputs, decide the tokens."""
+
+    tokenizer: str  # path of the tokenizer file
+    eos: str
+    key: str  # JSON key or column that holds the text
+    validation_fraction: float
+
+
+def parts_folder(data_dir: Path, record: dict[str, Any]) -> Path:
+    """Return the folder of the parts, empty unless the same preparation was interrupted.
+
+    Raises StorageError if there are token files of an unknown preparation.
+    """
+    folder = data_dir / PARTS
+    known = folder / RECORD
+    if known.is_file() and json.loads(known.read_text()) == record:
+        return folder  # token files beside it are from an interrupted join
+    for split in SPLITS:
+        if index_path(data_dir / split).exists():
+            what = f"{index_path(data_dir / split)} exists"
+            do = "remove it, or name another --data-dir"
+            raise StorageError(what, "nothing is overwritten", do)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_whole(known, json.dumps(record).encode())
+    return folder
+
+
+def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, processes: int) -> None:
+    """Write the missing parts to `folder`, in `processes` worker processes."""
+    sizes = [sum(map(bytes_of, part)) for part in parts]
+    missing = [number for number in range(len(parts)) if not _part(folder, number).is_file()]
+    done = sum(sizes) - sum(sizes[number] for number in missing)
+    if done:
+        say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (settings,))
+    try:
+        with pool, Progress("tokenizing", sum(sizes), "B") as progress:
+            progress.at(done)
+            futures: dict[Future[None], int] = {
+                pool.submit(write_part, parts[number], _part(folder, number), settings): number
+                for number in missing
+            }
+            for future in as_completed(futures):
+                error = future.exception()
+                if error:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise error
+                done += sizes[futures[future]]
+                progress.at(done)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a tokenizing process ended",
+            "it crashed, or the system killed it because memory ran out",
+            "start again with fewer --processes; complete parts are kept",
+        ) from error
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.npz"
+
+
+_tokenizer: Tokenizer | None = None  # that of this worker process
+
+
+def _start_worker(settings: Settings) -> None:
+    global _tokenizer
+    _tokenizer = load_tokenizer(Path(settings.tokenizer), settings.eos)
+
+
+def write_part(part: list[Source], path: Path, settings: Settings) -> None:
+    """Tokenize the documents of `part` and write them to `path`.
+
+    The file has, for each split, the tokens of its documents one after another, and their lengths.
+    `fractions` is the lowest and highest validation fraction at which a document changes its split,
+    float64 [1, 2], or [0, 2] without documents.
+    """
+    assert _tokenizer is not None
+    dtype = token_dtype(_tokenizer.vocab_size)
+    tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    draws: list[int] = []
+    not_blank = filter(str.strip, documents_of_part(part, settings.key))
+    while batch := list(islice(not_blank, BATCH_DOCUMENTS)):
+        for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
+            draws.append(draw_of(text))
+            split = split_of(text, settings.validation_fraction)
+            tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
+    ends = [[min(draws) / 2**64, max(draws) / 2**64]] if draws else []
+    arrays = {"fractions": np.array(ends).reshape(-1, 2)}
+    for split, rows in tokens.items():
+        arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
+        arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    partial.replace(path)
+
+
+def split_of(text: str, validation_fraction: float) -> str:
+    """Return the split of a document, which depends only on its text."""
+    return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
+
+
+def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
+    """Write the token files of both splits from the parts. Raises DataError if a split is empty."""
+    paths = sorted(folder.glob("*.npz"))
+    _require_both_splits(paths)  # before a file is written, which a next try would not overwrite
+    indices = {}
+    for split in SPLITS:
+        writer = IndexedDatasetWriter(data_dir / split, vocab_size)
+        for document in _documents_of(paths, split):
+            writer.add(document)
+        indices[split] = writer.finish()
+    return indices
+
+
+def _require_both_splits(paths: list[Path]) -> None:
+    numbers = dict.fromkeys(SPLITS, 0)
+    fractions = np.empty((0, 2))  # of each part, its documents' lowest and highest
+    for path in paths:
+        with np.load(path) as arrays:
+            for split in SPLITS:
+                numbers[split] += len(arrays[f"{split}_lengths"])
+            fractions = np.concatenate([fractions, arrays["fractions"]])
+    for split, number in numbers.items():
+        if not number:
+            raise _empty_split(split, sum(numbers.values()), fractions)
+
+
+def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError:
+    if not documents:
+        return no_documents()
+    lowest = float(fractions.min())
+    highest = float(fractions.max())
+    do = "split the text into more files or lines, or add documents"
+    if split == "validation":
+        why = f"documents are drawn at random by their hash, and the lowest draw is {lowest:.4f}"
+        enough = _two_digits(lowest, math.ceil)
+        fits = f"{enough:g} or more"
+    else:
+        why = f"documents are drawn at random by their hash, and the highest draw is {highest:.4f}"
+        enough = _two_digits(highest, math.floor)
+        fits = f"{enough:g} or less"
+    if lowest < enough <= highest:  # as in split_of: at least one document on either side
+        do = f"set --validation-fraction to {fits}, or {do}"
+    return DataError(f"no document for {split} among {documents:,}", why, do)
+
+
+def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
+    """Round a number between 0 and 1 to two significant digits with math.ceil or math.floor."""
+    scale = 10 ** (1 - math.floor(math.log10(number)))
+    return rounded(number * scale) / scale
+
+
+def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:
+    for path in paths:
+        with np.load(path) as arrays:
+            tokens = arrays[f"{split}_tokens"]
+            lengths = arrays[f"{split}_lengths"]
+        ends = np.cumsum(lengths)
+        for start, end in zip(ends - lengths, ends, strict=True):
+            yield tokens[start:end]
