@@ -35,7 +35,14 @@ from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
 from common.self_test import attention
-from common.self_test.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
+from common.self_test.kernel_cases import (
+    Case,
+    Draw,
+    Quantizers,
+    Sizes,
+    kernel_cases,
+    random_heads,
+)
 from common.self_test.kernels import KERNEL_DB, against_reference
 from common.self_test.results import SelfTestResult
 from launch.preflight.measure import median_s
@@ -156,15 +163,8 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
     """Return the microseconds of a forward and a backward of attention."""
-    shape = sizes.shape
     draw = Draw(device)
-    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    leaves = [
-        draw(
-            sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype
-        ).requires_grad_()
-        for n in counts
-    ]
+    leaves = [tensor.requires_grad_() for tensor in random_heads(sizes, draw)]
     d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
     with sdpa_kernel(backend):
         return 1e6 * median_s(

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import engines
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
-from common.self_test.kernel_cases import Draw, Sizes
+from common.self_test.kernel_cases import Draw, Sizes, random_heads
 from common.self_test.results import Check, SelfTestResult, all_finite, decibels
 
 # Minimum dB of a correct result. Probabilities and the result are rounded to bf16.
@@ -26,14 +26,8 @@ def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterat
     text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
     ratios: list[float] = []  # dB of the output, dQ, dK, dV
 
-    def random(num_heads: int) -> Tensor:
-        size = (sizes.micro_batch_size, sizes.sequence_length, num_heads, shape.head_dim)
-        return draw(*size, dtype=sizes.dtype)
-
     def forward() -> float:
-        q = random(shape.num_heads).requires_grad_()
-        k = random(shape.num_kv_heads).requires_grad_()
-        v = random(shape.num_kv_heads).requires_grad_()
+        q, k, v = (tensor.requires_grad_() for tensor in random_heads(sizes, draw))
         with attention_backends(draw.device.type, sizes.dtype):
             result.attention = backend_in_use(q, k, v)
             out = causal_attention(q, k, v)

@@ -78,6 +78,8 @@ class Quantizers:
     def __init__(self, sizes: Sizes, device: torch.device):
         self.forward: Quantizer | None = None  # of a forward's result
         self.gradient: Quantizer | None = None
+        # Of the packed projection's gradient. Adapters read it unquantized: None with LoRA.
+        self.qkv_gradient: Quantizer | None = None
         self.kept: Quantizer | None = None  # of the activations that LoRA keeps in 8 bits
         self.scaling = DelayedScaling()
         if not sizes.fp8:
@@ -85,7 +87,9 @@ class Quantizers:
         trains = not sizes.lora_rank
         self.forward = self.scaling.quantizer(transposed=trains)
         self.gradient = self.scaling.quantizer(gradient=True, transposed=trains)
-        if not trains:
+        if trains:
+            self.qkv_gradient = self.gradient
+        else:
             self.kept = self.scaling.quantizer(transposed=False)
         self.scaling.allocate(device)
 
@@ -147,12 +151,10 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
         size,
         lambda engine, q: (KERNEL_ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
     )
-    gradients = _head_gradients(sizes, draw)
+    gradients = random_heads(sizes, draw)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        # Adapters read this gradient unquantized.
-        quantizer = None if sizes.lora_rank else q.gradient
-        return (KERNEL_ENGINES[engine].rope_backward(*gradients, cos, sin, quantizer),)
+        return (KERNEL_ENGINES[engine].rope_backward(*gradients, cos, sin, q.qkv_gradient),)
 
     yield "RoPE backward", size, backward
 
@@ -177,32 +179,37 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
         return rotated, before
 
     yield "QK norm + RoPE", size, forward
-    gradients = _head_gradients(sizes, draw)
+    gradients = random_heads(sizes, draw)
     before = draw(
         sizes.tokens, (shape.num_heads + shape.num_kv_heads) * shape.head_dim, dtype=sizes.dtype
     )
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        # Adapters read this gradient unquantized.
-        quantizer = None if sizes.lora_rank else q.gradient
         norm_rope_backward = qk_norm.IMPLEMENTATIONS[engine][1]
         d_qkv, d_weights = norm_rope_backward(
-            gradients, before, weights, shape.norm_eps, cos, sin, quantizer, not sizes.lora_rank
+            gradients,
+            before,
+            weights,
+            shape.norm_eps,
+            cos,
+            sin,
+            q.qkv_gradient,
+            not sizes.lora_rank,
         )
         return d_qkv, *d_weights
 
     yield "QK norm + RoPE backward", size, backward
 
 
-def _head_gradients(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random gradients of query, key and value heads, [batch, sequence, heads, head_dim]."""
+def random_heads(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random query, key and value heads, each [batch, sequence, heads, head_dim]."""
 
-    def gradient(heads: int) -> Tensor:
+    def random(heads: int) -> Tensor:
         size = (sizes.micro_batch_size, sizes.sequence_length, heads, sizes.shape.head_dim)
         return draw(*size, dtype=sizes.dtype)
 
     kv_heads = sizes.shape.num_kv_heads
-    return gradient(sizes.shape.num_heads), gradient(kv_heads), gradient(kv_heads)
+    return random(sizes.shape.num_heads), random(kv_heads), random(kv_heads)
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:

@@ -15,7 +15,7 @@ from common.kernels.fp8 import QuantizedTensor
 from common.self_test.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 from common.self_test.results import Check, decibels
 
-# Kernels round as their references do, except for ties.
+# Minimum dB of a correct result. Kernels round as their references do, except for ties.
 KERNEL_DB = 40.0
 
 

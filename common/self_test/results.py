@@ -18,7 +18,7 @@ class Check(NamedTuple):
 
     op: str
     shape: str
-    least_db: float  # minimum dB of a correct result
+    least: float  # minimum dB of a correct result
     measure: Callable[[], float]  # returns dB, NaN if a value is not finite
 
 

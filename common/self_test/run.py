@@ -106,7 +106,7 @@ def run_checks(
     try:
         for check in checks:
             on_op(f"self-test: {check.op} {check.shape}")
-            finding = OpResult(check.op, check.shape, least=check.least_db)
+            finding = OpResult(check.op, check.shape, least=check.least)
             findings.append(finding)
             try:
                 finding.db = check.measure()
