@@ -129,7 +129,7 @@ KINDS = {
             memory_bytes=80 * GIB,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
-            efficiency=0.524,
+            efficiency=0.566,
             description=("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK_4),
         ),
         GpuKind(
@@ -140,7 +140,7 @@ KINDS = {
             memory_bytes=141 * GIB,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
-            efficiency=0.524,
+            efficiency=0.566,
             description=("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK_4),
         ),
         GpuKind(
@@ -195,7 +195,7 @@ KINDS = {
 # that is derived from the driver. GH200: the chip of the H100 SXM, with 96 or 144 GB (NVIDIA's data
 # sheet).
 DERIVED_SPEEDS = {
-    "GH200": (989.4, 1978.9, 0.524),
+    "GH200": (989.4, 1978.9, 0.566),
 }
 
 

@@ -383,7 +383,7 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
 BF16_OVER_FP8 = 1.41
 # Smallest hidden size of the models that the efficiencies were fitted to, that of the 8B. Kernels
 # other than matrix products take a larger share of narrower models. With 2,048, the 1B of
-# pretrain_1b.toml reaches 80 % of the calculated tokens/s on an H100 and 87 % on an H200.
+# pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
 FITTED_HIDDEN_SIZE = 4096
 # FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
 # (arXiv:2205.14135). MFU counts a ratio of 2.

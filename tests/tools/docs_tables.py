@@ -336,8 +336,8 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
 OWN_RATES = (
     ("llama31_8b", 1, 13_540, "552ce4e"),
     ("llama31_8b", 2, 16_148, "run V"),
-    ("llama31_8b", 4, 16_301, "b9ebdd9"),
-    ("llama2_70b_lora", 1, 3_109, "8b35ef1"),
+    ("llama31_8b", 4, 17_066, "0fd4632"),
+    ("llama2_70b_lora", 1, 3_303, "58bfa6c"),
     ("llama2_70b_lora", 2, 3_079, "8b35ef1"),
     ("llama2_70b_lora", 4, 3_084, "b9ebdd9"),
 )

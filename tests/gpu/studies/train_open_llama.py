@@ -3,13 +3,13 @@
     python3 -m tests.gpu.studies.train_open_llama text --packages torch sympy --out FILE.jsonl
     python3 -m tests.gpu.studies.train_open_llama weights --model llama3.1-8b --out DIR
     python3 -m tests.gpu.studies.train_open_llama summary RUN...
-    python3 -m tests.gpu.studies.train_open_llama plot RUN RUN --out FILE.png
+    python3 -m tests.gpu.studies.train_open_llama plot LABEL=RUN LABEL=RUN... --out FILE.png
 
 `text` writes the docstrings and comments of the standard library and of installed packages, each
 text once, for `prepare text`. `weights` writes a Hugging Face checkpoint with random weights of the
 model's shape. `summary` prints for each run its settings, tokens/s of the median logged step, peak
-memory and losses. `plot` draws the training losses of two runs on the same batches, means over 20
-steps, and the difference of the first from the second. It prints the difference by stretches.
+memory and losses. `plot` draws the training losses of runs on the same batches, means over 20
+steps, and the difference of each from the first run. It prints the differences by stretches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common.data import corpus
 from common.model.families import shape_of
 
 MEAN_OF = 20  # steps
-STRETCHES = 6  # parts of a run whose mean difference `plot` prints
+STRETCHES = 10  # parts of a run whose mean difference `plot` prints
 SETTINGS = ("linear", "micro_batch_size", "recompute_layers", "moment_precision", "lora_rank")
 
 
@@ -104,29 +104,44 @@ def training_losses(run: Path) -> list[float]:
     return [event["loss"] for event in events_of(run) if event["event"] == "step"]
 
 
-def plot(run: Path, other: Path, out: Path) -> None:
+def plot(runs: dict[str, Path], out: Path) -> None:
+    """Draw the losses of `runs`, label -> run directory, and their differences from the first."""
     # only this command needs matplotlib
     from matplotlib.figure import Figure
 
-    losses = [training_losses(run), training_losses(other)]
-    steps = min(map(len, losses))
+    losses = {label: training_losses(run) for label, run in runs.items()}
+    steps = min(map(len, losses.values()))
     ends = range(MEAN_OF, steps + 1, MEAN_OF)
-    means = [[statistics.fmean(curve[end - MEAN_OF : end]) for end in ends] for curve in losses]
-    gaps = [a - b for a, b in zip(*means, strict=True)]
-    for stretch in range(0, len(gaps), len(gaps) // STRETCHES):
-        part = gaps[stretch : stretch + len(gaps) // STRETCHES]
-        last = ends[stretch] - MEAN_OF + len(part) * MEAN_OF
-        print(f"to step {last}: {run.name} minus {other.name} {statistics.fmean(part):+.4f}")
+    means = {
+        label: [statistics.fmean(curve[end - MEAN_OF : end]) for end in ends]
+        for label, curve in losses.items()
+    }
+    first, *others = means
     figure = Figure(figsize=(9, 6), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    for name, curve in zip((run.name, other.name), means, strict=True):
-        upper.plot(ends, curve, label=name, linewidth=1)
-    lower.plot(ends, gaps, linewidth=1)
+    upper.plot(ends, means[first], label=first, linewidth=1)
     lower.axhline(0, color="gray", linewidth=0.5)
+    lower.plot([], [])  # gives each run the same color above and below
+    for label in others:
+        gaps = [a - b for a, b in zip(means[label], means[first], strict=True)]
+        upper.plot(ends, means[label], label=label, linewidth=1)
+        lower.plot(ends, gaps, linewidth=1)
+        for stretch in range(0, len(gaps), len(gaps) // STRETCHES):
+            part = gaps[stretch : stretch + len(gaps) // STRETCHES]
+            last = ends[stretch] - MEAN_OF + len(part) * MEAN_OF
+            print(f"to step {last}: {label} minus {first} {statistics.fmean(part):+.4f}")
     upper.set(ylabel=f"training loss, means over {MEAN_OF} steps")
     upper.legend()
-    lower.set(xlabel="optimizer step", ylabel="difference")
+    lower.set(xlabel="optimizer step", ylabel=f"difference from\n{first}")
     figure.savefig(out)
+
+
+def labelled_run(text: str) -> tuple[str, Path]:
+    """Return the label and the directory in LABEL=RUN."""
+    label, equals, run = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}: expected LABEL=RUN")
+    return label, Path(run)
 
 
 def main() -> None:
@@ -141,8 +156,7 @@ def main() -> None:
     runs = commands.add_parser("summary")
     runs.add_argument("runs", type=Path, nargs="+")
     plots = commands.add_parser("plot")
-    plots.add_argument("run", type=Path)
-    plots.add_argument("other", type=Path)
+    plots.add_argument("runs", type=labelled_run, nargs="+", metavar="LABEL=RUN")
     plots.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "text":
@@ -150,7 +164,7 @@ def main() -> None:
     elif options.command == "weights":
         write_weights(options.model, options.out)
     elif options.command == "plot":
-        plot(options.run, options.other, options.out)
+        plot(dict(options.runs), options.out)
     else:
         for run in options.runs:
             print(json.dumps(summary(run)), flush=True)

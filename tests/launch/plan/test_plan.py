@@ -57,7 +57,7 @@ class Measured:
     benchmark: str
     config: str
     gib: float
-    tokens_per_s_per_gpu: int = 0  # 0: not of the whole model
+    tokens_per_s_per_gpu: int = 0  # 0: not of the whole model, or without today's engines
     changes: dict = field(default_factory=dict)
     layers: int = 0
 
@@ -73,19 +73,19 @@ class Measured:
 
 
 MEASURED = (
-    Measured(PRETRAINING, "H200_1x2", 121.6, 15_829, {"global_batch_size": 8}),
+    Measured(PRETRAINING, "H200_1x2", 121.6, changes={"global_batch_size": 8}),
     Measured(
-        PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}
+        PRETRAINING, "H200_1x2", 120.6, changes={"global_batch_size": 8, "reduce_scatter": "nccl"}
     ),
-    Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "linear": "bf16"}),
-    Measured(PRETRAINING, "H200_1x4", 123.8, 16_301, {}),
-    Measured(PRETRAINING, "H200_1x1", 129.8, 13_540, {}),
-    Measured(LORA, "H200_1x4", 129.6, 3_084, {}),
-    Measured(LORA, "H200_1x2", 129.6, 3_079, {"global_batch_size": 4}),
-    Measured(LORA, "H200_1x1", 129.6, 3_109, {"global_batch_size": 2}),
-    Measured(LORA, "H200_1x2", 129.6, 2_939, {"global_batch_size": 4, "frozen_base": "sharded"}),
-    Measured(LORA, "H200_1x1", 11.6, 0, {"offload_layers": 0}, layers=4),
-    Measured(LORA, "H200_1x1", 25.8, 0, {"offload_layers": 0}, layers=12),
+    Measured(PRETRAINING, "H200_1x2", 113.1, changes={"global_batch_size": 8, "linear": "bf16"}),
+    Measured(PRETRAINING, "H200_1x4", 123.8, 17_066, {"global_batch_size": 16}),
+    Measured(PRETRAINING, "H200_1x1", 129.8),
+    Measured(LORA, "H200_1x4", 129.6),
+    Measured(LORA, "H200_1x2", 129.6, changes={"global_batch_size": 4}),
+    Measured(LORA, "H200_1x1", 129.6, 3_303, {"global_batch_size": 2}),
+    Measured(LORA, "H200_1x2", 129.6, changes={"global_batch_size": 4, "frozen_base": "sharded"}),
+    Measured(LORA, "H200_1x1", 11.6, changes={"offload_layers": 0}, layers=4),
+    Measured(LORA, "H200_1x1", 25.8, changes={"offload_layers": 0}, layers=12),
 )
 each_run = pytest.mark.parametrize(
     "run", MEASURED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.gib}-{run.layers}"
@@ -103,16 +103,14 @@ def test_memory_is_within_one_percent_of_the_measured_peak(run):
 @pytest.mark.parametrize(
     "run", WITH_SPEED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.tokens_per_s_per_gpu}"
 )
-def test_speed_is_within_six_percent_of_the_measured(run):
-    assert abs(run.speed_ratio() - 1) < 0.06
+def test_speed_is_within_four_percent_of_the_measured(run):
+    assert abs(run.speed_ratio() - 1) < 0.04
 
 
 def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
     """One efficiency serves both benchmarks: their errors are equal, with opposite signs."""
-    logs = [
-        math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"
-    ]
-    assert len(logs) >= 6 and abs(max(logs) + min(logs)) < 0.003
+    logs = {run.benchmark: math.log(run.speed_ratio()) for run in WITH_SPEED}
+    assert abs(logs[PRETRAINING] + logs[LORA]) < 0.003
 
 
 # --- published ------------------------------------------------------------------------------------
