@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.config import RunConfig
 from common.errors import ConfigError, WeightsError, listed
@@ -57,6 +58,18 @@ class CheckpointInterval:
     seconds: float  # save at the first logged step after this many seconds
 
 
+class SavedCheckpoint(NamedTuple):
+    """A complete checkpoint and the content of its facts.json."""
+
+    folder: Path
+    facts: dict
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run that saved it."""
+        return self.folder.parent.parent
+
+
 def parse_interval(text: str) -> CheckpointInterval:
     """Parse --checkpoint: "2" (every second evaluation), "600s". Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(s?)", text)
@@ -82,8 +95,8 @@ def require_possible(config: RunConfig) -> None:
         )
 
 
-def newest(run_dir: Path) -> tuple[Path, dict]:
-    """Return the complete checkpoint of `run_dir` with the most steps, and its facts.
+def newest(run_dir: Path) -> SavedCheckpoint:
+    """Return the complete checkpoint of `run_dir` with the most steps.
 
     Raises ConfigError if there is none, WeightsError if its facts are damaged.
     """
@@ -111,7 +124,7 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
     defect = _defect(folder, facts)
     if defect:
         raise damaged(folder, f"{FACTS}: {defect}")
-    return folder, facts
+    return SavedCheckpoint(folder, facts)
 
 
 def _defect(folder: Path, facts: object) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +14,13 @@ from jobs import job_of
 
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
-from common.training.continuation import CHECKPOINTS_FOLDER, DATA_FILES, FACTS, data_record
+from common.training.continuation import (
+    CHECKPOINTS_FOLDER,
+    DATA_FILES,
+    FACTS,
+    data_record,
+    newest,
+)
 from launch import series
 from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
@@ -94,10 +101,22 @@ def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(be
     with pytest.raises(ConfigError, match="benchmark"):
         continued(job("llama2_70b_lora", continues=before), request)
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        continued(job(continues=tmp_path), request)
+        job(continues=tmp_path)
     (before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS).write_text("{")
     with pytest.raises(WeightsError, match="is damaged"):
-        continued(job(continues=before), request)
+        job(continues=before)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_the_facts_are_read_once(before, log_dir, tmp_path, auto):
+    """All checks before a run see the same checkpoint, even if it is replaced in the meantime."""
+    run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
+    found = job(checkpoint="600s", continues=AUTO if auto else run)
+    shutil.rmtree(run / CHECKPOINTS_FOLDER)
+    assert continued(found, request_from({}, None, False)).seed == 77
+    assert trainer_command(found, Path("DIR"), 77)[-1] == str(run)
+    data = job_of("open_llama", OPEN, tmp_path, data=DATA[OPEN])
+    ensure_data(replace(data, continues=found.continues))
 
 
 def test_options_that_cannot_be_are_refused_before_that():
@@ -151,7 +170,7 @@ DATA = {
 def continuing(path: Path, folder: Path, before: Path):
     """Return a job with data in `folder` that continues the run `before`."""
     benchmark = "open_llama" if path == OPEN else "llama31_8b"
-    return replace(job_of(benchmark, path, folder, data=DATA[path]), continues=before)
+    return replace(job_of(benchmark, path, folder, data=DATA[path]), continues=newest(before))
 
 
 @pytest.mark.parametrize("path", [OPEN, LLAMA31_8B], ids=["open_llama", "llama31_8b"])
@@ -162,6 +181,7 @@ def test_other_data_are_refused(before, tmp_path, path, split):
     record = {DATA_FILES: data_record(job.data_dir, job.rules.data_files)}
     assert len(record[DATA_FILES]) == 4
     facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
+    job = replace(job, continues=newest(before))
     ensure_data(job)
     ensure_data(replace(job, data_dir=job.data_dir.rename(tmp_path / "moved")))
     job = replace(job, data_dir=tmp_path / "moved")
@@ -214,7 +234,7 @@ def test_auto_continues_the_last_unfinished_run(before, log_dir):
     run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
     (run.parent / "20261123-110000_CPU_1x1_seed78").mkdir()  # ended before its first checkpoint
     found = job(checkpoint="600s", continues=AUTO)
-    assert found.continues == run
+    assert found.continues.run == run
     assert continued(found, request_from({}, None, False)).seed == 77
 
 
