@@ -19,6 +19,7 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import (
+    BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     SavedCheckpoint,
@@ -26,6 +27,7 @@ from common.training.continuation import (
     parse_interval,
     require_possible,
     require_same,
+    require_same_base,
     require_same_data,
 )
 from launch.diagnosis import read_result
@@ -251,13 +253,13 @@ def ensure_data(job: Job) -> None:
 
     Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
     if the weights are missing. For a full benchmark, the error says how to get them. Raises
-    ConfigError if the data are not those of the run that --continue names.
+    ConfigError if data or a frozen base are not those of the run that --continue names.
     """
     _ensure_data_files(job)
     job.rules.require_data(job.config, job.data_dir)
     _require_weights(job)
     if job.continues:
-        _require_data_of_checkpoint(job, *job.continues)
+        _require_files_of_checkpoint(job, *job.continues)
 
 
 def _ensure_data_files(job: Job) -> None:
@@ -299,15 +301,21 @@ def _require_weights(job: Job) -> None:
     )
 
 
-def _require_data_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
-    """Raise ConfigError if the job's data are not those of the checkpoint `folder`.
+def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
+    """Raise ConfigError if the job's data or frozen base are not those of the checkpoint `folder`.
 
-    A checkpoint without a record of its data is accepted with a note.
+    A checkpoint without a record of them is accepted with a note.
     """
-    if DATA_FILES not in facts:
+    rules = job.rules
+    if DATA_FILES in facts:
+        require_same_data(folder, facts, job.data_dir, rules.data_files)
+    else:
         print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
-        return
-    require_same_data(folder, facts, job.data_dir, job.rules.data_files)
+    base = rules.frozen_weights(job.config, job.data_dir, job.environment)
+    if base and BASE_FILES in facts:
+        require_same_base(folder, facts, base)
+    elif base:
+        print_stderr(f"NOTE       {folder} does not record its base, so it is not compared")
 
 
 def _missing_data_files(job: Job) -> list[Path]:

@@ -15,9 +15,11 @@ from jobs import job_of
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
 from common.training.continuation import (
+    BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     FACTS,
+    base_record,
     data_record,
     newest,
 )
@@ -206,12 +208,71 @@ def test_a_checkpoint_without_a_record_of_its_data_continues_with_a_note(before,
     assert "not compared" in capsys.readouterr().err
 
 
-def test_a_damaged_record_of_the_data_is_refused(before, tmp_path):
+@pytest.mark.parametrize("key", [DATA_FILES, BASE_FILES])
+def test_a_damaged_record_of_the_files_is_refused(before, key):
     facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
-    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {DATA_FILES: []}))
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {key: []}))
     with pytest.raises(WeightsError) as caught:
-        ensure_data(continuing(OPEN, tmp_path, before))
-    assert DATA_FILES in caught.value.why
+        newest(before)
+    assert key in caught.value.why
+
+
+# The frozen base
+
+LORA_8B = ROOT / "open_llama/examples/lora_8b.toml"
+LORA_70B = ROOT / "configs/llama2_70b_lora/H200_1x8.toml"
+CONTINUE_8B = ROOT / "open_llama/examples/continue_8b.toml"
+
+
+def job_with_weights(path: Path, folder: Path, before: Path, recorded: bool = True):
+    """Return a job that starts from weights in `folder`/base and continues the run `before`.
+
+    `recorded`: whether the checkpoint records the weights.
+    """
+    base = folder / "base"
+    base.mkdir()
+    for number in (1, 2):
+        (base / f"model-{number}.safetensors").write_bytes(bytes(4 << 20))
+    record = {DATA_FILES: {}} | ({BASE_FILES: base_record(base)} if recorded else {})
+    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
+    if path == LORA_70B:
+        made = job_of("llama2_70b_lora", path, folder, {"MODEL": str(base)})
+    else:
+        changes = {"weights": str(base), "sequence_length": 16, "eval_samples": 1}
+        data = {"train": [99], "validation": [99]}
+        made = job_of("open_llama", path, folder, data=data, **changes)
+    return replace(made, continues=newest(before))
+
+
+@pytest.mark.parametrize("path", [LORA_8B, LORA_70B], ids=["open_llama", "llama2_70b_lora"])
+def test_another_frozen_base_is_refused(before, tmp_path, path, capsys):
+    job = job_with_weights(path, tmp_path, before)
+    ensure_data(job)
+    assert not capsys.readouterr().err
+    changed = tmp_path / "base/model-2.safetensors"
+    with changed.open("r+b") as file:  # of the same size and beginning, as after a merge
+        file.seek(3 << 20)
+        file.write(b"\x01" * (1 << 15))
+    with pytest.raises(ConfigError) as caught:
+        ensure_data(job)
+    assert "step_00000012" in caught.value.what and str(tmp_path / "base") in caught.value.what
+    assert changed.name in caught.value.why and "model-1" not in caught.value.why
+    changed.unlink()
+    with pytest.raises(ConfigError, match="base"):
+        ensure_data(job)
+
+
+def test_weights_that_train_are_not_compared(before, tmp_path, capsys):
+    job = job_with_weights(CONTINUE_8B, tmp_path, before)
+    (tmp_path / "base/model-1.safetensors").write_bytes(b"")
+    ensure_data(job)
+    assert not capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_record_of_its_base_continues_with_a_note(before, tmp_path, capsys):
+    ensure_data(job_with_weights(LORA_8B, tmp_path, before, recorded=False))
+    assert "base" in capsys.readouterr().err
 
 
 # --continue auto
