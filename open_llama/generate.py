@@ -51,7 +51,8 @@ def generate(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     # The model's vocabulary may be larger than the tokenizer's, which cannot decode other ids.
     unused = range(tokenizer.vocab_size, model.config.vocab_size)
-    undecodable = [token for token in unused if token != tokenizer.eos] or None
+    ends = end_tokens(model, tokenizer.eos, bool(options.eos))
+    undecodable = [token for token in unused if token not in ends] or None
     for prompt, ids in zip(options.prompt, prompts, strict=True):
         tokens = model.generate(
             torch.tensor([ids], device=device),
@@ -59,12 +60,23 @@ def generate(options: argparse.Namespace) -> None:
             do_sample=options.temperature > 0,
             temperature=options.temperature or None,
             top_p=options.top_p if options.temperature else None,
-            eos_token_id=tokenizer.eos,
+            eos_token_id=ends,
             pad_token_id=tokenizer.eos,
             suppress_tokens=undecodable,
         )
         print(f"--- {prompt!r}")
         print(tokenizer.decode(tokens[0].tolist()))
+
+
+def end_tokens(model: Any, eos: int, chosen: bool) -> list[int]:
+    """Return the ids that end a text: `eos`, and unless it was `chosen` by --eos, the model's own.
+
+    A model may have been trained with another end-of-text token than its tokenizer names.
+    """
+    own = model.generation_config.eos_token_id
+    if chosen or own is None:
+        return [eos]
+    return sorted({eos, *(own if isinstance(own, list) else [own])})
 
 
 def require_adapter(folder: Path) -> None:

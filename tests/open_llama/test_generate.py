@@ -1,5 +1,6 @@
 """`generate` and `eval` of small models with random weights, and what both refuse."""
 
+import json
 import shutil
 
 import pytest
@@ -66,6 +67,29 @@ def test_a_length_that_the_model_was_not_trained_with_is_noted(model, tmp_path, 
         assert len(notes) == (1 if trained else 0)
         for note in notes:
             assert f" {prompt + tokens} tokens" in note and f" {trained} " in note
+
+
+def test_a_text_ends_at_the_end_of_text_token_of_the_model(model, tmp_path, capsys):
+    """Data may have been prepared with another one (--eos) than the tokenizer names."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(["Document"])[0]
+    trained = transformers.AutoModelForCausalLM.from_pretrained(str(model))
+    unused = list(range(tokenizer.vocab_size, 6000))
+    tokens = trained.generate(
+        torch.tensor([ids]), max_new_tokens=20, do_sample=False, suppress_tokens=unused
+    )[0].tolist()
+    assert len(tokens) == len(ids) + 20
+    end = len(ids) + 3  # the fourth new token
+    shutil.copytree(model, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": tokens[end]}))
+    words = [str(tmp_path / "model"), "--prompt", "Document", "--temperature", "0"]
+    first = tokens.index(tokens[end], len(ids))
+    for more, last in (([], first), (["--eos", "</s>"], len(tokens) - 1)):
+        assert generate.main([*words, "--tokens", "20", *more]) == 0
+        text = tokenizer.decode(tokens[: last + 1])
+        assert capsys.readouterr().out == f"--- 'Document'\n{text}\n"
 
 
 @pytest.mark.parametrize("words", ["--temperature -1", "--temperature nan", "--top-p 1.5"])
