@@ -81,6 +81,15 @@ class Rules:
         """Return the folder of the safetensors files that a run starts from, if it has any."""
         return None
 
+    def frozen_weights(
+        self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
+    ) -> Path | None:
+        """Return the folder of the weights that stay frozen in a run, if there are any.
+
+        Checkpoints do not hold them.
+        """
+        return self.weights_folder(config, data_dir, environment) if self.lora_rank else None
+
     def require_data(self, config: RunConfig, data_dir: Path) -> None:
         """Raise DataError if the data files hold too few sequences for a run.
 

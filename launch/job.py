@@ -19,12 +19,15 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import (
+    BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    SavedCheckpoint,
     newest,
     parse_interval,
     require_possible,
     require_same,
+    require_same_base,
     require_same_data,
 )
 from launch.diagnosis import read_result
@@ -96,7 +99,7 @@ class Job:
     node: Node
     save: bool  # save the trained model after the clock has stopped
     checkpoint: str = ""  # when to save the training state, as given with --checkpoint
-    continues: Path | None = None  # directory of the run whose checkpoint training resumes from
+    continues: SavedCheckpoint | None = None  # checkpoint that training resumes from
     trackers: tuple[str, ...] = ()  # names of launch/monitor/trackers.py
     cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
@@ -145,7 +148,8 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
 
     Raises the errors of `select_config`. Raises ConfigError for a wrong NODE_RANK, for --save if
     the benchmark has no model to save, and for --checkpoint and --continue if it has no
-    checkpoints.
+    checkpoints. Raises ConfigError if the run that --continue names has no checkpoint, and
+    WeightsError if the checkpoint's facts are damaged.
     """
     environment = os.environ
     save = getattr(options, "save", False)
@@ -158,15 +162,18 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
             "leave out --save",
         )
     checkpoint = getattr(options, "checkpoint", None) or ""
-    continues = getattr(options, "continues", None)
-    if checkpoint or continues:
+    named = getattr(options, "continues", None)
+    if checkpoint or named:
         require_possible(selection.config)
     if checkpoint:
         parse_interval(checkpoint)
     data_dir, log_dir = directories(benchmark, selection.config, environment)
-    if continues == AUTO:
+    continues = None
+    if named == AUTO:
         _require_checkpoint_option(checkpoint)
         continues = last_unfinished(log_dir / benchmark, benchmark, selection.config)
+    elif named:
+        continues = newest(named)
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
     if selection.device == "cuda":
@@ -200,24 +207,24 @@ def _require_checkpoint_option(checkpoint: str) -> None:
         )
 
 
-def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> Path | None:
-    """Return the run directory in `folder` that --continue auto resumes, None for a new run.
+def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedCheckpoint | None:
+    """Return the checkpoint that --continue auto resumes from, None for a new run.
 
-    It is the newest run with a checkpoint of this config, unless that run reached its target.
-    Raises WeightsError if its checkpoint is damaged.
+    It is that of the newest run in `folder` with a checkpoint of this config, unless that run
+    reached its target. Raises WeightsError if the checkpoint is damaged.
     """
     newest_first = sorted(folder.glob("*/"), reverse=True)  # names begin with the date and time
     for run in newest_first:
         if not any((run / CHECKPOINTS_FOLDER).glob("step_*[0-9]")):
             continue
-        checkpoint, facts = newest(run)
+        checkpoint = newest(run)
         try:
-            require_same(checkpoint, facts, benchmark, facts["seed"], config)
+            require_same(*checkpoint, benchmark, checkpoint.facts["seed"], config)
         except ConfigError:
             continue
         if read_result(run / "result.txt").status == "success":
             return None
-        return run.absolute()
+        return checkpoint
     return None
 
 
@@ -246,13 +253,13 @@ def ensure_data(job: Job) -> None:
 
     Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
     if the weights are missing. For a full benchmark, the error says how to get them. Raises
-    ConfigError if the data are not those of the run that --continue names.
+    ConfigError if data or a frozen base are not those of the run that --continue names.
     """
     _ensure_data_files(job)
     job.rules.require_data(job.config, job.data_dir)
     _require_weights(job)
     if job.continues:
-        _require_data_of_checkpoint(job, job.continues)
+        _require_files_of_checkpoint(job, *job.continues)
 
 
 def _ensure_data_files(job: Job) -> None:
@@ -294,16 +301,21 @@ def _require_weights(job: Job) -> None:
     )
 
 
-def _require_data_of_checkpoint(job: Job, run: Path) -> None:
-    """Raise ConfigError if the job's data are not those of the newest checkpoint of `run`.
+def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
+    """Raise ConfigError if the job's data or frozen base are not those of the checkpoint `folder`.
 
-    A checkpoint without a record of its data is accepted with a note.
+    A checkpoint without a record of them is accepted with a note.
     """
-    folder, facts = newest(run)
-    if DATA_FILES not in facts:
+    rules = job.rules
+    if DATA_FILES in facts:
+        require_same_data(folder, facts, job.data_dir, rules.data_files)
+    else:
         print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
-        return
-    require_same_data(folder, facts, job.data_dir, job.rules.data_files)
+    base = rules.frozen_weights(job.config, job.data_dir, job.environment)
+    if base and BASE_FILES in facts:
+        require_same_base(folder, facts, base)
+    elif base:
+        print_stderr(f"NOTE       {folder} does not record its base, so it is not compared")
 
 
 def _missing_data_files(job: Job) -> list[Path]:
@@ -384,7 +396,7 @@ def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
     if job.checkpoint:
         arguments += ["--checkpoint", job.checkpoint]
     if job.continues:
-        arguments += ["--continue", str(job.continues)]
+        arguments += ["--continue", str(job.continues.run)]
     return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
 
 

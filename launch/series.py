@@ -35,7 +35,7 @@ from common.errors import (
 from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import print_stderr
-from common.training.continuation import newest, require_same
+from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
 from launch.console import outlook, series_closing
 from launch.processes import supervise
@@ -105,12 +105,11 @@ def request_from(
 
 
 def continued(
-    request: SeriesRequest, run: Path, benchmark: str, config: RunConfig
+    request: SeriesRequest, checkpoint: SavedCheckpoint, benchmark: str, config: RunConfig
 ) -> SeriesRequest:
-    """Return the request for a single run that resumes from a checkpoint of `run`, with its seed.
+    """Return the request for a single run that resumes from `checkpoint`, with its seed.
 
-    Raise ConfigError if `run` has no checkpoint of this benchmark, seed and config. Raise
-    WeightsError if the checkpoint's facts are damaged.
+    Raise ConfigError if the checkpoint is not of this benchmark, seed and config.
     """
     if request.goal != 1 or request.max_failures or request.resume:
         raise ConfigError(
@@ -119,7 +118,7 @@ def continued(
             "random seed of its own",
             "leave out NEXP, --max-failures and --resume",
         )
-    folder, facts = newest(run)
+    folder, facts = checkpoint
     seed = facts["seed"] if request.seed is None else request.seed
     require_same(folder, facts, benchmark, seed, config)
     print_stderr(

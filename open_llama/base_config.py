@@ -1,7 +1,8 @@
 """Entries of config.json, and a file, that a saved model takes from the published one.
 
 The weights define the shape of a model. Other programs also need the context and the ids of special
-tokens, which its config.json names, and its generation_config.json. Standard library only.
+tokens, which its config.json names, and its generation_config.json. With random weights, the ids
+are those of the tokenizer of the data. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ from pathlib import Path
 from common.model.checkpoint_names import CONFIG
 from common.model.families import FAMILIES
 from open_llama.rules import Config, in_repository
+from open_llama.tokenizer import TOKENS, recorded_token_ids
 
 GENERATION = "generation_config.json"
 CONTEXT = "max_position_embeddings"
-# With random weights, the tokenizer defines the ids, and it may be the user's own.
-TOKENS = ("bos_token_id", "eos_token_id")
 
 
-def kept_entries(config: Config) -> dict[str, object]:
+def kept_entries(config: Config, data_dir: Path | None) -> dict[str, object]:
     """Return the entries of config.json that the saved model keeps, {} if there are none.
 
     They are those of the weights that the run starts from, or else of its model. The context is at
-    least the sequence length of the run.
+    least the sequence length of the run. Ids that no weights define are those of the tokenizer of
+    `data_dir`, if `prepare text` recorded them (None: no such folder is known).
     """
+    ids = recorded_token_ids(data_dir) if data_dir else {}
     path = in_repository(config.weights or config.model)
     if not config.weights and config.model.lower() in FAMILIES:
-        return {}
+        return dict(ids)
     try:
         published = json.loads((path / CONFIG if path.is_dir() else path).read_text())
     except (OSError, ValueError):  # a base may have weights only
-        return {}
+        return dict(ids)
     keys = (CONTEXT, *TOKENS) if config.weights else (CONTEXT,)
     entries = {key: published[key] for key in keys if published.get(key) is not None}
     if CONTEXT in entries:
         entries[CONTEXT] = max(entries[CONTEXT], config.sequence_length)
-    return entries
+    return ids | entries
 
 
 def copy_generation_config(config: Config, folder: Path) -> None:

@@ -41,23 +41,34 @@ def require_model(folder: Path) -> None:
         raise ConfigError(f"{folder}: no such folder", why, "name the folder model/ of a run")
 
 
-def default_length(model: Path, adapter: Path | None = None) -> int:
-    """Return the tokens per sequence to evaluate with, and print where the number comes from.
+def trained_length(model: Path, adapter: Path | None = None) -> tuple[int, Path]:
+    """Return the tokens per sequence that a model was trained with, and the file that names them.
 
-    An adapter, or else a model, in the directory of a run has the sequence length of that run.
-    Others have DEFAULT_LENGTH, or the context in config.json if that is smaller. Raises
+    An adapter, or else a model, in the directory of a run has the sequence length of that run
+    (config.toml). Others have the context in config.json, or 0 if it names none. Raises
     WeightsError if config.json cannot be read.
     """
     path = (adapter or model).absolute().parent / "config.toml"
-    length = DEFAULT_LENGTH
-    origin = f"the default, since {path} names none"
-    context = read_json(model / CONFIG).get(CONTEXT)
-    if type(context) is int and 0 < context < length:
-        length = context
-        origin = f"the model's context ({CONTEXT} in {model / CONFIG})"
     with contextlib.suppress(ConfigError):  # no run of open_llama
-        length = configs.load(path, Config).sequence_length
-        origin = f"that of the run ({path})"
+        return configs.load(path, Config).sequence_length, path
+    path = model / CONFIG
+    context = read_json(path).get(CONTEXT)
+    return context if type(context) is int and context > 0 else 0, path
+
+
+def default_length(model: Path, adapter: Path | None = None) -> int:
+    """Return the tokens per sequence to evaluate with, and print where the number comes from.
+
+    Models outside the directory of a run have DEFAULT_LENGTH, or their context if that is smaller.
+    Raises WeightsError if config.json cannot be read.
+    """
+    length, path = trained_length(model, adapter)
+    origin = f"that of the run ({path})"
+    if path.name == CONFIG:
+        origin = f"the model's context ({CONTEXT} in {path})"
+        if not 0 < length < DEFAULT_LENGTH:
+            length = DEFAULT_LENGTH
+            origin = f"the default, since {adapter or model} is not in the directory of a run"
     say(f"sequence length {length}: {origin}")
     return length
 

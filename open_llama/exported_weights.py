@@ -39,14 +39,20 @@ def export(options: argparse.Namespace) -> None:
     if config.lora_rank:
         export_adapter(folder, config, rules, out)
     else:
-        export_model(folder, config, rules, out)
-        if os.environ.get("DATADIR"):
-            copy_tokenizer(Path(os.environ["DATADIR"]), out)
+        data_dir = Path(os.environ["DATADIR"]) if os.environ.get("DATADIR") else None
+        export_model(folder, config, rules, out, data_dir)
+        if data_dir:
+            copy_tokenizer(data_dir, out)
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 
-def export_model(folder: Path, config: Config, rules: Rules, out: Path) -> None:
-    """Write the weights, rounded to the run's precision. Host memory holds the rounded model."""
+def export_model(
+    folder: Path, config: Config, rules: Rules, out: Path, data_dir: Path | None
+) -> None:
+    """Write the weights, rounded to the run's precision. Host memory holds the rounded model.
+
+    `data_dir`: folder of the data, if it is known.
+    """
     with default_dtype(DTYPES[config.precision]):
         model = fused_llama(rules.shape, rules.sequence_length)
     model.requires_grad_(False)
@@ -54,7 +60,8 @@ def export_model(folder: Path, config: Config, rules: Rules, out: Path) -> None:
         parameter.copy_(read_master(folder, name, parameter.shape))
     total = sum(parameter.nbytes for parameter in model.parameters())
     files = -(-total // FILE_BYTES)
-    write_checkpoint(model, out, files=files, layout=ORDINARY, entries=kept_entries(config))
+    entries = kept_entries(config, data_dir)
+    write_checkpoint(model, out, files=files, layout=ORDINARY, entries=entries)
     copy_generation_config(config, out)
 
 

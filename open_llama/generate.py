@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import Parser, count, number_between, program
+from common.data.preparation import say
 from common.errors import ConfigError, WeightsError
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print a continuation of each prompt.
+    """Print a continuation of each prompt. Note a length that the model was not trained with.
 
     Raises ConfigError if there is no model, or if transformers is not installed.
     """
-    from open_llama.evaluation import require_model  # needs torch, which --help must not
+    # needs torch, which --help must not
+    from open_llama.evaluation import require_model, trained_length
 
     require_model(options.model)
     if options.adapter:
@@ -33,6 +35,14 @@ def generate(options: argparse.Namespace) -> None:
     from open_llama.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.eos)
+    prompts = tokenizer.encode(options.prompt)
+    total = max(map(len, prompts)) + options.tokens
+    trained, path = trained_length(options.model, options.adapter)
+    if 0 < trained < total:
+        say(
+            f"note: prompt and --tokens are up to {total:,} tokens, but the model was trained"
+            f" with sequences of {trained:,} ({path})"
+        )
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(options.model))
     if options.adapter:
         model = with_adapter(model, options.adapter)
@@ -41,21 +51,32 @@ def generate(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     # The model's vocabulary may be larger than the tokenizer's, which cannot decode other ids.
     unused = range(tokenizer.vocab_size, model.config.vocab_size)
-    undecodable = [token for token in unused if token != tokenizer.eos] or None
-    for prompt in options.prompt:
-        (ids,) = tokenizer.encode([prompt])
+    ends = end_tokens(model, tokenizer.eos, bool(options.eos))
+    undecodable = [token for token in unused if token not in ends] or None
+    for prompt, ids in zip(options.prompt, prompts, strict=True):
         tokens = model.generate(
             torch.tensor([ids], device=device),
             max_new_tokens=options.tokens,
             do_sample=options.temperature > 0,
             temperature=options.temperature or None,
             top_p=options.top_p if options.temperature else None,
-            eos_token_id=tokenizer.eos,
+            eos_token_id=ends,
             pad_token_id=tokenizer.eos,
             suppress_tokens=undecodable,
         )
         print(f"--- {prompt!r}")
         print(tokenizer.decode(tokens[0].tolist()))
+
+
+def end_tokens(model: Any, eos: int, chosen: bool) -> list[int]:
+    """Return the ids that end a text: `eos`, and unless it was `chosen` by --eos, the model's own.
+
+    A model may have been trained with another end-of-text token than its tokenizer names.
+    """
+    own = model.generation_config.eos_token_id
+    if chosen or own is None:
+        return [eos]
+    return sorted({eos, *(own if isinstance(own, list) else [own])})
 
 
 def require_adapter(folder: Path) -> None:

@@ -8,8 +8,9 @@ start at the current directory, or else at the root of the repository. Standard 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from common import benchmarks
 from common.benchmarks import LogValue
@@ -83,12 +84,6 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # In the copy of the config in the run's directory, the paths must not depend on the
-        # directory from which a command reads it.
-        if self.model.lower() not in FAMILIES:
-            object.__setattr__(self, "model", from_current_directory(self.model))
-        if self.weights:
-            object.__setattr__(self, "weights", from_current_directory(self.weights))
         for key in ("sequence_length", "eval_samples", "eval_interval_samples"):
             self.require(
                 getattr(self, key) >= 1, key, "it must be at least 1", "set a larger number"
@@ -135,6 +130,15 @@ class Config(RunConfig):
             "only LoRA on an FP8 base offloads layers",
             "set it to 0",
         )
+
+    def resolved(self) -> Self:
+        # In the copy of the config in the run's directory, the paths must not depend on the
+        # directory from which a command reads it.
+        model = self.model
+        if model.lower() not in FAMILIES:
+            model = from_current_directory(model)
+        weights = from_current_directory(self.weights) if self.weights else ""
+        return replace(self, model=model, weights=weights)
 
     @property
     def steps(self) -> int:

@@ -23,12 +23,11 @@ from common.data.preparation import say
 from common.errors import DataError, StorageError, write_whole
 from common.terminal import Progress
 from open_llama.text_inputs import Source, bytes_of, documents_of_part, draw_of, no_documents
-from open_llama.tokenizer import Tokenizer, load_tokenizer
+from open_llama.tokenizer import RECORD, Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 256  # encoded in one call
 SPLITS = ("train", "validation")
 PARTS = ".parts"  # folder of the tokenized parts in DATADIR
-RECORD = "text.json"  # identity of the preparation that made the files beside it
 
 
 @dataclass(frozen=True)

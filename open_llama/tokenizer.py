@@ -16,6 +16,9 @@ from typing import Any
 from common.data import corpus
 from common.errors import ConfigError, DataError
 
+# File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
+RECORD = "text.json"
+TOKENS = ("bos_token_id", "eos_token_id")  # keys of a model's config.json
 # File name in DATADIR and beside a model -> other Hugging Face files of the same tokenizer.
 COMPANIONS = {
     "tokenizer.json": ("tokenizer_config.json", "special_tokens_map.json"),
@@ -31,7 +34,13 @@ class Tokenizer:
     encode: Callable[[list[str]], list[list[int]]]
     decode: Callable[[list[int]], str]  # from ids to text
     vocab_size: int  # the largest id + 1
+    bos: int | None  # id of beginning-of-text; None if documents begin without one
     eos: int  # id of end-of-text
+
+    @property
+    def token_ids(self) -> dict[str, int | None]:
+        """The ids of TOKENS, by their keys in a model's config.json."""
+        return dict(zip(TOKENS, (self.bos, self.eos), strict=True))
 
 
 def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
@@ -72,17 +81,29 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             return
 
 
+def recorded_token_ids(data_dir: Path) -> dict[str, int]:
+    """Return the ids of TOKENS that `prepare text` recorded in `data_dir`, {} if it did not."""
+    try:
+        record = json.loads((data_dir / RECORD).read_text())
+    except (OSError, ValueError):  # other token files, which no `prepare text` wrote
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    return {key: record[key] for key in TOKENS if type(record.get(key)) is int}
+
+
 def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     model = corpus.load_sentencepiece(path)
     end = model.piece_to_id(eos) if eos else model.eos_id()
     if end < 0 or (eos and end == model.unk_id()):
         raise _no_end(path, eos)
-    start = [model.bos_id()] if model.bos_id() >= 0 else []
+    bos = model.bos_id() if model.bos_id() >= 0 else None
+    start = [] if bos is None else [bos]
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [start + ids for ids in model.encode(texts)]
 
-    return Tokenizer(encode, model.decode, model.vocab_size(), end)
+    return Tokenizer(encode, model.decode, model.vocab_size(), bos, end)
 
 
 def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
@@ -115,9 +136,11 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
             ids_of_texts.append(ids)
         return ids_of_texts
 
+    (empty,) = encode([""])
+    bos = empty[0] if empty else None
     # Not get_vocab_size(), which is smaller if ids are left out.
     size = max(tokenizer.get_vocab().values()) + 1
-    return Tokenizer(encode, tokenizer.decode, size, end)
+    return Tokenizer(encode, tokenizer.decode, size, bos, end)
 
 
 def _named_end(path: Path) -> str:

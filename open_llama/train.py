@@ -137,7 +137,7 @@ def run_rank(run: Run, reports: Reports) -> None:
             elif run.rank == 0:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
                 folder = saved_model.save_model(
-                    assembly.model, run.run_dir, on_tensor, kept_entries(config)
+                    assembly.model, run.run_dir, on_tensor, kept_entries(config, run.data_dir)
                 )
                 copy_generation_config(config, folder)
                 copy_tokenizer(run.data_dir, folder)

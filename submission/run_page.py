@@ -12,12 +12,13 @@ import shlex
 import tomllib
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 from common import benchmarks
 from common.benchmarks import OPEN
 from common.errors import ConfigError
 from common.html import page
-from common.html.page import Block, Curve, Section, banner, finite, median, number, points, table
+from common.html.page import Block, Curve, Section, banner, finite, number, points, table
 from common.records.run_states import words
 from submission import check, gpu_samples, terminal
 from submission.advice import Advice
@@ -45,9 +46,8 @@ MINIATURE_NOTICE = banner(
     "A miniature: this is not a benchmark result.",
     "A small model with its own target.",
 )
-# Key of a step event -> name of the figure that is its median.
-MEDIANS = {
-    "step_time_ms": "step, ms",
+# Key of a record of the speed -> name of its figure.
+SPEED = {
     "tokens_per_s_per_gpu": "tokens/s/GPU",
     "tflops_per_gpu": "TFLOP/s/GPU",
     "mfu": "MFU",
@@ -192,15 +192,39 @@ def figures_of(run: Run) -> dict[str, float | None]:
         samples_per_epoch = run.log.value("train_samples")
         if finite(samples_per_epoch) and samples_per_epoch > 0:
             figures["epochs"] = evaluated[-1][0] / samples_per_epoch
-    for key, name in MEDIANS.items():
-        values = [value for _, value in of_steps(run, key)]
-        if values:
-            figures[name] = median(values)
+    figures |= speed(run)
     memory = [value for _, value in of_steps(run, "memory_gib")]
     figures["GiB, peak"] = max(memory, default=None)
     if run.gpus and run.gpu != "CPU" and run.minutes is not None:
         figures["GPU-hours"] = run.gpus * run.minutes / 60
     figures["GPU kWh"] = gpu_samples.energy_kwh(gpu_samples.read_samples(run))
+    return figures
+
+
+def speed(run: Run) -> dict[str, float]:
+    """Return step time and the figures of SPEED, by their names. Empty without a record of speed.
+
+    Every tenth step, and the last one before an evaluation, records the mean speed of the steps
+    since the record before. All figures are means over the same steps: those of the record with the
+    median tokens/s.
+    """
+    windows: list[tuple[float, list[float], dict]] = []
+    times_ms: list[float] = []
+    for record in run.records:
+        if record.get("event") != "step":
+            continue
+        if finite(record.get("step_time_ms")):
+            times_ms.append(record["step_time_ms"])
+        if finite(record.get("tokens_per_s_per_gpu")):
+            windows.append((record["tokens_per_s_per_gpu"], times_ms, record))
+            times_ms = []
+    if not windows:
+        return {}
+    windows.sort(key=lambda window: window[0])
+    _, times_ms, record = windows[len(windows) // 2]
+    figures = {name: record[key] for key, name in SPEED.items() if finite(record.get(key))}
+    if times_ms:
+        figures["step, ms"] = fmean(times_ms)
     return figures
 
 

@@ -56,11 +56,13 @@ from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
+    BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
+    base_record,
     damaged,
     data_record,
     newest,
@@ -105,8 +107,11 @@ class Checkpoints:
         self.processes = processes
         self.rank = processes.rank
         self.interval: CheckpointInterval | None = None
+        self.base: dict[str, list] = {}  # record of the files of a frozen base
         if run.checkpoint:
             self.interval = parse_interval(run.checkpoint)
+            rules = rules_of(run.benchmark, run.config)
+            self.base = base_record(rules.frozen_weights(run.config, run.data_dir, os.environ))
         self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
@@ -238,6 +243,7 @@ class Checkpoints:
             "samples": samples,
             "ranks": self.processes.world_size,
             DATA_FILES: self.data,
+            BASE_FILES: self.base,
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges

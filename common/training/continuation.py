@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.config import RunConfig
 from common.errors import ConfigError, WeightsError, listed
@@ -31,8 +32,11 @@ FACT_TYPES = {  # the required keys of facts.json
     "ranks": int,
     "digest": str,
 }
-DATA_FILES = "data_files"  # the key of the record of the data, which older checkpoints lack
-HASHED_BYTES = 1 << 20  # of each data file
+# Keys of the records of data and of frozen weights, which older checkpoints lack.
+DATA_FILES = "data_files"
+BASE_FILES = "base_files"
+HASHED_BYTES = 1 << 20  # of each recorded file
+BASE_BLOCKS = 256  # blocks of a file of weights that are hashed, HASHED_BYTES in total
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
 MAY_DIFFER = {
@@ -55,6 +59,18 @@ class CheckpointInterval:
 
     evaluations: int  # save after this many evaluations
     seconds: float  # save at the first logged step after this many seconds
+
+
+class SavedCheckpoint(NamedTuple):
+    """A complete checkpoint and the content of its facts.json."""
+
+    folder: Path
+    facts: dict
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run that saved it."""
+        return self.folder.parent.parent
 
 
 def parse_interval(text: str) -> CheckpointInterval:
@@ -82,8 +98,8 @@ def require_possible(config: RunConfig) -> None:
         )
 
 
-def newest(run_dir: Path) -> tuple[Path, dict]:
-    """Return the complete checkpoint of `run_dir` with the most steps, and its facts.
+def newest(run_dir: Path) -> SavedCheckpoint:
+    """Return the complete checkpoint of `run_dir` with the most steps.
 
     Raises ConfigError if there is none, WeightsError if its facts are damaged.
     """
@@ -111,7 +127,7 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
     defect = _defect(folder, facts)
     if defect:
         raise damaged(folder, f"{FACTS}: {defect}")
-    return folder, facts
+    return SavedCheckpoint(folder, facts)
 
 
 def _defect(folder: Path, facts: object) -> str:
@@ -119,8 +135,7 @@ def _defect(folder: Path, facts: object) -> str:
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
-    if type(facts.get(DATA_FILES, {})) is not dict:
-        wrong.append(DATA_FILES)
+    wrong += [key for key in (DATA_FILES, BASE_FILES) if type(facts.get(key, {})) is not dict]
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
     step = facts["step"]
@@ -172,23 +187,54 @@ def data_record(data_dir: Path, files: Iterable[str]) -> dict[str, list]:
     Hashing whole files would take minutes. Another text or tokenizer changes the first MiB, another
     number of documents the size.
     """
-    record = {}
-    for name in files:
-        path = data_dir / name
-        if path.is_file():
-            with path.open("rb") as file:
-                digest = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
-            record[name] = [path.stat().st_size, digest]
-    return record
+    paths = {name: data_dir / name for name in files}
+    return {name: _identity(path, 1) for name, path in paths.items() if path.is_file()}
+
+
+def base_record(folder: Path | None) -> dict[str, list]:
+    """Return name -> [size in bytes, SHA-256 of a sample] of the safetensors files in `folder`.
+
+    The sample is BASE_BLOCKS blocks, spread evenly over the file. The first MiB would not do. It is
+    often the embedding or the output head, which merged adapters leave as they were. Empty for
+    None.
+    """
+    paths = sorted(folder.glob("*.safetensors")) if folder else []
+    return {path.name: _identity(path, BASE_BLOCKS) for path in paths}
+
+
+def _identity(path: Path, blocks: int) -> list:
+    """Return [size in bytes, SHA-256 of `blocks` blocks at equal distances] of a file."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(blocks):
+            file.seek(size * number // blocks)
+            digest.update(file.read(HASHED_BYTES // blocks))
+    return [size, digest.hexdigest()]
 
 
 def require_same_data(folder: Path, facts: dict, data_dir: Path, files: Iterable[str]) -> None:
     """Raise ConfigError if the data files differ from those that the checkpoint records."""
-    now = data_record(data_dir, files)
-    changed = [name for name, before in facts[DATA_FILES].items() if now.get(name) != before]
+    changed = _changed(facts[DATA_FILES], data_record(data_dir, files))
     if changed:
         raise ConfigError(
             f"{folder} cannot be continued with the data in {data_dir}",
             f"{listed(changed)} changed, so samples, their order or evaluations would differ",
             "set DATADIR to the data of that run, or start a run without --continue",
         )
+
+
+def require_same_base(folder: Path, facts: dict, base: Path) -> None:
+    """Raise ConfigError if the frozen weights in `base` differ from those of the checkpoint."""
+    changed = _changed(facts[BASE_FILES], base_record(base))
+    if changed:
+        raise ConfigError(
+            f"{folder} cannot be continued with the base weights in {base}",
+            f"{listed(changed)} changed, and the saved adapters fit only the base of their run",
+            "use the base weights of that run, or start a run without --continue",
+        )
+
+
+def _changed(before: dict[str, list], now: dict[str, list]) -> list[str]:
+    """Return the names of the files in the record `before` that differ in `now`, or lack there."""
+    return [name for name, identity in before.items() if now.get(name) != identity]

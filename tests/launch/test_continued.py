@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +14,15 @@ from jobs import job_of
 
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
-from common.training.continuation import CHECKPOINTS_FOLDER, DATA_FILES, FACTS, data_record
+from common.training.continuation import (
+    BASE_FILES,
+    CHECKPOINTS_FOLDER,
+    DATA_FILES,
+    FACTS,
+    base_record,
+    data_record,
+    newest,
+)
 from launch import series
 from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
@@ -94,10 +103,22 @@ def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(be
     with pytest.raises(ConfigError, match="benchmark"):
         continued(job("llama2_70b_lora", continues=before), request)
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        continued(job(continues=tmp_path), request)
+        job(continues=tmp_path)
     (before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS).write_text("{")
     with pytest.raises(WeightsError, match="is damaged"):
-        continued(job(continues=before), request)
+        job(continues=before)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_the_facts_are_read_once(before, log_dir, tmp_path, auto):
+    """All checks before a run see the same checkpoint, even if it is replaced in the meantime."""
+    run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
+    found = job(checkpoint="600s", continues=AUTO if auto else run)
+    shutil.rmtree(run / CHECKPOINTS_FOLDER)
+    assert continued(found, request_from({}, None, False)).seed == 77
+    assert trainer_command(found, Path("DIR"), 77)[-1] == str(run)
+    data = job_of("open_llama", OPEN, tmp_path, data=DATA[OPEN])
+    ensure_data(replace(data, continues=found.continues))
 
 
 def test_options_that_cannot_be_are_refused_before_that():
@@ -151,7 +172,7 @@ DATA = {
 def continuing(path: Path, folder: Path, before: Path):
     """Return a job with data in `folder` that continues the run `before`."""
     benchmark = "open_llama" if path == OPEN else "llama31_8b"
-    return replace(job_of(benchmark, path, folder, data=DATA[path]), continues=before)
+    return replace(job_of(benchmark, path, folder, data=DATA[path]), continues=newest(before))
 
 
 @pytest.mark.parametrize("path", [OPEN, LLAMA31_8B], ids=["open_llama", "llama31_8b"])
@@ -162,6 +183,7 @@ def test_other_data_are_refused(before, tmp_path, path, split):
     record = {DATA_FILES: data_record(job.data_dir, job.rules.data_files)}
     assert len(record[DATA_FILES]) == 4
     facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
+    job = replace(job, continues=newest(before))
     ensure_data(job)
     ensure_data(replace(job, data_dir=job.data_dir.rename(tmp_path / "moved")))
     job = replace(job, data_dir=tmp_path / "moved")
@@ -186,12 +208,71 @@ def test_a_checkpoint_without_a_record_of_its_data_continues_with_a_note(before,
     assert "not compared" in capsys.readouterr().err
 
 
-def test_a_damaged_record_of_the_data_is_refused(before, tmp_path):
+@pytest.mark.parametrize("key", [DATA_FILES, BASE_FILES])
+def test_a_damaged_record_of_the_files_is_refused(before, key):
     facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
-    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {DATA_FILES: []}))
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {key: []}))
     with pytest.raises(WeightsError) as caught:
-        ensure_data(continuing(OPEN, tmp_path, before))
-    assert DATA_FILES in caught.value.why
+        newest(before)
+    assert key in caught.value.why
+
+
+# The frozen base
+
+LORA_8B = ROOT / "open_llama/examples/lora_8b.toml"
+LORA_70B = ROOT / "configs/llama2_70b_lora/H200_1x8.toml"
+CONTINUE_8B = ROOT / "open_llama/examples/continue_8b.toml"
+
+
+def job_with_weights(path: Path, folder: Path, before: Path, recorded: bool = True):
+    """Return a job that starts from weights in `folder`/base and continues the run `before`.
+
+    `recorded`: whether the checkpoint records the weights.
+    """
+    base = folder / "base"
+    base.mkdir()
+    for number in (1, 2):
+        (base / f"model-{number}.safetensors").write_bytes(bytes(4 << 20))
+    record = {DATA_FILES: {}} | ({BASE_FILES: base_record(base)} if recorded else {})
+    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
+    if path == LORA_70B:
+        made = job_of("llama2_70b_lora", path, folder, {"MODEL": str(base)})
+    else:
+        changes = {"weights": str(base), "sequence_length": 16, "eval_samples": 1}
+        data = {"train": [99], "validation": [99]}
+        made = job_of("open_llama", path, folder, data=data, **changes)
+    return replace(made, continues=newest(before))
+
+
+@pytest.mark.parametrize("path", [LORA_8B, LORA_70B], ids=["open_llama", "llama2_70b_lora"])
+def test_another_frozen_base_is_refused(before, tmp_path, path, capsys):
+    job = job_with_weights(path, tmp_path, before)
+    ensure_data(job)
+    assert not capsys.readouterr().err
+    changed = tmp_path / "base/model-2.safetensors"
+    with changed.open("r+b") as file:  # of the same size and beginning, as after a merge
+        file.seek(3 << 20)
+        file.write(b"\x01" * (1 << 15))
+    with pytest.raises(ConfigError) as caught:
+        ensure_data(job)
+    assert "step_00000012" in caught.value.what and str(tmp_path / "base") in caught.value.what
+    assert changed.name in caught.value.why and "model-1" not in caught.value.why
+    changed.unlink()
+    with pytest.raises(ConfigError, match="base"):
+        ensure_data(job)
+
+
+def test_weights_that_train_are_not_compared(before, tmp_path, capsys):
+    job = job_with_weights(CONTINUE_8B, tmp_path, before)
+    (tmp_path / "base/model-1.safetensors").write_bytes(b"")
+    ensure_data(job)
+    assert not capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_record_of_its_base_continues_with_a_note(before, tmp_path, capsys):
+    ensure_data(job_with_weights(LORA_8B, tmp_path, before, recorded=False))
+    assert "base" in capsys.readouterr().err
 
 
 # --continue auto
@@ -214,7 +295,7 @@ def test_auto_continues_the_last_unfinished_run(before, log_dir):
     run = move(before, log_dir, "20261123-100000_CPU_1x1_seed77")
     (run.parent / "20261123-110000_CPU_1x1_seed78").mkdir()  # ended before its first checkpoint
     found = job(checkpoint="600s", continues=AUTO)
-    assert found.continues == run
+    assert found.continues.run == run
     assert continued(found, request_from({}, None, False)).seed == 77
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from test_lora_round_trip import TINY, start
 from tiny import facts
 
-from common.training.continuation import CHECKPOINTS_FOLDER
+from common.training.continuation import BASE_FILES, CHECKPOINTS_FOLDER, base_record, newest
 
 RULES = replace(TINY, target_loss=0.1)
 
@@ -35,6 +35,8 @@ def test_a_lora_run_continues_bit_for_bit(processes, tmp_path):
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][begin:], key
     assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :]
+    record = newest(tmp_path / "run").facts[BASE_FILES]
+    assert record and record == base_record(tmp_path / "rank_0/run/data/base")
     files = list((tmp_path / "run" / CHECKPOINTS_FOLDER).rglob("*.safetensors"))
     base = (tmp_path / "rank_0/run/data/base").rglob("*.safetensors")
     assert len(files) == 1 and sum(path.stat().st_size for path in files) < sum(

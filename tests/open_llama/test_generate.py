@@ -1,5 +1,8 @@
 """`generate` and `eval` of small models with random weights, and what both refuse."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -12,8 +15,23 @@ from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import ModelShape
 from open_llama import eval as evaluation_command
 from open_llama import generate
+from open_llama.tokenizer import load_tokenizer
 
 TEXTS = [f"Document {number} has {number * 37 % 101} words, and a line.\n" for number in range(99)]
+
+SHORT = """
+model = "llama3.2-1b"
+sequence_length = 5
+global_batch_size = 1
+max_samples = 4
+eval_samples = 1
+eval_interval_samples = 4
+opt_base_learning_rate = 1e-3
+schedule = "constant"
+opt_learning_rate_warmup_steps = 0
+weight_decay = 0.0
+gradient_clip_norm = 1.0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +40,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate") / "model"
     model = fused_llama(ModelShape(1, 32, 48, 4, 2, 6000, 10000.0), 64)
     init_weights(model, 1, seed=1, std=0.2, set_weight=copy_weight)
-    write_checkpoint(model, folder, layout=ORDINARY)
+    write_checkpoint(model, folder, layout=ORDINARY)  # a context of 64 tokens
     corpus.train_sentencepiece(TEXTS, 300, folder / "tokenizer.model")
     return folder
 
@@ -32,6 +50,46 @@ def test_only_tokens_that_the_tokenizer_can_decode_are_generated(model, capsys):
     words = [str(model), "--prompt", "Document", "--tokens", "20", "--temperature", "2"]
     assert generate.main(words) == 0
     assert "Document" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_a_length_that_the_model_was_not_trained_with_is_noted(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    words = [str(model), "--prompt", "Document", "--prompt", "x", "--temperature", "0"]
+    prompt = len(load_tokenizer(model).encode(["Document"])[0])
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    (run / "config.toml").write_text(SHORT)
+    in_run = [str(run / "model"), *words[1:]]
+    for command, tokens, trained in ((words, 65, 64), (words, 4, 0), (in_run, 4, 5)):
+        assert generate.main([*command, "--tokens", str(tokens)]) == 0
+        lines = capsys.readouterr().err.splitlines()  # transformers may add its own
+        notes = [line for line in lines if line.startswith("note:")]
+        assert len(notes) == (1 if trained else 0)
+        for note in notes:
+            assert f" {prompt + tokens} tokens" in note and f" {trained} " in note
+
+
+def test_a_text_ends_at_the_end_of_text_token_of_the_model(model, tmp_path, capsys):
+    """Data may have been prepared with another one (--eos) than the tokenizer names."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(["Document"])[0]
+    trained = transformers.AutoModelForCausalLM.from_pretrained(str(model))
+    unused = list(range(tokenizer.vocab_size, 6000))
+    tokens = trained.generate(
+        torch.tensor([ids]), max_new_tokens=20, do_sample=False, suppress_tokens=unused
+    )[0].tolist()
+    assert len(tokens) == len(ids) + 20
+    end = len(ids) + 3  # the fourth new token
+    shutil.copytree(model, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": tokens[end]}))
+    words = [str(tmp_path / "model"), "--prompt", "Document", "--temperature", "0"]
+    first = tokens.index(tokens[end], len(ids))
+    for more, last in (([], first), (["--eos", "</s>"], len(tokens) - 1)):
+        assert generate.main([*words, "--tokens", "20", *more]) == 0
+        text = tokenizer.decode(tokens[: last + 1])
+        assert capsys.readouterr().out == f"--- 'Document'\n{text}\n"
 
 
 @pytest.mark.parametrize("words", ["--temperature -1", "--temperature nan", "--top-p 1.5"])

@@ -107,7 +107,11 @@ def test_relative_paths_start_at_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "shape.json").rename(in_repository)
     assert rules_of(config_of(model=in_repository)).shape.num_layers == 3
     monkeypatch.chdir(ROOT)
-    assert config_of(model=in_repository).model == in_repository
+    config = config_of(model=in_repository)
+    assert config.model == in_repository
+    # Only reading a config resolves its paths. A changed copy names the same files.
+    monkeypatch.chdir(tmp_path)
+    assert replace(config, eval_samples=9).model == in_repository
     assert config_of(model="Llama3.2-1B").model == "Llama3.2-1B"
 
 

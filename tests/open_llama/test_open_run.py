@@ -102,11 +102,14 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
-def test_the_saved_and_the_exported_model_have_the_context_of_the_given_one(run_dir, folder):
+def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, folder):
+    """The context is that of the given model, the ids are those of the tokenizer."""
     out = folder / "exported_again"
     assert launch(folder, "open_llama", "export", str(run_dir), "--out", str(out)).returncode == 0
     for saved in (run_dir / "model", out):
-        assert json.loads((saved / "config.json").read_text())["max_position_embeddings"] == 2048
+        entries = json.loads((saved / "config.json").read_text())
+        assert entries["max_position_embeddings"] == 2048
+        assert (entries["bos_token_id"], entries["eos_token_id"]) == (1, 2)
 
 
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):

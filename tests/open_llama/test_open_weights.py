@@ -22,6 +22,7 @@ from open_llama import merge
 from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
 from open_llama.evaluation import add_adapter, default_length, load_model
 from open_llama.rules import Config, rules_of
+from open_llama.tokenizer import RECORD
 from open_llama.train import assemble
 
 LENGTH, VOCAB = 24, 64
@@ -70,16 +71,34 @@ def test_a_saved_model_keeps_context_and_token_ids_of_its_base(folder, tmp_path,
         config = config_of(folder, weights=weights)
         out = tmp_path / f"saved_{bool(weights)}"
         out.mkdir()
+        entries = kept_entries(config, None)
         model = saved_model.save_model(
-            fused_llama(rules_of(config).shape, LENGTH), out, lambda: None, kept_entries(config)
+            fused_llama(rules_of(config).shape, LENGTH), out, lambda: None, entries
         )
         copy_generation_config(config, model)
         saved = json.loads((model / "config.json").read_text())
         assert {key: saved[key] for key in base if saved[key] is not None} == kept
         assert (model / "generation_config.json").is_file() is bool(weights)
-    assert kept_entries(config_of(folder, sequence_length=8192))[CONTEXT] == 8192
+    assert kept_entries(config_of(folder, sequence_length=8192), None)[CONTEXT] == 8192
     path.unlink()
-    assert kept_entries(config_of("llama3.2-1b", weights=str(folder))) == {}
+    assert kept_entries(config_of("llama3.2-1b", weights=str(folder)), None) == {}
+
+
+def test_ids_that_no_weights_define_are_those_of_the_tokenizer_of_the_data(folder, tmp_path):
+    path = folder / "config.json"
+    config_json = json.loads(path.read_text())
+    path.write_text(json.dumps(config_json | {CONTEXT: 4096, "eos_token_id": [5, 7]}))
+    record = {"key": "text", "bos_token_id": None, "eos_token_id": 9}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    assert kept_entries(config_of(folder, weights=""), tmp_path) == {
+        CONTEXT: 4096,
+        "eos_token_id": 9,
+    }
+    assert kept_entries(config_of("llama3.2-1b", weights=""), tmp_path) == {"eos_token_id": 9}
+    assert kept_entries(config_of(folder), tmp_path)["eos_token_id"] == [5, 7]
+    for other in ("[]", "{", json.dumps({"eos_token_id": "9"})):  # not from `prepare text`
+        (tmp_path / RECORD).write_text(other)
+        assert kept_entries(config_of(folder, weights=""), tmp_path) == {CONTEXT: 4096}
 
 
 def test_eval_takes_the_sequence_length_of_the_run(folder, tmp_path, capsys):

@@ -22,7 +22,7 @@ from open_llama import text, text_inputs, text_parts, text_tokenizer
 from open_llama.prepare import main
 from open_llama.text import prepare_text
 from open_llama.text_parts import SPLITS, Settings
-from open_llama.tokenizer import load_tokenizer
+from open_llama.tokenizer import RECORD, TOKENS, load_tokenizer, recorded_token_ids
 
 TEXTS = [
     f"Document {number} has {number * 37 % 101} words, and a line.\nIt ends here.\n"
@@ -195,6 +195,12 @@ def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
     with pytest.raises(StorageError):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer, validation_fraction=0.5)
+    assert recorded_token_ids(tmp_path / "out") == {"bos_token_id": 1, "eos_token_id": 2}
+    path = tmp_path / "out" / RECORD
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({key: record[key] for key in record if key not in TOKENS}))
+    prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)  # that of an earlier version
+    assert recorded_token_ids(tmp_path / "out") == {}
 
 
 def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
@@ -237,6 +243,12 @@ def test_a_tokenizer_json_needs_its_end_of_text(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
     found = load_tokenizer(tmp_path)
     assert (found.eos, found.vocab_size, found.encode(["b a b"])) == (2, 3, [[1, 0, 1]])
+    assert found.token_ids == {"bos_token_id": None, "eos_token_id": 2}
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="b $A <end>", special_tokens=[("b", 1), ("<end>", 2)]
+    )
+    made.save(str(path))
+    assert load_tokenizer(path).token_ids == {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
@@ -368,7 +380,7 @@ def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch,
     assert "300" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(StorageError):
         prepare_text(inputs, tmp_path / "out", settings, 1, 310)
-    (tmp_path / "out" / text_parts.RECORD).unlink()  # as after an interruption
+    (tmp_path / "out" / RECORD).unlink()  # as after an interruption
     for split in SPLITS:
         (tmp_path / f"out/{split}.idx").unlink()
     with pytest.raises(StorageError, match="300 pieces, not 310"):

@@ -11,12 +11,22 @@ import pytest
 import synthetic_run
 import synthetic_series
 from page import Page, read_page
-from synthetic_run import events, records, spread, start, write_good, write_records, write_run
+from synthetic_run import (
+    events,
+    records,
+    spread,
+    start,
+    step_event,
+    write_good,
+    write_records,
+    write_run,
+)
 
 from common.records import ledger
 from common.records.run_states import words
 from llama31_8b import rules
 from submission import rcp, report
+from submission.run_page import figures_of
 from submission.runs import read_attempt
 from submission.series import read_series, ten_runs
 
@@ -151,6 +161,23 @@ def test_a_long_curve_is_thinned_to_the_mean_of_the_loss_and_the_slowest_step(ru
         [0.5] * 500,
     ]
     assert max(found["step time"]["series"][0]["data"][1]) == 5000.0
+
+
+def test_step_time_and_speed_are_those_of_the_same_steps(run_dir):
+    """Most steps take 100 ms, but two of three records of the speed include a slow step."""
+    lines = []
+    for times_ms in ([100, 100, 100], [100, 100, 700], [100, 100, 400]):
+        for time_ms in times_ms:
+            lines.append(step_event(len(lines) + 1, 16 * len(lines) + 16, step_time_ms=time_ms))
+        rate = 8192 * 1e3 * len(times_ms) / sum(times_ms)
+        lines[-1] |= {"tokens_per_s_per_gpu": rate, "tflops_per_gpu": rate / 1e3, "mfu": None}
+    lines.append(step_event(10, 160, step_time_ms=100))  # of a record that was not written
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = figures_of(read_attempt(run_dir / "result.txt"))
+    assert figures["step, ms"] == 200.0
+    assert figures["tokens/s/GPU"] == pytest.approx(8192 / 0.2)
+    assert figures["TFLOP/s/GPU"] == pytest.approx(8.192 / 0.2)
+    assert figures["MFU"] is None
 
 
 def test_a_miniature_is_called_no_benchmark_result(tmp_path):
@@ -644,7 +671,7 @@ def test_runs_are_put_beside_each_other(two):
     before = sorted(path.name for path in other.iterdir())
     assert report.main([str(one), str(other)]) == 0
     text = read_page(one / "compared_with_slower.html")
-    assert '<td class="n">903.0</td><td class="n">1,000.0</td><td class="n">+10.7%</td>' in text
+    assert '<td class="n">905.0</td><td class="n">1,000.0</td><td class="n">+10.5%</td>' in text
     assert "A: -\nB: NCCL_MAX_CTAS 8" in text
     assert [curve["name"] for curve in charts(text)["evaluation loss"]["series"]] == ["A", "B"]
     assert {label: len(chart["series"]) for label, chart in charts(text).items()} == dict.fromkeys(
