@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
 import torch
+import yaml_by_libyaml  # noqa: F401  (changes yaml)
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
 from common import engines
@@ -21,6 +23,11 @@ if not torch.cuda.is_available():
     # 100 times slower beside other work.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# Images often forbid compiled files. Without them, each of some hundred processes that the tests
+# start compiles the package again, and each worker rewrites the assertions of all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # If a shell starts the tests in the background, they and all their child processes ignore SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,8 +1,9 @@
 """Compile every Triton kernel of common/kernels for a GPU that this machine need not have.
 
-    python tests/helpers/compiling.py gfx942|gfx950|sm_89|...
+    python tests/helpers/compiling.py gfx942|gfx950|sm_89|... [every]
 
-Prints one JSON object per compiled form of a kernel.
+Prints one JSON object per compiled form of a kernel: of all forms with `every`, of a few otherwise,
+in which each argument has each of its values.
 
 The public functions are called on meta tensors with the sizes of both benchmarks
 (shipped_launches.py). A recorder replaces each kernel and takes the types, the constants and the
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,20 +44,23 @@ TARGETS: dict[str, tuple[str, str | int, int, int]] = {
     "sm_100": ("cuda", 100, 32, 227 << 10),
     "sm_103": ("cuda", 103, 32, 227 << 10),
 }
+# Compile a kernel that spills by default too: one architecture of each function of `spills`.
+SPILLING_BY_DEFAULT = ("gfx942", "sm_90")
 
 
-def compiled_forms(arch: str, triton: str = "") -> list[dict[str, Any]]:
+def compiled_forms(arch: str, every: bool, triton: str = "") -> list[dict[str, Any]]:
     """Run this file in a process without the interpreter and return what it printed, one entry per
     form of a kernel.
 
-    `triton`: one of OTHER_TRITONS (default: the installed one).
+    `every`: compile all forms instead of those of `covering`. `triton`: one of OTHER_TRITONS
+    (default: the installed one).
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folders = [ROOT, ROOT / "tests/helpers"]
     if triton:
         folders.insert(0, other_triton(triton))
     environment["PYTHONPATH"] = ":".join(map(str, folders))
-    command = [sys.executable, __file__, arch, *([triton] if triton else [])]
+    command = [sys.executable, __file__, arch, "every" if every else "covering", triton]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -105,17 +110,41 @@ def kernel_modules() -> list[ModuleType]:
     ]
 
 
-class Recorder:
-    """Replacement of a Triton kernel that compiles for `arch` instead of running.
+@dataclass(frozen=True)
+class Form:
+    """What Triton compiles a kernel for: argument types, constants, attributes and options."""
 
-    It compiles each form of the launches once: a form is the argument types, the constants and the
-    options. Prints a JSON object for each. `name`: of the kernel in that object.
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list]
+    options: dict[str, int]
+
+    def values(self) -> set[str]:
+        """Return the value of each argument and option, by which a kernel can branch."""
+        parts = (self.signature, self.constants, self.attributes, self.options)
+        return {f"{index} {item}" for index, part in enumerate(parts) for item in part.items()}
+
+
+def covering(forms: list[Form]) -> list[Form]:
+    """Return a few of the forms in which each argument and option has each of its values."""
+    chosen: list[Form] = []
+    left = set().union(*(form.values() for form in forms))
+    while left:
+        chosen.append(max(forms, key=lambda form: len(form.values() & left)))
+        left -= chosen[-1].values()
+    return chosen
+
+
+class Recorder:
+    """Replacement of a Triton kernel that records the forms of its launches instead of running.
+
+    `name`: of the kernel in the JSON objects of its forms.
     """
 
     def __init__(self, arch: str, kernel: Any, name: str = ""):
         self.arch = arch
         self.kernel = kernel
-        self.forms: set[str] = set()
+        self.forms: list[Form] = []
         self.name = name or kernel.__name__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
@@ -129,20 +158,17 @@ class Recorder:
             kind, constant, attribute = specialization(value, parameter.is_constexpr, self.arch)
             signature[parameter.name] = kind
             if kind == "constexpr":
-                constants[(index,)] = constant
+                constants[parameter.name] = constant
             elif attribute:
                 attributes[(index,)] = attribute
         options = {"num_warps": num_warps}
         if waves_per_eu:
             options["waves_per_eu"] = waves_per_eu
-        form = f"{signature} {constants} {attributes} {options}"
+        form = Form(signature, constants, attributes, options)
         if form not in self.forms:
-            self.forms.add(form)
-            print(json.dumps(self.compiled(signature, constants, attributes, options)), flush=True)
+            self.forms.append(form)
 
-    def compiled(
-        self, signature: dict, constants: dict, attributes: dict, options: dict
-    ) -> dict[str, Any]:
+    def compiled(self, form: Form) -> dict[str, Any]:
         """Compile one form. Return its JSON object.
 
         `shared`: bytes of shared memory. `spills`, `wide`, `amax_loads`: see the functions of these
@@ -153,17 +179,23 @@ class Recorder:
         from triton.compiler import ASTSource
 
         backend, name, width, _ = TARGETS[self.arch]
-        source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
-        made = triton.compile(source, target=GPUTarget(backend, name, width), options=options)
-        constants = {self.kernel.arg_names[index]: value for (index,), value in constants.items()}
+        constants = {
+            (self.kernel.arg_names.index(parameter),): value
+            for parameter, value in form.constants.items()
+        }
+        source = ASTSource(
+            self.kernel, form.signature, constexprs=constants, attrs=form.attributes
+        )
+        target = GPUTarget(backend, name, width)
+        made = triton.compile(source, target=target, options=form.options)
         return {
             "kernel": self.name,
-            "form": f"{signature} {constants}",
+            "form": f"{form.signature} {form.constants}",
             "shared": made.metadata.shared,
             "spills": spills(made.asm, backend),
             "wide": wide_accesses(made.asm, backend),
             "amax_loads": amax_loads(made.asm, backend),
-            "pipelined": self.arch == "gfx950" and self.is_pipelined(source, made, options),
+            "pipelined": self.arch == "gfx950" and self.is_pipelined(source, made, form.options),
         }
 
     def is_pipelined(self, source: Any, made: Any, options: dict) -> bool:
@@ -266,7 +298,7 @@ def amax_loads(asm: Any, backend: str) -> int:
     return len(re.findall(r"\bld\.global\.cg\b", asm["ptx"]))
 
 
-def main(arch: str, version: str = "") -> None:
+def main(arch: str, selection: str = "covering", version: str = "") -> None:
     import torch
     import triton
 
@@ -277,10 +309,12 @@ def main(arch: str, version: str = "") -> None:
     assert not version or triton.__version__ == version, f"found triton {triton.__version__}"
     assert module.architecture(torch.device("meta")) == module.DEFAULT
     module.architecture = lambda device: arch  # before any kernel module imports it
+    recorders = []
     for kernels in kernel_modules():
         for name, value in list(vars(kernels).items()):
             if name.endswith("_kernel") and getattr(value, "__module__", "") == kernels.__name__:
-                setattr(kernels, name, Recorder(arch, value))
+                recorders.append(Recorder(arch, value))
+                setattr(kernels, name, recorders[-1])
     from shipped_launches import launch_all
 
     from common.kernels import fp8
@@ -289,11 +323,15 @@ def main(arch: str, version: str = "") -> None:
     fp8.takes_every_layout = lambda device: False
 
     launch_all()
-    compile_one_that_spills(arch)
+    if selection == "every" or arch in SPILLING_BY_DEFAULT:
+        recorders.append(one_that_spills(arch))
+    for recorder in recorders:
+        for form in recorder.forms if selection == "every" else covering(recorder.forms):
+            print(json.dumps(recorder.compiled(form)), flush=True)
 
 
-def compile_one_that_spills(arch: str) -> None:
-    """Compile, as _spilling_kernel, a tile with too many rows for its number of warps."""
+def one_that_spills(arch: str) -> Recorder:
+    """Launch, as _spilling_kernel, a tile with too many rows for its number of warps."""
     import torch
     from shipped_launches import META, bf16
 
@@ -302,25 +340,22 @@ def compile_one_that_spills(arch: str) -> None:
 
     if arch == "gfx942":
         lora.down_backward_settings = lambda arch: Tile(64, 64, warps=4, stages=3, parts=16)
-        lora._down_backward_kernel = Recorder(
-            arch, lora._down_backward_kernel.kernel, "_spilling_kernel"
-        )
+        recorder = Recorder(arch, lora._down_backward_kernel.kernel, "_spilling_kernel")
+        lora._down_backward_kernel = recorder
         dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
         norm = lora.Norm(torch.empty(8192, device=META), bf16(8192))
         lora.down_backward_triton_(
             bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout
         )
-    else:
-        # LLVM takes 21 s for a tile with twice the elements, 5 s for this one, of which gfx950
-        # spills 83 registers.
-        rows, columns = (2, 8192) if arch == "gfx950" else (4, 4096)
-        rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(rows, columns, warps=1)
-        rms_norm._add_rms_norm_kernel = Recorder(
-            arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel"
-        )
-        rms_norm.add_rms_norm_triton(
-            bf16(64, columns), bf16(64, columns), bf16(columns), 1e-5, None
-        )
+        return recorder
+    # LLVM takes 21 s for a tile with twice the elements, 5 s for this one, of which gfx950
+    # spills 83 registers.
+    rows, columns = (2, 8192) if arch == "gfx950" else (4, 4096)
+    rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(rows, columns, warps=1)
+    recorder = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
+    rms_norm._add_rms_norm_kernel = recorder
+    rms_norm.add_rms_norm_triton(bf16(64, columns), bf16(64, columns), bf16(columns), 1e-5, None)
+    return recorder
 
 
 if __name__ == "__main__":

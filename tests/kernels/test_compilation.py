@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from compiling import OTHER_TRITONS, TARGETS, compiled_forms, kernel_modules
+from compiling import OTHER_TRITONS, SPILLING_BY_DEFAULT, TARGETS, compiled_forms, kernel_modules
 from conftest import made_once
 
 from common.benchmarks import names
@@ -40,33 +40,41 @@ def kernels() -> dict[str, str]:
     }
 
 
-# Compiled in the default tests: one architecture of each generation. The others of the same
-# generation (sm_89, sm_103) are slow tests.
+# Compiled in the default tests: one architecture of each generation, in a few forms in which each
+# argument has each of its values. The slow tests compile all forms, also for the others of the same
+# generation (sm_89, sm_103).
 DEFAULT_TARGETS = ("gfx942", "gfx950", "sm_90", "sm_100")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        arch if arch in DEFAULT_TARGETS else pytest.param(arch, marks=pytest.mark.slow)
-        for arch in TARGETS
+        *((arch, False) for arch in DEFAULT_TARGETS),
+        *(pytest.param((arch, True), marks=pytest.mark.slow) for arch in TARGETS),
     ],
+    ids=lambda param: f"{param[0]}-every" if param[1] else param[0],
 )
-def arch(request):
+def arch_and_every(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def forms(arch, tmp_path_factory):
-    """Compile all forms in the first of pytest's processes that asks (half a minute of a core).
+def arch(arch_and_every):
+    return arch_and_every[0]
+
+
+@pytest.fixture(scope="module")
+def forms(arch_and_every, tmp_path_factory):
+    """Compile the forms in the first of pytest's processes that asks (half a minute of a core).
 
     Triton's cache makes a second run short.
     """
-    name = f"forms_{arch}"
+    arch, every = arch_and_every
+    name = f"forms_{arch}_{every}"
     folder = made_once(
         tmp_path_factory,
         name,
-        lambda folder: (folder / name).write_text(json.dumps(compiled_forms(arch))),
+        lambda folder: (folder / name).write_text(json.dumps(compiled_forms(arch, every))),
     )
     return json.loads((folder / name).read_text())
 
@@ -94,14 +102,26 @@ def test_every_kernel_compiles_without_spills_and_within_the_shared_memory(arch,
 @pytest.mark.parametrize("version", OTHER_TRITONS)
 @pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch.startswith("gfx")])
 def test_every_kernel_compiles_for_amd_with_other_versions_of_triton(version, arch):
-    check(arch, compiled_forms(arch, version))
+    check(arch, compiled_forms(arch, every=True, triton=version))
 
 
+@pytest.mark.parametrize(
+    "arch_and_every",
+    [
+        *((arch, False) for arch in SPILLING_BY_DEFAULT),
+        *(pytest.param((arch, True), marks=pytest.mark.slow) for arch in TARGETS),
+    ],
+    indirect=True,
+)
 def test_a_kernel_that_spills_is_found(forms):
     assert [form["spills"] > 0 for form in forms if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
 
 
-@pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
+@pytest.mark.parametrize(
+    "arch_and_every",
+    [("gfx950", False), pytest.param(("gfx950", True), marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_no_loop_is_pipelined_by_default(arch, forms):
     """Triton 3.7 and 3.8 miscompile such loops.
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import STUB, alive, finish, launch, make_project, wait_until
+from toy import STUB, TORCHRUN, alive, finish, launch, make_project, wait_until
 
 from common import hardware
 from common.data.manifest import Manifest, facts_of
@@ -27,6 +27,12 @@ from launch.job import ensure_data
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
+    return make_project(tmp_path_factory.mktemp("with a blank"), torchrun=TORCHRUN)
+
+
+@pytest.fixture(scope="module")
+def project_with_torchrun(tmp_path_factory):
+    """A project that keeps the real torchrun, which imports torch for three seconds of a core."""
     return make_project(tmp_path_factory.mktemp("with a blank"))
 
 
@@ -68,9 +74,9 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
         )
 
 
-def test_a_good_run(project, tmp_path):
+def test_a_good_run(project_with_torchrun, tmp_path):
     code, out, err = finish(
-        launch(without_data(project), tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
+        launch(without_data(project_with_torchrun), tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
     )
     assert code == 0, err
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
@@ -94,8 +100,8 @@ def test_a_good_run(project, tmp_path):
     assert "CPU_1x1.toml" in out
 
 
-def test_a_killed_rank(project, tmp_path):
-    code, out, err = finish(launch(project, tmp_path, TOY="kill"))
+def test_a_killed_rank(project_with_torchrun, tmp_path):
+    code, out, err = finish(launch(project_with_torchrun, tmp_path, TOY="kill"))
     failure = json.loads((only_run(tmp_path) / "failure.json").read_text())
     assert (code, failure["kind"], failure["rank"]) == (14, "rank_lost", 1)
     assert "error: rank 1 (process" in err and "Traceback" not in err and "FAILED" not in err
@@ -210,8 +216,8 @@ def test_a_signal_reaches_the_module_of_a_command(project, tmp_path):
     assert process.wait(20) == 7
 
 
-def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
-    process = launch(project, tmp_path, TOY="wait")
+def test_killing_the_launcher_leaves_nothing_behind(project_with_torchrun, tmp_path):
+    process = launch(project_with_torchrun, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))
     process.kill()
     process.communicate()
@@ -220,8 +226,8 @@ def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
     assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
 
 
-def test_sigterm_to_the_launcher(project, tmp_path):
-    process = launch(project, tmp_path, TOY="wait")
+def test_sigterm_to_the_launcher(project_with_torchrun, tmp_path):
+    process = launch(project_with_torchrun, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
