@@ -183,9 +183,7 @@ class Recorder:
             (self.kernel.arg_names.index(parameter),): value
             for parameter, value in form.constants.items()
         }
-        source = ASTSource(
-            self.kernel, form.signature, constexprs=constants, attrs=form.attributes
-        )
+        source = ASTSource(self.kernel, form.signature, constexprs=constants, attrs=form.attributes)
         target = GPUTarget(backend, name, width)
         made = triton.compile(source, target=target, options=form.options)
         return {

@@ -76,7 +76,13 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
 
 def test_a_good_run(project_with_torchrun, tmp_path):
     code, out, err = finish(
-        launch(without_data(project_with_torchrun), tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
+        launch(
+            without_data(project_with_torchrun),
+            tmp_path,
+            TOY="good",
+            MLPERF_SUBMISSION_ORG="Us",
+            SEED="5",
+        )
     )
     assert code == 0, err
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
