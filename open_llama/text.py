@@ -24,7 +24,7 @@ from common.errors import StorageError, write_whole
 from open_llama.text_inputs import divide, input_files
 from open_llama.text_parts import Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
-from open_llama.tokenizer import COMPANIONS, RECORD, load_tokenizer, tokenizer_file
+from open_llama.tokenizer import COMPANIONS, RECORD, TOKENS, load_tokenizer, tokenizer_file
 
 
 def prepare_text(
@@ -48,12 +48,11 @@ def prepare_text(
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
         settings = replace(settings, tokenizer=str(tokenizer))
         record = identity(files, settings) | {"train_tokenizer": vocab_size}
-        loaded = load_tokenizer(tokenizer, settings.eos)
-        with_ids = record | loaded.token_ids
         if (data_dir / RECORD).is_file():
-            _require_equal(data_dir, record, with_ids)
+            _require_equal(data_dir, record)
             say(f"{data_dir}: complete")
             return
+        loaded = load_tokenizer(tokenizer, settings.eos)
         size = loaded.vocab_size
         if vocab_size and size != vocab_size:
             what = f"{tokenizer} has {size:,} pieces, not {vocab_size:,}"
@@ -62,7 +61,8 @@ def prepare_text(
         parts = parts_folder(data_dir, record)
         tokenize(divide(files), parts, settings, processes)
         indices = join(parts, data_dir, size)
-        write_whole(data_dir / RECORD, json.dumps(with_ids, indent=1).encode() + b"\n")
+        record |= loaded.token_ids
+        write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
         shutil.rmtree(parts)
     for split, index in indices.items():
         say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
@@ -103,11 +103,15 @@ def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
     return {"inputs": inputs, **asdict(settings), "tokenizer": tokenizer}
 
 
-def _require_equal(data_dir: Path, record: dict[str, Any], with_ids: dict[str, Any]) -> None:
+def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
     """Raise StorageError unless the files in `data_dir` are those of the preparation `record`.
 
-    `with_ids`: the same with the ids of tokens, which earlier versions did not write.
+    The ids of TOKENS are not compared: they follow from the tokenizer and the options, and earlier
+    versions did not write them.
     """
-    if json.loads((data_dir / RECORD).read_text()) not in (record, with_ids):
+    found = json.loads((data_dir / RECORD).read_text())
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key not in TOKENS}
+    if found != record:
         what = f"{data_dir} holds token files of other inputs or options"
         raise StorageError(what, "nothing is overwritten", "name another --data-dir")

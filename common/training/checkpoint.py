@@ -107,7 +107,8 @@ class Checkpoints:
         self.processes = processes
         self.rank = processes.rank
         self.interval: CheckpointInterval | None = None
-        self.base: dict[str, list] = {}  # record of the files of a frozen base
+        # Record of the files of a frozen base. Read before run_start, so no save pauses for it.
+        self.base: dict[str, list] = {}
         if run.checkpoint:
             self.interval = parse_interval(run.checkpoint)
             rules = rules_of(run.benchmark, run.config)
