@@ -116,16 +116,15 @@ def plot(runs: dict[str, Path], out: Path) -> None:
         label: [statistics.fmean(curve[end - MEAN_OF : end]) for end in ends]
         for label, curve in losses.items()
     }
-    first, *others = means
+    first = next(iter(means))
     figure = Figure(figsize=(9, 6), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    upper.plot(ends, means[first], label=first, linewidth=1)
-    lower.axhline(0, color="gray", linewidth=0.5)
-    lower.plot([], [])  # gives each run the same color above and below
-    for label in others:
-        gaps = [a - b for a, b in zip(means[label], means[first], strict=True)]
-        upper.plot(ends, means[label], label=label, linewidth=1)
+    for label, curve in means.items():
+        gaps = [a - b for a, b in zip(curve, means[first], strict=True)]
+        upper.plot(ends, curve, label=label, linewidth=1)
         lower.plot(ends, gaps, linewidth=1)
+        if label == first:
+            continue
         for stretch in range(0, len(gaps), len(gaps) // STRETCHES):
             part = gaps[stretch : stretch + len(gaps) // STRETCHES]
             last = ends[stretch] - MEAN_OF + len(part) * MEAN_OF
