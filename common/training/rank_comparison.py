@@ -101,7 +101,7 @@ class RankComparison:
         return self.slow
 
 
-def compare_ranks(
+def make_rank_comparison(
     processes: Processes, events: Events, progress: ProgressLog, model: Llama
 ) -> RankComparison | None:
     """Return the comparison of a run. None on a CPU, which all ranks share, and for one rank."""

@@ -27,7 +27,7 @@ from common.training.log_keys import hyperparameters
 from common.training.loop import Goal
 from common.training.metrics import make_meter
 from common.training.mllog import RunLog
-from common.training.rank_comparison import compare_ranks
+from common.training.rank_comparison import make_rank_comparison
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.warmup import warm_up
@@ -101,7 +101,7 @@ def train(
         target_loss=rules.target_loss,
         max_samples=config.max_samples,
     )
-    reports.rank_comparison = compare_ranks(
+    reports.rank_comparison = make_rank_comparison(
         processes, reports.events, reports.progress, assembly.model
     )
     try:

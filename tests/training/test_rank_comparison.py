@@ -14,8 +14,8 @@ from common.training.rank_comparison import (
     COMPARISONS,
     BlockTimes,
     RankComparison,
-    compare_ranks,
     describe,
+    make_rank_comparison,
     over_median,
     slow_ranks,
 )
@@ -131,7 +131,8 @@ def on_a_rank(processes, folder):
     )
     return {
         "slow": [ranks.compare(1, 8, 0.0) for _ in range(COMPARISONS)][-1],
-        "on_cpu": compare_ranks(processes, events, ProgressLog(False), nn.Identity()) is None,
+        "on_cpu": make_rank_comparison(processes, events, ProgressLog(False), nn.Identity())
+        is None,
     }
 
 
@@ -153,7 +154,7 @@ def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processe
         assert len(model.blocks) > 0
         return RankComparison(processes, events, progress, lambda: 0.2)
 
-    monkeypatch.setattr("common.training.timed_run.compare_ranks", with_a_fake_probe)
+    monkeypatch.setattr("common.training.timed_run.make_rank_comparison", with_a_fake_probe)
     run(tmp_path / "run", tiny_data)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     compared = [event["samples"] for event in events if event["event"] == "ranks"]
