@@ -34,7 +34,7 @@ class CopyEngineReduceScatter:
 
     def __init__(
         self,
-        make: Callable[[int, int], SymmetricBuffers],
+        make_buffers: Callable[[int, int], SymmetricBuffers],
         modules: Sequence[Sequence[Shard]],
         dtype: torch.dtype,
         accumulate: Accumulate,
@@ -43,16 +43,17 @@ class CopyEngineReduceScatter:
 
         Their values become undefined.
 
-        `make`: called with the number of buffers and the bytes of each, creates buffers.
+        `make_buffers`: creates buffers from their number and the bytes of each.
         `dtype`: dtype of the sent gradients.
         `accumulate`: adds gradients to an fp32 gradient.
         """
         shards = list(itertools.chain(*modules))
         self.dtype = dtype
         self.accumulate = accumulate
-        self.weights = make(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
+        self.weights = make_buffers(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
         ranks = self.weights.ranks
-        self.buffers = make(2, max(self.num_bytes(module, ranks, dtype) for module in modules))
+        largest = max(self.num_bytes(module, ranks, dtype) for module in modules)
+        self.received = make_buffers(2, largest)
         # weight -> for each rank, its rows in its own memory
         self.rows: dict[nn.Parameter, list[Tensor]] = {}
         offset = 0
@@ -69,7 +70,7 @@ class CopyEngineReduceScatter:
             shard.local = self.rows[shard.parameter][self.weights.rank]
             shard.parameter.data = shard.padded[: len(shard.parameter)]
             offset += _aligned(shard.padded.nbytes)
-        self.phase = 0  # index of the receive buffer in use
+        self.receiving = 0  # index of the receive buffer in use
         # (shards, gradients as sent, gradients as passed to `start`) of the last module
         self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None
 
@@ -87,8 +88,8 @@ class CopyEngineReduceScatter:
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
-        ranks = self.buffers.ranks
-        rank = self.buffers.rank
+        ranks = self.received.ranks
+        rank = self.received.rank
         padded = []
         for shard, gradient in zip(shards, gradients, strict=True):
             padded.append(pad_rows(gradient, len(shard.master) * ranks).to(self.dtype))
@@ -105,24 +106,24 @@ class CopyEngineReduceScatter:
             return []
         shards, padded, gradients = self.sent
         self.sent = None
-        self.buffers.barrier()
-        rank = self.buffers.rank
+        self.received.barrier()
+        rank = self.received.rank
         all_received = self._received_by(rank, shards)
         for shard, gradient, received in zip(shards, padded, all_received, strict=True):
-            own = gradient.chunk(self.buffers.ranks)[rank]
+            own = gradient.chunk(self.received.ranks)[rank]
             shard.gradient = self.accumulate(shard.gradient, own, received)
-        self.phase = 1 - self.phase
+        self.receiving = 1 - self.receiving
         return gradients
 
     def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
         """Yield the receive buffer of `rank` for each shard, [ranks - 1, rows, ...], as a view."""
-        buffer = self.buffers.buffers[rank][self.phase]
+        buffer = self.received.buffers[rank][self.receiving]
         offset = 0
         for shard in shards:
-            shape = (self.buffers.ranks - 1, *shard.master.shape)
+            shape = (self.received.ranks - 1, *shard.master.shape)
             end = offset + math.prod(shape) * self.dtype.itemsize
             yield buffer[offset:end].view(self.dtype).view(shape)
-            offset += _received_bytes(shard, self.buffers.ranks, self.dtype)
+            offset += _received_bytes(shard, self.received.ranks, self.dtype)
 
 
 def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
