@@ -24,10 +24,11 @@ documents. D documents hold T tokens in total. A run requests N samples of S tok
 All shuffles draw from one `numpy.random.RandomState(seed)`, in the order written here. Megatron
 uses this legacy generator, and its stream is frozen.
 
-The caller chooses N. A run here passes its `max_samples`. The reference passes 1.2 million steps x
-global batch, which is 16 passes over the file, and reads a fiftieth of them. If N fits into one
-pass, every document is read at most once, as the rules require ("every datum exactly once"). The
-rules require a random order, not the reference's exact one.
+The caller chooses N. A run of this package passes its `max_samples`. The reference passes 1.2
+million steps x global batch. At batch 32 that is 16 passes over the file, of which a run to the
+target reads half a percent. If N fits into one pass, every document is read at most once, as the
+rules require ("every datum exactly once"). The rules require a random order, not the reference's
+exact one.
 
 A timed run calls these functions only after run_start, except `sequences_in`, which does not open
 the token file.
