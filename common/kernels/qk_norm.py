@@ -268,7 +268,7 @@ def _qk_norm_rope_backward_kernel(
     position_stride,
     head_stride,
     first_head,
-    turned_heads,
+    rotated_heads,
     all_heads,
     EPS: tl.constexpr,
     MODE: tl.constexpr,
@@ -301,7 +301,9 @@ def _qk_norm_rope_backward_kernel(
             d_n_first, d_n_second = rotate_back(
                 first, second, cos_ptr, sin_ptr, position, column, mask, HALF
             )
-            x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            x_ptr = (
+                before_ptr + (row * rotated_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            )
             x_hat_first, x_hat_second, rstd = _load_x_hat(x_ptr, mask, EPS, HALF)
             d_w_first += tl.sum(d_n_first * x_hat_first, 0)
             d_w_second += tl.sum(d_n_second * x_hat_second, 0)

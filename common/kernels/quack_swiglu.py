@@ -153,7 +153,7 @@ def scale_of(quantizer: Quantizer) -> Tensor:
     return quantizer.state[1:2]
 
 
-def gate_up_fprop(
+def gate_up_swiglu(
     x: QuantizedTensor,
     weight: QuantizedTensor,
     quantizer: Quantizer,
@@ -191,7 +191,7 @@ def gate_up_fprop(
     return finish_swiglu(gate_up, kept_quantizer, kept_amax, columns, halves=2), h
 
 
-def down_dgrad(
+def down_swiglu_backward(
     g: QuantizedTensor,
     weight: QuantizedTensor,
     gate_up: Tensor | QuantizedTensor,
@@ -201,7 +201,7 @@ def down_dgrad(
 
     `g`: FP8 [M, D], the gradient of down's result.
     `weight`: FP8 [D, ffn]. Its `columnwise` is read.
-    `gate_up`: [M, 2 * ffn], from `gate_up_fprop`.
+    `gate_up`: [M, 2 * ffn], from `gate_up_swiglu`.
     `quantizer`: quantizer of the result. It must have a scale already.
     """
     assert weight.columnwise is not None

@@ -31,7 +31,7 @@ class EmulatedLayers(DelayedScaling):
         super().__init__()
         assert number_format is not None
         self.format = number_format
-        self.blocks = block_formats.BLOCK_FORMATS[number_format.name]
+        self.block_format = block_formats.BLOCK_FORMATS[number_format.name]
         self.stochastic = "stochastic" in number_format.options
         self.square_weights = "square_weights" in number_format.options
         self.transform = ""
@@ -58,10 +58,10 @@ class EmulatedLayers(DelayedScaling):
 
         `dtype`: dtype of the result (default: that of `x`).
         """
-        element = self.blocks.gradient_element if gradient else self.blocks.element
+        element = self.block_format.gradient_element if gradient else self.block_format.element
         return block_formats.emulate(
             x,
-            self.blocks,
+            self.block_format,
             element,
             dtype or x.dtype,
             square=weight and self.square_weights,
@@ -82,11 +82,11 @@ class EmulatedLayers(DelayedScaling):
 
     # Operands and products.
 
-    def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
+    def active_quantizers(self, quantizers: BlockQuantizers) -> BlockQuantizers:
         if not self.format.stores_fp8:
             return BlockQuantizers()
         if not self.healed:
-            return BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
+            return BlockQuantizers(kept_gate_up=quantizers.kept_gate_up)
         return quantizers
 
     def weight(

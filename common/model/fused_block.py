@@ -156,7 +156,7 @@ class FusedBlock(nn.Module):
         linear = self.linear
         shape = self.shape
         weights = self.weights()
-        quantizers = linear.stored(self.quantizers)
+        quantizers = linear.active_quantizers(self.quantizers)
         x = x_BSD.flatten(0, 1)
 
         # Attention.
@@ -205,7 +205,7 @@ class FusedBlock(nn.Module):
         ops = self.ops
         linear = self.linear
         weights = self.weights()
-        quantizers = linear.stored(self.quantizers)
+        quantizers = linear.active_quantizers(self.quantizers)
         d_out = d_out_BSD.flatten(0, 1)
 
         # Feed-forward.

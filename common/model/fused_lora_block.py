@@ -141,12 +141,12 @@ class FusedLoraBlock(nn.Module):
         linear = self.linear
         shape = self.shape
         weights = self.base.forward_weights(self.layer)
-        quantizers = linear.stored(self.quantizers)
+        quantizers = linear.active_quantizers(self.quantizers)
         dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
 
-        # Attention. `lora.down` computes t from x again, because n_1 may be stored in FP8.
+        # Attention. `lora.down` computes n_1 from x again, because the one above may be in FP8.
         _, n_1, rstd_1 = ops.add_rms_norm(
             x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1
         )
@@ -169,7 +169,7 @@ class FusedLoraBlock(nn.Module):
         )
         del branch
         gate_up, h = linear.gate_up_swiglu(
-            ops, n_2, weights["gate_up"], quantizers.h, quantizers.stored_gate_up, keep
+            ops, n_2, weights["gate_up"], quantizers.h, quantizers.kept_gate_up, keep
         )
         del n_2
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
@@ -199,7 +199,7 @@ class FusedLoraBlock(nn.Module):
         return gate_up._replace(rowwise=gate_up.rowwise.new_empty(0))
 
     def _reloaded(self, gate_up: Tensor | QuantizedTensor) -> QuantizedTensor:
-        """Return the argument of `_offloaded` from its result."""
+        """Return gate_up with its values, copied back from host memory."""
         assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
         return gate_up._replace(rowwise=self.offloader.reload())
 
@@ -213,7 +213,7 @@ class FusedLoraBlock(nn.Module):
         """
         linear = self.linear
         weights = self.base.backward_weights(self.layer)
-        quantizers = linear.stored(self.quantizers)
+        quantizers = linear.active_quantizers(self.quantizers)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out_BSD.dtype)
         if self.offloader is not None:
             # Also in blocks that do not offload, so that the copy can take as long as a block.

@@ -56,14 +56,14 @@ class BlockQuantizers:
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
     # LoRA only: SwiGLU's input, kept in 8 bits for the backward.
-    stored_gate_up: Quantizer | None = None
+    kept_gate_up: Quantizer | None = None
 
     @staticmethod
     def training(linear: LinearLayers) -> BlockQuantizers:
         """Return the quantizers of a block whose matrices train."""
         quantizers = {}
         for field in fields(BlockQuantizers):
-            if field.name != "stored_gate_up":
+            if field.name != "kept_gate_up":
                 is_gradient = field.name.startswith("d_")
                 quantizers[field.name] = linear.quantizer(gradient=is_gradient)
         return BlockQuantizers(**quantizers)
@@ -95,7 +95,7 @@ class FrozenWeights(Protocol):
         """
 
     def release(self, layer: int) -> None:
-        """Tell that the current pass no longer needs the layer's matrices."""
+        """Release the layer's matrices. Call it once the current pass no longer needs them."""
 
 
 class LinearLayers:
@@ -116,7 +116,7 @@ class LinearLayers:
         """
         return None
 
-    def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
+    def active_quantizers(self, quantizers: BlockQuantizers) -> BlockQuantizers:
         """Return the quantizers that a block's kernels use in the current step."""
         return quantizers
 
@@ -257,7 +257,7 @@ class DelayedScaling(LinearLayers):
     ) -> tuple[Tensor | QuantizedTensor | None, QuantizedTensor]:
         epilogues = swiglu_epilogues(ops, x, quantizer)
         if epilogues is not None:
-            return epilogues.gate_up_fprop(x, weight, quantizer, kept_quantizer, keep)
+            return epilogues.gate_up_swiglu(x, weight, quantizer, kept_quantizer, keep)
         return super().gate_up_swiglu(ops, x, weight, quantizer, kept_quantizer, keep)
 
     def down_swiglu_backward(
@@ -270,7 +270,7 @@ class DelayedScaling(LinearLayers):
     ) -> QuantizedTensor:
         epilogues = swiglu_epilogues(ops, g, quantizer)
         if epilogues is not None:
-            return epilogues.down_dgrad(g, weight, gate_up, quantizer)
+            return epilogues.down_swiglu_backward(g, weight, gate_up, quantizer)
         return super().down_swiglu_backward(ops, g, weight, gate_up, quantizer)
 
     def allocate(self, device: torch.device) -> None:

@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         return self.rms_norm(x_BSD, self.weight, self.eps)
 
 
-class Output(torch.autograd.Function):
+class OutputProjection(torch.autograd.Function):
     """Output projection x W^T, computed by the engine of matrix products (kernels/fp8.py).
 
     `x`: [tokens, D].
@@ -70,7 +70,7 @@ class Head(nn.Module):
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Return (loss_sum, count), or the logits without labels (see `Llama.forward`)."""
         normed = self.norm(x_BSD)
-        logits = Output.apply(normed.flatten(0, 1), self.output.weight)
+        logits = OutputProjection.apply(normed.flatten(0, 1), self.output.weight)
         logits = logits.view(*normed.shape[:2], -1)
         return logits if labels_BS is None else self.cross_entropy(logits, labels_BS)
 

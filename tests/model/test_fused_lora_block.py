@@ -78,7 +78,7 @@ def test_fp8_stays_near_bf16(fnuz, monkeypatch):
     e4m3, e5m2 = formats if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2)
     assert (
         block.quantizers.h.dtype
-        == block.quantizers.stored_gate_up.dtype
+        == block.quantizers.kept_gate_up.dtype
         == block.base.operands["down"].rowwise.dtype
         == e4m3
     )
@@ -101,7 +101,7 @@ def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
         outputs.append(block.eval()(x, *tables))
     assert (
         torch.equal(*outputs)
-        and asked == [block.quantizers.stored_gate_up, None]
+        and asked == [block.quantizers.kept_gate_up, None]
         and asked[0] is not None
     )
 

@@ -85,13 +85,13 @@ def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
     assert "rank 1" in caught.value.what and "ATTENTION_ENGINE" in caught.value.do
 
 
-def wrong_dgrad(g, weight, gate_up, quantizer):
+def wrong_backward(g, weight, gate_up, quantizer):
     """Return the kernel's gradient with the wrong sign."""
     d_h = fp8.dgrad(g, weight)
     return swiglu.swiglu_quantized_backward_reference(d_h, -gate_up, quantizer)
 
 
-def right_fprop(x, weight, quantizer, kept_quantizer, keep):
+def right_gate_up(x, weight, quantizer, kept_quantizer, keep):
     gate_up = fp8.fprop(x, weight)
     return gate_up, swiglu.swiglu_quantized_reference(gate_up, quantizer)[0]
 
@@ -104,7 +104,7 @@ def test_wrong_epilogues_are_replaced_by_the_kernel_unless_pinned(monkeypatch, p
         first, *others = engines.ENGINES[engines.SWIGLU]
         chosen = (replace(first, chosen_on=("",)), *others)
         monkeypatch.setitem(engines.ENGINES, engines.SWIGLU, chosen)
-    functions = {"gate_up_fprop": right_fprop, "down_dgrad": wrong_dgrad}
+    functions = {"gate_up_swiglu": right_gate_up, "down_swiglu_backward": wrong_backward}
     module = SimpleNamespace(require=lambda: None, **functions)
     monkeypatch.setattr(engines, "module_of", lambda engine: module)
     monkeypatch.setitem(
