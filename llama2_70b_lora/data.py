@@ -7,9 +7,10 @@ A row is a packed sequence. Rows are read in random order, each once per epoch.
     validation-00000-of-00001.parquet    the same
 
 Labels follow Hugging Face's convention: `labels[i]` is `input_ids[i]`, or -100 if token i does not
-count. Hugging Face's model shifts inside its loss: logits at position i are compared with labels[i
-+ 1]. The loss here compares position i with position i, so the shift happens here, once. The model
-receives (ids, labels moved left by one, -100 at the end). Neither uses the label at position 0.
+count. Hugging Face's model shifts them inside its loss, which compares the logits at position i
+with `labels[i + 1]`. The loss of this package compares position i with position i. So this module
+shifts the labels, once: the model receives the ids, and the labels moved left by one, with -100 at
+the end. In both cases the label at position 0 is not used.
 
 AMD's and NVIDIA's submissions differ by one position. They turned labels into a mask
 (label != -100) and apply mask[i] to the loss at *input* position i, whose target is token i + 1.

@@ -1,4 +1,4 @@
-"""Operations of a LoRA adapter on a frozen linear layer, y = W x + (s / q) B A D(x).
+"""Operations of a LoRA adapter on a frozen linear layer, y = n W^T + s T B^T.
 
     down           T = D(n) A^T / q, with n = x * rstd * weight after a norm, else n = x
     up_            y += s T B^T
@@ -6,8 +6,8 @@
                    also quantized.
     down_backward_ dA = P^T D(n);  d_n += D(P A)
 
-M is the number of rows (tokens), K the number of the layer's inputs, N that of its outputs, R the
-rank of the adapter.
+x, n and d_n are [M, K], y and g [M, N], T and P [M, R], W [N, K], A [R, K] and B [N, R]. M is the
+number of tokens and R the rank of the adapter. s is alpha / R, the argument `scale`.
 
 D is dropout without its factor: it zeroes elements with probability 1 - q. The factor 1 / q is
 applied to the result of a sum instead of to each element. Each kernel reads its large tensor once

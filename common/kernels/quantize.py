@@ -7,8 +7,8 @@ The Python function of the kernel launches it once or twice (kernels/fp8.py), by
     AMAX_ONLY          Record the amax and store nothing: the first of two launches.
     STORE              Store with the current scale: the second of two launches, or the only one in
                        an evaluation or a recomputed forward.
-    STORE_AND_RECORD   Store, record the amax and count saturated elements: the only launch of a
-                       training step with delayed scaling.
+    STORE_AND_RECORD   Store, record the amax and count saturated elements: the only launch in
+                       training, after the first step.
     UNQUANTIZED        Store in the dtype of the output.
 """
 

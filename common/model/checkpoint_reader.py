@@ -266,17 +266,17 @@ def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
     """
     manifest = Manifest.read(manifest_path)
     for file in checkpoint.files:
-        listed = manifest.files.get(file.name)
-        if listed is None or listed.sha256 is None:
+        expected = manifest.files.get(file.name)
+        if expected is None or expected.sha256 is None:
             refuse(
                 f"{manifest_path}: has no SHA-256 of {file.name}",
                 "the manifest is of another checkpoint, or incomplete",
                 "write a manifest of a copy that you trust",
             )
         size = file.stat().st_size
-        if listed.size not in (None, size):
+        if expected.size not in (None, size):
             refuse(
-                f"{file}: expected {listed.size} bytes by {manifest_path}, got {size}",
+                f"{file}: expected {expected.size} bytes by {manifest_path}, got {size}",
                 "it is not the file in the manifest",
                 FETCH_AGAIN,
             )

@@ -2,9 +2,9 @@
 
 The first steps are slow, because kernels are compiled and communicators and memory are set up. The
 rules allow a warm-up before run_start, because it reads no data and leaves the state as freshly
-initialized. Weights are not copied and restored: the steps run at learning rate 0, where AdamW
-changes no bit of a weight (w -= 0*wd*w + 0*update) but the sign of -0.0, which no initial weight
-is. Moments, step counts, FP8 scales and random generators are reset. `state_digest` must be the
+initialized. Weights are not copied and restored. The steps run at learning rate 0, where AdamW
+computes w -= 0*wd*w + 0*update. This can change only the sign of -0.0, and no initial weight is
+-0.0. Moments, step counts, FP8 scales and random generators are reset. `state_digest` must be the
 same before and after.
 """
 
