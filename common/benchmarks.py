@@ -81,7 +81,7 @@ class Rules:
         """Return the folder of the safetensors files that a run starts from, if it has any."""
         return None
 
-    def frozen_weights(
+    def frozen_weights_folder(
         self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
     ) -> Path | None:
         """Return the folder of the weights that stay frozen in a run, if there are any.

@@ -311,7 +311,7 @@ def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
         require_same_data(folder, facts, job.data_dir, rules.data_files)
     else:
         print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
-    base = rules.frozen_weights(job.config, job.data_dir, job.environment)
+    base = rules.frozen_weights_folder(job.config, job.data_dir, job.environment)
     if base and BASE_FILES in facts:
         require_same_base(folder, facts, base)
     elif base:

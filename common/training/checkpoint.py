@@ -112,7 +112,8 @@ class Checkpoints:
         if run.checkpoint:
             self.interval = parse_interval(run.checkpoint)
             rules = rules_of(run.benchmark, run.config)
-            self.base = base_record(rules.frozen_weights(run.config, run.data_dir, os.environ))
+            weights = rules.frozen_weights_folder(run.config, run.data_dir, os.environ)
+            self.base = base_record(weights)
         self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
