@@ -301,8 +301,8 @@ def forget() -> None:
 
 
 @dataclass(frozen=True)
-class EnginesInUse:
-    """The engines that a command will use, for display and for the records of a run."""
+class EngineChoices:
+    """The engines that a command chooses, for display and for the records of a run."""
 
     names: dict[str, str]  # operation -> engine
     versions: dict[str, str]  # operation -> engine with the version of its package
@@ -330,9 +330,9 @@ class EnginesInUse:
         return {VARIABLES[operation]: name for operation, name in self.names.items()}
 
 
-def engines_in_use(
+def choose_engines(
     gpu: str, environment: Mapping[str, str], dtype: str, operations: Iterable[str]
-) -> EnginesInUse:
+) -> EngineChoices:
     """Return the engine that `choose` returns for each of `operations`.
 
     Raises ConfigError as `choose` does, also for a pinned engine of another operation.
@@ -348,4 +348,4 @@ def engines_in_use(
         names[operation] = choice.engine.name
         versions[operation] = str(choice.engine)
         faster += choice.faster
-    return EnginesInUse(names, versions, tuple(faster))
+    return EngineChoices(names, versions, tuple(faster))

@@ -124,7 +124,7 @@ class Job:
         return replace(self.gpus, devices=self.gpus.devices[: self.config.gpus_per_node])
 
     @property
-    def engines(self) -> engines.EnginesInUse:
+    def engines(self) -> engines.EngineChoices:
         """Engines that the ranks will use, given the installed packages.
 
         Raises ConfigError if the environment or the config pins an engine that cannot be used.
@@ -133,7 +133,7 @@ class Job:
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
         operations = engines.operations(self.config.linear_format.stores_fp8)
-        return engines.engines_in_use(gpu, environment, self.config.precision, operations)
+        return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
     @property
     def data_files(self) -> list[Path]:

@@ -66,7 +66,7 @@ def test_without_a_package_the_next_one_is_used_and_what_installs_it_is_said(ins
 
 
 def test_engines_with_commands_of_their_own_have_notes_of_their_own(installed):
-    described = engines.engines_in_use("gfx942", {}, "bf16", [ATTENTION, PRODUCTS])
+    described = engines.choose_engines("gfx942", {}, "bf16", [ATTENTION, PRODUCTS])
     notes = described.lines()[1:]
     assert len(notes) == len(described.faster) == 2
     for note, name in zip(notes, ("aiter", "transformer_engine"), strict=True):
@@ -77,7 +77,7 @@ def test_a_rejected_engine_has_a_note_of_its_own(installed):
     installed |= GOOD
     assert reject(ATTENTION, in_use(ATTENTION, "sm_90"), "self-test failed: 3.0 dB")
     assert reject(SWIGLU, in_use(SWIGLU, "sm_90"), "self-test failed: 4.0 dB")
-    described = engines.engines_in_use("sm_90", {}, "fp8", [ATTENTION, SWIGLU])
+    described = engines.choose_engines("sm_90", {}, "fp8", [ATTENTION, SWIGLU])
     first, second = described.lines()[1:]
     assert "3.0 dB" in first and "4.0 dB" in second
 
