@@ -6,13 +6,13 @@ The commands print how to get them, verify them, convert AMD's files, and build 
     ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D
         AMD's packed train.npy and validation.npy to parquet
     ./run_and_time.sh llama2_70b_lora prepare verify --data-dir D [--weights W [--manifest M.json]]
-        [--full]
+        [--miniature] [--full]
     ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights W --output M.json
-    ./run_and_time.sh llama2_70b_lora prepare fetch --data-dir D --weights W [--download]
+        [--miniature]
+    ./run_and_time.sh llama2_70b_lora prepare fetch --data-dir D [--weights W] [--download]
 
 No command deletes or overwrites a file that it did not create. Messages go to stderr. The exit code
-is that of the kind of failure (common/errors.py). torch and numpy are imported only by the commands
-that need them.
+names the kind of failure (docs/troubleshooting.md).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ fetch them.
     ./run_and_time.sh llama31_8b prepare fetch --data-dir D [--download]
 
 No command deletes or overwrites a file that it did not create. Messages go to stderr. The exit code
-is that of the kind of failure (common/errors.py).
+names the kind of failure (docs/troubleshooting.md).
 """
 
 from __future__ import annotations

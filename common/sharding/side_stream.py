@@ -1,5 +1,8 @@
 """A side stream for copies and collectives that run while kernels compute.
 
+The frozen base and the offloading of activations use it. ZeroOptimizer has a stream of its own
+(zero.py).
+
 Callers enqueue functions and events, whatever the device. On a CPU, functions run at once. Tests
 replace the stream by one that runs the functions in every order that the events allow.
 """

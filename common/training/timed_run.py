@@ -196,10 +196,14 @@ def _parser(benchmark: str, saves: bool) -> argparse.ArgumentParser:
         required=True,
         help="run directory with config.toml; receives the results",
     )
-    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path, required=True, help="directory of the data files")
     parser.add_argument("--config-name", required=True, help="name of the config file in the log")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), required=True, help="cuda: NVIDIA or AMD GPUs"
+    )
     parser.add_argument(
         "--checkpoint",
         metavar="WHEN",
