@@ -27,6 +27,7 @@ during the read. This module does not import torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,9 +82,11 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
                 values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
             )
     except (pyarrow.ArrowException, KeyError, OSError) as error:  # all occur with damaged files
-        first_line, _, _ = str(error).partition("\n")
+        reason, _, _ = str(error).partition("\n")
+        if isinstance(error, OSError) and error.errno:
+            reason = os.strerror(error.errno)  # pyarrow's text repeats the path
         raise DataError(
-            f"{path}: cannot be read as GovReport: {first_line}",
+            f"{path}: cannot be read as GovReport: {reason}",
             "the file is missing, damaged or in another format",
             "check DATADIR or --data-dir, or see prepare fetch",
         ) from error
