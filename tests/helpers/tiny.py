@@ -28,7 +28,8 @@ from common.model.initialization import parameter_seed
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
-from common.sharding.frozen_base import ROWWISE, FrozenBase, layer_layout, pass_order
+from common.sharding.frozen_base import FrozenBase, layer_layout
+from common.sharding.layer_prefetch import ROWWISE, pass_order
 from common.sharding.processes import Processes
 from common.training.assembly import Batching
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches, train_step

@@ -13,7 +13,8 @@ from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
 from common.self_test import products
 from common.self_test.kernel_cases import Draw, Sizes
-from common.sharding.frozen_base import ROWWISE, FrozenBase
+from common.sharding.frozen_base import FrozenBase
+from common.sharding.layer_prefetch import ROWWISE
 from llama31_8b.rules import MINIATURE
 
 CPU = torch.device("cpu")

@@ -17,13 +17,12 @@ from common.kernels.quantize import quantize_reference
 from common.model.fused_block import fused_llama
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding import frozen_base as frozen
-from common.sharding.frozen_base import (
+from common.sharding.frozen_base import FrozenBase, layer_layout
+from common.sharding.layer_prefetch import (
     COLUMNWISE,
     ROWWISE,
-    FrozenBase,
     LayerKey,
     PrefetchBuffers,
-    layer_layout,
     pass_order,
 )
 from common.sharding.side_stream import SideStream
