@@ -35,7 +35,7 @@ from common.hardware import config_names
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
-from launch import cli, profilers, series, tuning
+from launch import cli, profilers, series, system_settings
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.job import AUTO, Job, job_from, trainer_command
@@ -275,13 +275,13 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     if not job.config.miniature and names_mlperf(benchmark, job.config):
         for doubt in doubts(ROOT, os.environ):
             inform(f"NOTE       {doubt}: package will refuse these runs")
-        if not options.tune and (advice := tuning.advice()):
+        if not options.tune and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
     if options.print:
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))
         return 0
     _require_software(job)
-    with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
+    with system_settings.applied(ROOT) if options.tune else contextlib.nullcontext():
         return run_all(job, request)
 
 

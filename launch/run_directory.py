@@ -15,7 +15,7 @@ from common.config import RunConfig
 from common.errors import RESERVE_FILE, StorageError
 from common.hardware import Probe
 from common.packages import requirements, version_of
-from launch import tuning
+from launch import system_settings
 
 RESERVED_BYTES = 2**16
 # Packages that no requirements file lists.
@@ -108,7 +108,7 @@ def versions(root: Path, gpus: Probe) -> dict:
         "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in gpus.devices],
         "driver": gpus.driver or None,
-        "system_tuning": tuning.state(),
+        "system_tuning": system_settings.state(),
     }
 
 

@@ -17,7 +17,7 @@ from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
 from common.hardware import Probe
 from common.packages import OLDEST_TORCH, version_of
-from launch import torch_build, tuning
+from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
 from launch.run_directory import doubts
 
@@ -148,10 +148,10 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
 
     The row only warns: AMD uses these settings, but no measurement of their effect is known.
     """
-    advice = tuning.advice(root)
+    advice = system_settings.advice(root)
     return graded(
         "host tuning",
-        advice or f"{len(tuning.state(root))} settings are as AMD sets them",
+        advice or f"{len(system_settings.state(root))} settings are as AMD sets them",
         "the values of `tuning apply`; effect not measured",
         "see `tuning check`, or run with --tune",
         warn=bool(advice),

@@ -382,7 +382,8 @@ def test_mounts_and_variables(tmp_path):
 @pytest.mark.parametrize(("vendor", "option"), [("amd", "--rocm"), ("nvidia", "--nv")])
 def test_apptainer(vendor, option, tmp_path):
     """Values of variables are not on the command line, and the paths are those of the host."""
-    words = container(vendor, "apptainer", DATADIR=tmp_path, HF_TOKEN="never-shown", CONT="image.sif")
+    variables = {"DATADIR": tmp_path, "HF_TOKEN": "never-shown", "CONT": "image.sif"}
+    words = container(vendor, "apptainer", **variables)
     assert words[:2] == ["apptainer", "exec"]
     assert option in words
     assert f"{tmp_path}:{tmp_path}:ro" in words

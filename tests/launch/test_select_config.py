@@ -334,7 +334,7 @@ def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
     benchmark, notes, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(commands, "doubts", lambda root, environment: ["a doubt"])
-    monkeypatch.setattr(commands.tuning, "advice", lambda: "advice")
+    monkeypatch.setattr(commands.system_settings, "advice", lambda: "advice")
     example = str(ROOT / "open_llama/examples/python_docs_10m.toml")
     change = f"submission_benchmark={benchmark}"
     chosen = select(NOTHING, benchmark="open_llama", config=example, set=[change])

@@ -20,7 +20,7 @@ from common.hardware import Probe, probe
 from common.known_issues import installed
 from common.packages import version_of
 from common.paths import ROOT
-from launch import tuning
+from launch import system_settings
 from launch.preflight.nodes import kernel_log
 from launch.run_directory import git
 
@@ -83,7 +83,7 @@ def settings(root: Path) -> dict[str, str]:
         **{name: " ".join(read_text(root / path).split()) for name, path in SETTINGS.items()},
         "kernel command line": " ".join(sorted(boot)),
         "nvidia_peermem": str((root / "sys/module/nvidia_peermem").exists()),
-        **{f"tuning {name}": state for name, state in tuning.state(root).items()},
+        **{f"tuning {name}": state for name, state in system_settings.state(root).items()},
     }
 
 

@@ -1,4 +1,7 @@
-"""`--tune`: apply the settings of system_tuning during the run, and record their state."""
+"""Operating-system settings of system_tuning: apply them during a run (`--tune`), and report them.
+
+`tune`, the search for the fastest config, is launch/tune/.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ def state(root: Path = Path("/")) -> dict[str, str]:
 def advice(root: Path = Path("/")) -> str:
     """Name the settings that could be better, "" if there are none."""
     names = ", ".join(name for name, text in state(root).items() if text == BETTER)
-    return f"{names} {BETTER} on this host, by AMD's list" if names else ""
+    return f"{names} {BETTER} on this host (AMD's MLPerf settings)" if names else ""
 
 
 @contextlib.contextmanager
-def tuned(project: Path) -> Iterator[None]:
+def applied(project: Path) -> Iterator[None]:
     """Apply the settings inside the block, with sudo unless this process runs as root.
 
     The settings are restored afterwards, and also if this process is killed, which closes its end
@@ -48,14 +51,14 @@ def tuned(project: Path) -> Iterator[None]:
             command, cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
     except OSError as error:
-        raise _untuned(str(error)) from None
+        raise _not_applied(str(error)) from None
     assert process.stdin is not None and process.stdout is not None
     try:
         messages = []
         while (line := process.stdout.readline()) and line.strip() != HELD:
             messages.append(line.strip())
         if not line:
-            raise _untuned(f"{' '.join(command)} ended with exit code {process.wait()}")
+            raise _not_applied(f"{' '.join(command)} ended with exit code {process.wait()}")
         inform(*(f"tuning     {text}" for text in messages))
         yield
     finally:
@@ -64,7 +67,7 @@ def tuned(project: Path) -> Iterator[None]:
         process.stdout.close()
 
 
-def _untuned(why: str) -> PreflightError:
+def _not_applied(why: str) -> PreflightError:
     return PreflightError(
         "--tune cannot apply the settings",
         why,

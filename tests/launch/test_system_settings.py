@@ -1,6 +1,6 @@
-"""`--tune`: made before the first run, put back after the last one, whatever ends the launcher.
+"""`--tune` applies settings before the first run and restores them, however the launcher ends.
 
-On a copy of a host's files.
+The tests use a copy of a host's files.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from common.errors import PreflightError
 from common.hardware import Probe
 from common.paths import ROOT
 from launch import commands as program
-from launch import run_directory, tuning
+from launch import run_directory, system_settings
 from system_tuning.settings import KERNEL, value_of
 
 pytestmark = pytest.mark.quick
@@ -36,9 +36,11 @@ def host(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(
-        tuning, "HOLD", [sys.executable, "-c", HOLD.format(words=["hold"], root=str(tmp_path))]
+        system_settings,
+        "HOLD",
+        [sys.executable, "-c", HOLD.format(words=["hold"], root=str(tmp_path))],
     )
-    monkeypatch.setattr(tuning.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(system_settings.os, "geteuid", lambda: 0)
     return tmp_path
 
 
@@ -47,27 +49,27 @@ def values(host):
 
 
 def test_settings_hold_inside_and_are_put_back_after_an_error(host):
-    assert tuning.state(host) == {
-        "numa_balancing": tuning.BETTER,
+    assert system_settings.state(host) == {
+        "numa_balancing": system_settings.BETTER,
         "nmi_watchdog": "good",
-    } and "numa_balancing" in tuning.advice(host)
-    with pytest.raises(ZeroDivisionError), tuning.tuned(ROOT):
+    } and "numa_balancing" in system_settings.advice(host)
+    with pytest.raises(ZeroDivisionError), system_settings.applied(ROOT):
         assert values(host) == ["0", "0"]
-        assert tuning.state(host) == {
+        assert system_settings.state(host) == {
             "numa_balancing": "good",
             "nmi_watchdog": "good",
-        } and not tuning.advice(host)
+        } and not system_settings.advice(host)
         raise ZeroDivisionError
     assert values(host) == ["1", "0"]
 
 
 def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host, monkeypatch):
     (host / "run").rmdir()
-    with pytest.raises(PreflightError, match="--tune"), tuning.tuned(ROOT):
+    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
         pytest.fail("the run started")
     assert values(host) == ["1", "0"]
-    monkeypatch.setattr(tuning, "HOLD", ["no-such-program"])
-    with pytest.raises(PreflightError, match="--tune"), tuning.tuned(ROOT):
+    monkeypatch.setattr(system_settings, "HOLD", ["no-such-program"])
+    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
         pytest.fail("the run started")
 
 
@@ -101,8 +103,8 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         },
     }.items():
         monkeypatch.setattr(program, name, value)
-    monkeypatch.setattr(tuning, "tuned", tuned)
-    monkeypatch.setattr(tuning, "advice", lambda: "governor could be better")
+    monkeypatch.setattr(system_settings, "applied", tuned)
+    monkeypatch.setattr(system_settings, "advice", lambda: "governor could be better")
     assert program.main(["run", "llama31_8b", "--tune"]) == 0 and order == [
         "made",
         "runs",
@@ -114,7 +116,7 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
 
 
 def test_the_record_of_a_run_says_what_was_set(monkeypatch):
-    monkeypatch.setattr(tuning, "state", lambda: {"governor": "good"})
+    monkeypatch.setattr(system_settings, "state", lambda: {"governor": "good"})
     assert run_directory.versions(ROOT, Probe("none"))["system_tuning"] == {"governor": "good"}
 
 
@@ -125,13 +127,12 @@ def test_they_are_put_back_when_the_launcher_is_killed(host, number):
     The process that holds the settings waits for the end of the launcher.
     """
     words = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\n"
-        f"tuning.HOLD = {tuning.HOLD!r}\n"
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import system_settings\n"
+        f"system_settings.HOLD = {system_settings.HOLD!r}\n"
     )
-    words += "tuning.os.geteuid = lambda: 0\n"
-    words += (
-        f"with tuning.tuned({str(ROOT)!r}):\n    print('running', flush=True)\n    time.sleep(60)\n"
-    )
+    words += "system_settings.os.geteuid = lambda: 0\n"
+    words += f"with system_settings.applied({str(ROOT)!r}):\n"
+    words += "    print('running', flush=True)\n    time.sleep(60)\n"
     launcher = subprocess.Popen(
         [sys.executable, "-c", words],
         stdout=subprocess.PIPE,
