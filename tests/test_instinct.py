@@ -19,7 +19,7 @@ from common.paths import ROOT
 from common.self_test import run as self_test
 from common.self_test.results import OpResult, SelfTestResult
 from launch.preflight import __main__ as preflight_command
-from launch.preflight.measured import Measured
+from launch.preflight.rank_report import RankReport
 from launch.select_config import select_config
 
 pytestmark = pytest.mark.quick
@@ -43,7 +43,7 @@ def probe(folder: Path, card, count: int = 8):
     return hardware.probe({"PATH": str(folder)}, folder, folder)
 
 
-def rank(number: int, card, **changed) -> Measured:
+def rank(number: int, card, **changed) -> RankReport:
     """Device as torch for ROCm reports it: spelling, full architecture, a little less memory."""
     kind = KINDS[card.kind]
     facts = {
@@ -70,7 +70,7 @@ def rank(number: int, card, **changed) -> Measured:
             "all-gather": 290.0,
         }
     }
-    return Measured(number, **(facts | changed))
+    return RankReport(number, **(facts | changed))
 
 
 @pytest.fixture

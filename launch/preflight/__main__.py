@@ -51,8 +51,8 @@ from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
 from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
-from launch.preflight.measured import Measured, read_ranks
 from launch.preflight.nodes.examine import examine as examine_nodes
+from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 from launch.select_config import (
@@ -171,7 +171,7 @@ def _add_node_options(parser: Parser) -> None:
 
 def check(
     options: argparse.Namespace, environment: Mapping[str, str]
-) -> tuple[list[CheckRow], list[Measured]]:
+) -> tuple[list[CheckRow], list[RankReport]]:
     """Return all rows and the ranks' measurements. Raise ConfigError for an unknown benchmark."""
     known = benchmarks.names()
     if options.benchmark and options.benchmark not in known:
@@ -201,7 +201,7 @@ def check(
         found = Probe("none")
         kind = None
     rows += host_rows(options.benchmark, request, environment)
-    ranks: list[Measured] = []
+    ranks: list[RankReport] = []
     measured_rows = [
         skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
     ]
@@ -313,7 +313,7 @@ def measure(
     kind: GpuKind | None,
     options: argparse.Namespace,
     environment: Mapping[str, str],
-) -> tuple[list[Measured], list[CheckRow]]:
+) -> tuple[list[RankReport], list[CheckRow]]:
     """Run the measuring processes. Return their measurements, and the rows about them."""
     seconds = QUICK_SECONDS if options.quick else SECONDS
     print(
@@ -350,7 +350,7 @@ def measure(
 
 
 def health_rows(
-    ranks: Sequence[Measured], kind: GpuKind, readings: Sequence[gpus.Stats], is_grace: bool
+    ranks: Sequence[RankReport], kind: GpuKind, readings: Sequence[gpus.Stats], is_grace: bool
 ) -> list[CheckRow]:
     """Return the rows about the state of the GPUs.
 
@@ -367,7 +367,7 @@ def health_rows(
     ]
 
 
-def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
+def judge_ranks(ranks: Sequence[RankReport], count: int) -> CheckRow:
     """Return a row that says whether every process finished.
 
     If a process reports an error, only errors are listed: one often makes the other ranks stop.
@@ -400,12 +400,12 @@ def run_ranks(
     environment: Mapping[str, str],
     meanwhile: Callable[[], None],
     cpus: Sequence[str] = (),
-) -> list[Measured]:
+) -> list[RankReport]:
     """Run one measuring process per GPU and return the measurements.
 
     launch.processes.torchrun starts the processes with the config's environment, as in a run.
     `meanwhile` is called every SAMPLE_S. A rank that hangs ends itself after
-    launch.preflight.measured.limit_s.
+    launch.preflight.rank_report.limit_s.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)

@@ -13,7 +13,7 @@ from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import FAULTS
 from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
-from launch.preflight.measured import UNITS, Measured
+from launch.preflight.rank_report import UNITS, RankReport
 
 # Result of common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks;
 # [] if the driver does not respond.
@@ -55,7 +55,7 @@ def _per_gpu(
     check: str,
     expected: str,
     do: str,
-    ranks: Sequence[Measured],
+    ranks: Sequence[RankReport],
     findings: list[Finding],
     good: str,
 ) -> CheckRow:
@@ -77,7 +77,7 @@ def _per_gpu(
     )
 
 
-def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
+def judge_torch(ranks: Sequence[RankReport], kind: GpuKind) -> CheckRow:
     """Judge whether torch sees the same GPUs as the driver.
 
     Partitions in a container, and a wrong build of torch, are visible only to torch.
@@ -97,12 +97,12 @@ def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
     return _per_gpu("GPUs as torch sees them", expected, do, ranks, findings, ranks[0].name)
 
 
-def _values(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
+def _values(ranks: Sequence[RankReport], stats: Stats, name: str) -> list:
     """Return the value `name` for each rank's GPU, None where the driver does not report it."""
     return [stats[rank.rank].get(name) if stats else None for rank in ranks]
 
 
-def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> CheckRow:
+def judge_memory_in_use(ranks: Sequence[RankReport], is_grace: bool = False) -> CheckRow:
     """Judge whether the GPU memory is free.
 
     With a Grace CPU, the host's page cache may be in GPU memory. The kernel frees it when needed,
@@ -123,7 +123,7 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
     return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
 
 
-def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
+def judge_utilization(ranks: Sequence[RankReport], before: Stats) -> CheckRow:
     """Judge whether the GPUs were idle before the measurements."""
     percents = _values(ranks, before, "utilization_percent")
     findings = [
@@ -136,7 +136,7 @@ def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
     )
 
 
-def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> CheckRow:
+def judge_errors(ranks: Sequence[RankReport], before: Stats, after: Stats) -> CheckRow:
     """Judge memory errors: uncorrected errors refuse, new corrected errors warn.
 
     Corrected errors are common, but should not appear during the measurement.
@@ -162,7 +162,7 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
     )
 
 
-def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
+def judge_throttling(ranks: Sequence[RankReport], during: Sequence[Stats]) -> CheckRow:
     """Judge whether heat, power or the driver lowered the clocks under load."""
     findings: list[Finding] = []
     for rank in ranks:
@@ -218,7 +218,7 @@ EXPECTED: dict[str, dict[str, float]] = {
 
 
 def judge_self_test(
-    ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]
+    ranks: Sequence[RankReport], kind: GpuKind | None, versions: Mapping[str, str]
 ) -> CheckRow:
     """Judge whether every op computes correctly at the config's shapes.
 
@@ -247,7 +247,7 @@ def judge_self_test(
     return _per_gpu(check, expected, do, ranks, findings, good)
 
 
-def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[CheckRow]:
+def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[CheckRow]:
     """Return two rows per measurement: against the host's other GPUs and against EXPECTED.
 
     A measurement that was not made has one skipped row.
@@ -285,7 +285,7 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
 def _not_slower(
     check: str,
     expected: str,
-    ranks: Sequence[Measured],
+    ranks: Sequence[RankReport],
     name: str,
     references: list[float],
     limits: Limits,

@@ -32,7 +32,7 @@ from common.self_test.kernel_cases import Sizes
 from common.self_test.run import self_test
 from common.training.metrics import StepClock
 from launch.plan.benchmark import workload
-from launch.preflight.measured import COLLECTIVES, UNITS, Measured, limit_s
+from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport, limit_s
 
 # M = N = K of a GEMM, bytes of a copy, bytes of a collective.
 SIZES = {
@@ -45,45 +45,43 @@ Work = tuple[Callable[[], object], float]
 
 def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> None:
     """Measure, and write the results to `folder`, also if an error ends the measurement."""
-    measured = Measured(int(os.environ["RANK"]))
-    measured.write(folder)
+    report = RankReport(int(os.environ["RANK"]))
+    report.write(folder)
     # Newer torch renames a collective; torch 2.9 has only the old name.
     warnings.filterwarnings("ignore", category=FutureWarning)
     # Also ends this process if a collective or the driver hangs.
     faulthandler.dump_traceback_later(limit_s(seconds), exit=True)
     try:
-        measure(measured, folder, device, seconds, benchmark)
+        measure(report, folder, device, seconds, benchmark)
     except Exception as error:
-        measured.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        report.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise
     finally:
-        measured.write(folder)
+        report.write(folder)
 
 
-def measure(measured: Measured, folder: Path, device: str, seconds: float, benchmark: str) -> None:
-    """Fill `measured` with the properties of the GPU, the self-test and the speeds.
+def measure(report: RankReport, folder: Path, device: str, seconds: float, benchmark: str) -> None:
+    """Fill `report` with the properties of the GPU, the self-test and the speeds.
 
     `benchmark`: "" for no self-test. The file in `folder` names the phase at any time.
     """
-    place = record_properties(measured, device)
+    place = record_properties(report, device)
     if benchmark:
         config = configs.load(folder / "config.toml", config_class(benchmark))
         fixed = workload(benchmark, config)
         sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
-        result = self_test(sizes, place, lambda op: measured.write(folder, op))
-        measured.attention = result.attention
-        measured.self_test_s = result.seconds
-        measured.self_test = [
-            (finding.op, str(finding), finding.good) for finding in result.findings
-        ]
-    torch.manual_seed(measured.rank)
+        result = self_test(sizes, place, lambda op: report.write(folder, op))
+        report.attention = result.attention
+        report.self_test_s = result.seconds
+        report.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]
+    torch.manual_seed(report.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        measured.write(folder, "start of the process group")
+        report.write(folder, "start of the process group")
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
         )
     try:
-        fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(measured.arch)]
+        fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(report.arch)]
         skipped: tuple[str, ...] = ()
         if device == "cpu":
             skipped += ("FP8 GEMM",)  # one product may take 12 s
@@ -91,16 +89,16 @@ def measure(measured: Measured, folder: Path, device: str, seconds: float, bench
             skipped += COLLECTIVES
         for name, prepare in workloads(place, fp8).items():
             if name not in skipped:
-                measured.write(folder, name)
+                report.write(folder, name)
                 work, amount = prepare()
-                measured.speeds[name] = amount / median_s(work, place, seconds)
+                report.speeds[name] = amount / median_s(work, place, seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    measured.phase = "done"
+    report.phase = "done"
 
 
-def record_properties(measured: Measured, device: str) -> torch.device:
+def record_properties(report: RankReport, device: str) -> torch.device:
     """Record what torch reports about this rank's GPU, and return the device.
 
     Call it before anything is allocated on the GPU.
@@ -110,18 +108,16 @@ def record_properties(measured: Measured, device: str) -> torch.device:
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(place)
     free, total = torch.cuda.mem_get_info(place)
-    facts: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
-    measured.used_bytes = total - free
-    measured.name = facts.name
-    measured.memory_bytes = facts.total_memory
-    measured.compute_units = facts.multi_processor_count
-    measured.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    gpu: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
+    report.used_bytes = total - free
+    report.name = gpu.name
+    report.memory_bytes = gpu.total_memory
+    report.compute_units = gpu.multi_processor_count
+    report.arch = gpu.gcnArchName if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
     # torch for ROCm lacks some properties before 2.11. The address is only displayed.
-    measured.uuid = str(getattr(facts, "uuid", ""))
-    if all(hasattr(facts, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")):
-        measured.pci = (
-            f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        )
+    report.uuid = str(getattr(gpu, "uuid", ""))
+    if all(hasattr(gpu, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")):
+        report.pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return place
 
 

@@ -30,14 +30,14 @@ from common.paths import ROOT
 from launch.preflight import __main__ as preflight_command
 from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
-from launch.preflight.measured import UNITS, Measured, read_ranks
+from launch.preflight.rank_report import UNITS, RankReport, read_ranks
 
 pytestmark = pytest.mark.quick
 
 H200 = Device("NVIDIA H200", "sm_90", 143771 * 2**20)
 
 
-def rank(number: int = 0, **facts) -> Measured:
+def rank(number: int = 0, **facts) -> RankReport:
     """One H200 that is as it should be."""
     speeds = {
         "bf16 GEMM": 680.0,
@@ -62,10 +62,10 @@ def rank(number: int = 0, **facts) -> Measured:
         ],
         "speeds": speeds | facts.pop("speeds", {}),
     }
-    return Measured(number, **(good | facts))
+    return RankReport(number, **(good | facts))
 
 
-def ranks(count: int, **changed) -> list[Measured]:
+def ranks(count: int, **changed) -> list[RankReport]:
     """`count` good ones; `changed` is for the last."""
     return [*(rank(k) for k in range(count - 1)), rank(count - 1, **changed)]
 
@@ -364,7 +364,7 @@ def test_torch_that_hides_the_address_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (190 * GIB, 192 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
-    found = Measured(0)
+    found = RankReport(0)
     measure.record_properties(found, "cuda")
     assert (found.arch, found.compute_units, found.uuid, found.pci) == (
         "gfx942:sramecc+",
@@ -857,7 +857,7 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
 def test_a_rank_that_hangs_ends_by_itself(tmp_path):
     code = (
         "import time; from pathlib import Path; from launch.preflight import measure as m, "
-        "measured; measured.START_S = 0.5; "
+        "rank_report; rank_report.START_S = 0.5; "
     )
     code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
     environment = os.environ | {"PYTHONPATH": python_path(ROOT), "RANK": "1"}

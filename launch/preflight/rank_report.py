@@ -1,4 +1,4 @@
-"""The report of each measuring process: one JSON file per rank. Standard library only."""
+"""The report of one measuring process, and its file rank_<k>.json. Standard library only."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def limit_s(seconds: float) -> float:
 
 
 @dataclass
-class Measured:
-    """Measurements of one rank. Sizes are in bytes, speeds in UNITS.
+class RankReport:
+    """Measurements of one rank and its GPU. Sizes are in bytes, speeds in UNITS.
 
     A speed that is missing from `speeds` was not measured.
     """
@@ -66,7 +66,7 @@ class Measured:
         write_whole(folder / f"rank_{self.rank}.json", json.dumps(asdict(self)).encode())
 
 
-def read_ranks(folder: Path) -> list[Measured]:
+def read_ranks(folder: Path) -> list[RankReport]:
     """Return the reports of all measuring processes in `folder`, in the order of their ranks."""
-    reports = [Measured(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
+    reports = [RankReport(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
     return sorted(reports, key=lambda report: report.rank)
