@@ -18,8 +18,8 @@ from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.gpu_stats import FAULTS
 from common.html.page import median, points
-from launch.plan.benchmark import workload
 from launch.plan.estimate import FITTED_HIDDEN_SIZE, estimate
+from launch.plan.workload import benchmark_workload
 from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 
@@ -122,7 +122,7 @@ def planned_speed(run: Run) -> float:
     """Return the planned tokens/s/GPU, or 0 if there is no plan that fits the run's config."""
     with contextlib.suppress(ConfigError, KeyError):
         config = configs.load(run.folder / "config.toml", config_class(run.benchmark))
-        work = workload(run.benchmark, config)
+        work = benchmark_workload(run.benchmark, config)
         if work.shape.hidden_size < FITTED_HIDDEN_SIZE:
             return 0.0
         return estimate(config, work, KINDS[config.gpu], None).tokens_per_s_per_gpu

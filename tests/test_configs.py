@@ -15,8 +15,8 @@ from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
+from launch.plan.workload import benchmark_workload
 from launch.tune.candidates import COLLECTIVE_VARIABLES, STREAM_PRIORITY
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import Config
@@ -156,7 +156,7 @@ def test_config_fits_the_memory_of_its_gpu(path):
     """tests/launch/plan/test_plan.py holds the plan to measured peaks."""
     config = read(path)
     assert plan.fits(
-        plan.memory_peak(config, workload(path.parent.name, config)), KINDS[config.gpu]
+        plan.memory_peak(config, benchmark_workload(path.parent.name, config)), KINDS[config.gpu]
     )
 
 
@@ -164,9 +164,9 @@ def test_config_fits_the_memory_of_its_gpu(path):
 def test_the_smallest_memory_keeps_a_reserve(benchmark):
     """torch reserves up to 5 % more than it allocates, and 8 ranks of NCCL need more than one."""
     config = read(ROOT / "configs" / benchmark / "H100_1x8.toml")
-    assert plan.memory_peak(config, workload(benchmark, config)).needed <= 0.95 * plan.usable_bytes(
-        KINDS["H100"]
-    )
+    assert plan.memory_peak(
+        config, benchmark_workload(benchmark, config)
+    ).needed <= 0.95 * plan.usable_bytes(KINDS["H100"])
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ from common.training.guard import run_guarded
 from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
-from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
+from launch.plan.workload import benchmark_workload
 from launch.run_directory import git
 from throughput import memory_profile, profiling
 from throughput.memory import peak_bytes
@@ -244,7 +244,7 @@ def memory_profiled(
     history, counted = recorded
     model = assembly.model
     work = replace(
-        workload(args.benchmark, config),
+        benchmark_workload(args.benchmark, config),
         shape=model.shape,
         sequence_length=model.max_sequence_length,
     )

@@ -23,9 +23,9 @@ from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 from launch.job import Job, Node, directories
 from launch.plan import estimate as plan
-from launch.plan.arrangements import workload_of
 from launch.plan.derive_config import fitting, moved, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
+from launch.plan.workload import model_workload
 from launch.processes.ranks import cpus_of_ranks
 from launch.select_config import Selection, describe
 from launch.tune.command import fastest
@@ -309,7 +309,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     mode = "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
-    work = workload_of(family.shape, length, rules.lora_rank)
+    work = model_workload(family.shape, length, rules.lora_rank)
     config, source = config_of(measured_in(mode), kind, gpus, options.precision)
     case = Case(family, mode, config, work, kind, source)
     if kind is None:

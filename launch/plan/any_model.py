@@ -28,10 +28,11 @@ from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from launch.plan import estimate as plan
 from launch.plan import scaling, scaling_table
-from launch.plan.arrangements import Arrangement, arrangements, workload_of
+from launch.plan.arrangements import Arrangement, arrangements
 from launch.plan.estimate import gib
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
+from launch.plan.workload import model_workload
 
 LORA_RANK = 16  # the rank of the benchmark llama2_70b_lora
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).
@@ -274,7 +275,7 @@ def scaling_points(
     request: ModelRequest, network_gb_s: float
 ) -> dict[int, scaling.ScalingPoint | None]:
     """Return number of GPUs -> the time for the request's tokens, None if nothing fits."""
-    work = workload_of(request.shape, request.sequence_length, request.lora_rank)
+    work = model_workload(request.shape, request.sequence_length, request.lora_rank)
     samples = (request.train_tokens or 0) / request.sequence_length
     points: dict[int, scaling.ScalingPoint | None] = {}
     for gpus in scaling.counts():

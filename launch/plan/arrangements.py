@@ -16,6 +16,7 @@ from common.hardware import MAX_GPUS
 from common.model.shapes import ModelShape
 from launch.plan import estimate as plan
 from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
+from launch.plan.workload import model_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def arrangements(
 
     More than 8 `gpus` are nodes of 8.
     """
-    work = workload_of(shape, sequence_length, lora_rank)
+    work = model_workload(shape, sequence_length, lora_rank)
     setup = TrainingSetup(work, kind, gpus, batch, fp8)
     all_layers = {"recompute_layers": shape.num_layers}
     if lora_rank:
@@ -152,18 +153,6 @@ def arrangements(
         setup.unsupported("parameters sharded too (FSDP, ZeRO-3)", sharded),
         setup.unsupported("parameters sharded too, all layers recomputed", sharded, **all_layers),
     ]
-
-
-def workload_of(shape: ModelShape, sequence_length: int, lora_rank: int) -> Workload:
-    """Return the workload of a training without evaluations."""
-    return Workload(
-        shape,
-        sequence_length,
-        eval_samples=0,
-        eval_interval=1,
-        first_evaluation=1,
-        lora_rank=lora_rank,
-    )
 
 
 def _lora_arrangements(setup: TrainingSetup) -> list[Arrangement]:

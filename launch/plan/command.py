@@ -33,10 +33,10 @@ from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model, scaling_table
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
+from launch.plan.workload import benchmark_workload
 from launch.select_config import requested_gpus, require_config
 
 SOURCES = """\
@@ -125,7 +125,7 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     report = {"benchmark": benchmark, "config": asdict(config)}
     if kind is None:
         return report
-    memory = plan.memory_peak(config, workload(benchmark, config))
+    memory = plan.memory_peak(config, benchmark_workload(benchmark, config))
     sizes = {
         "allocated": memory.allocated,
         "needed": memory.needed,
@@ -191,14 +191,17 @@ def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
 
 def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
     kind = _kind(config, machine)
-    return kind is None or plan.fits(plan.memory_peak(config, workload(benchmark, config)), kind)
+    if kind is None:
+        return True
+    memory = plan.memory_peak(config, benchmark_workload(benchmark, config))
+    return plan.fits(memory, kind)
 
 
 def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
     """Return the planned step time, tokens/s and minutes to the target of `config` on `kind`."""
     return plan.estimate(
         config,
-        workload(benchmark, config),
+        benchmark_workload(benchmark, config),
         kind,
         rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
     )
@@ -209,7 +212,7 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
 
     `source`: its file, or the file that it was derived from.
     """
-    work = workload(benchmark, config)
+    work = benchmark_workload(benchmark, config)
     machine = f"{config.world_size} x {config.gpu}"
     batch = (
         f"global batch {config.global_batch_size} = {config.world_size} x micro-batch "
@@ -253,7 +256,7 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
     """Return a sentence for a run that ran out of memory, "" for a CPU or an unknown GPU."""
     if not (kind := KINDS.get(config.gpu)):
         return ""
-    work = workload(benchmark, config)
+    work = benchmark_workload(benchmark, config)
     memory = plan.memory_peak(config, work)
     return (
         f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
@@ -328,7 +331,7 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
         if kind.vendor == "amd" and config.reduce_scatter == "copy_engine":
             changes["reduce_scatter"] = "nccl"  # copy engines are refused on AMD GPUs
         here = replace(config, **changes)
-        work = workload(benchmark, here)
+        work = benchmark_workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
         best_score = "-"
         for result in published.published(benchmark, kind.name, config.world_size):
@@ -360,7 +363,7 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     """Return the row of a config in `all_table`."""
-    work = workload(benchmark, config)
+    work = benchmark_workload(benchmark, config)
     kind = _kind(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
     layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]

@@ -24,8 +24,8 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
 from common.records import rcp
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
 from launch.plan.estimate import Memory, Workload, gib
+from launch.plan.workload import benchmark_workload
 
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
 # GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability
@@ -199,7 +199,7 @@ def _fitting_with_headroom(
 
 def _workload(benchmark: str, config: RunConfig, layers: int) -> Workload:
     """Return the workload of the benchmark, with a model of `layers` layers, or of all for 0."""
-    work = workload(benchmark, config)
+    work = benchmark_workload(benchmark, config)
     if not layers:
         return work
     return replace(work, shape=replace(work.shape, num_layers=layers))
@@ -251,7 +251,7 @@ def _start(
     No layer is offloaded or recomputed. The evaluation's micro-batch is the largest one, up to the
     file's, that needs no padding.
     """
-    eval_samples = workload(benchmark, file).eval_samples
+    eval_samples = benchmark_workload(benchmark, file).eval_samples
     sizes = range(file.eval_micro_batch_size, 0, -1)
     unpadded = (size for size in sizes if eval_samples % (size * gpus) == 0)
     linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"

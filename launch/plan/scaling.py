@@ -32,9 +32,9 @@ from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GpuKind
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
 from launch.plan.estimate import BYTES, Workload
+from launch.plan.workload import benchmark_workload
 
 LARGEST = 512  # GPUs
 # GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
@@ -163,7 +163,7 @@ def point(
     config = replace(
         config, nodes=nodes, global_batch_size=batch, opt_base_learning_rate=learning_rate
     )
-    work = workload(benchmark, config)
+    work = benchmark_workload(benchmark, config)
     return timed(config, work, kind, samples, network_gb_s, measured)
 
 
@@ -213,7 +213,7 @@ def points_of_file(
             if gpus == 1:  # the config itself is wrong
                 raise
             break
-        work = workload(benchmark, config)
+        work = benchmark_workload(benchmark, config)
         points[gpus] = timed(config, work, kind, config.max_samples, network_gb_s)
     return points
 

@@ -31,7 +31,7 @@ from common.gpu_kinds import fp8_family
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import self_test
 from common.training.metrics import StepClock
-from launch.plan.benchmark import workload
+from launch.plan.workload import benchmark_workload
 from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport, limit_s
 
 # M = N = K of a GEMM, bytes of a copy, bytes of a collective.
@@ -68,7 +68,7 @@ def measure(report: RankReport, folder: Path, device: str, seconds: float, bench
     place = record_properties(report, device)
     if benchmark:
         config = configs.load(folder / "config.toml", config_class(benchmark))
-        fixed = workload(benchmark, config)
+        fixed = benchmark_workload(benchmark, config)
         sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
         result = self_test(sizes, place, lambda op: report.write(folder, op))
         report.attention = result.attention

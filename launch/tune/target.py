@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.job import Job
-from launch.plan.benchmark import workload
 from launch.plan.estimate import Workload
+from launch.plan.workload import benchmark_workload
 
 
 @dataclass(frozen=True)
@@ -24,4 +24,4 @@ class Target:
     @classmethod
     def of(cls, job: Job) -> Target:
         """Return the target that the benchmark's rules describe."""
-        return cls(job, workload(job.benchmark, job.config))
+        return cls(job, benchmark_workload(job.benchmark, job.config))

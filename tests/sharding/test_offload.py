@@ -13,7 +13,7 @@ from common.paths import ROOT
 from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
+from launch.plan.workload import benchmark_workload
 from llama2_70b_lora.rules import Config
 
 pytestmark = pytest.mark.quick
@@ -114,7 +114,7 @@ def test_as_many_layers_as_asked_for_and_as_the_plan_counts(count):
     found = layers_to_offload(count, 80)
     assert (
         len(found)
-        == plan.offloaded_layers(config, workload("llama2_70b_lora", config))
+        == plan.offloaded_layers(config, benchmark_workload("llama2_70b_lora", config))
         == min(count, 79)
     )
     assert all(0 <= layer < 79 for layer in found)
@@ -122,7 +122,7 @@ def test_as_many_layers_as_asked_for_and_as_the_plan_counts(count):
 
 def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
     config = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "0"})
-    work = workload("llama2_70b_lora", config)
+    work = benchmark_workload("llama2_70b_lora", config)
     more = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "40"})
     layer = 8192 * 2 * 28672
     assert (

@@ -27,7 +27,7 @@ from common.paths import ROOT
 from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
 from launch.plan import estimate
-from launch.plan.benchmark import workload
+from launch.plan.workload import benchmark_workload
 from llama31_8b.rules import Config, Rules
 from llama31_8b.train import assemble
 
@@ -255,7 +255,7 @@ def test_a_frozen_base_is_read_in_the_format(processes, plugged):
 
 def test_the_plan_counts_the_bytes_of_the_format(plugged):
     config = replace(load(ROOT / "configs/llama31_8b/H200_1x8.toml", Config), linear="rounded12")
-    work = workload("llama31_8b", config)
+    work = benchmark_workload("llama31_8b", config)
     assert (
         estimate.state_bytes(config, work)["quantized weights"]
         == 2 * work.shape.num_layers * work.shape.matrix_parameters

@@ -11,8 +11,8 @@ from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
 from launch.plan import command
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
 from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file, overrides_of
+from launch.plan.workload import benchmark_workload
 
 pytestmark = pytest.mark.quick
 
@@ -39,7 +39,7 @@ def derived(benchmark, name, machine=None, **overrides):
 
 
 def peak(benchmark, config, kind):
-    return plan.memory_peak(config, workload(benchmark, config)), kind
+    return plan.memory_peak(config, benchmark_workload(benchmark, config)), kind
 
 
 @pytest.mark.parametrize("benchmark", [PRETRAINING, LORA])
@@ -58,7 +58,7 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
     assert (config.gpu, config.nodes, config.gpus_per_node) == (kind, 1, gpus)
     nearest = configs.load(nearest_file(ROOT, benchmark, KINDS[kind], 8), config_class(benchmark))
     assert [key for key in CONVERGENCE if getattr(config, key, 0) != getattr(nearest, key, 0)] == []
-    eval_samples = workload(benchmark, config).eval_samples
+    eval_samples = benchmark_workload(benchmark, config).eval_samples
     assert (
         config.eval_micro_batch_size == 1
         or eval_samples % (gpus * config.eval_micro_batch_size) == 0

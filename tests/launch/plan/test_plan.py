@@ -39,7 +39,7 @@ QWEN3_LIKE = ModelShape(1, 64, 112, 4, 2, 61, 10000.0, explicit_head_dim=32, qk_
 def shipped(benchmark, name, layers=0, **changes):
     """A shipped config with `changes`, and its workload; `layers` of the model, 0 for all."""
     config = replace(command.load_all(ROOT, benchmark)[name], **changes)
-    work = command.workload(benchmark, config)
+    work = command.benchmark_workload(benchmark, config)
     return config, replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
 
 
@@ -458,7 +458,7 @@ def test_largest_micro_batch_is_the_last_that_fits(benchmark):
     for config in command.load_all(ROOT, benchmark).values():
         if config.gpu == "CPU":
             continue
-        work, kind = command.workload(benchmark, config), KINDS[config.gpu]
+        work, kind = command.benchmark_workload(benchmark, config), KINDS[config.gpu]
         size = plan.largest_micro_batch(config, work, kind)
         assert size >= config.micro_batch_size and plan.fits(
             plan.memory_peak(plan.with_micro_batch(config, size), work), kind

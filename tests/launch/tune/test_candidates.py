@@ -10,7 +10,7 @@ from common.config import RunConfig
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from launch.plan import estimate as plan
-from launch.plan.benchmark import workload
+from launch.plan.workload import benchmark_workload
 from launch.tune import candidates
 from launch.tune.candidates import changed, memory_candidates, reduced, settings, value_of
 
@@ -39,7 +39,7 @@ def badly_set(config: RunConfig) -> RunConfig:
 def test_the_shipped_config_is_among_the_candidates_of_a_bad_one(name):
     benchmark, shipped = SHIPPED[name]
     base = badly_set(shipped)
-    found = memory_candidates(base, workload(benchmark, base), KINDS[base.gpu])
+    found = memory_candidates(base, benchmark_workload(benchmark, base), KINDS[base.gpu])
     wanted = reduced(base, {key: value_of(shipped, key) for key in BAD if base.has_key(key)})
     assert wanted in [{}, *found]
     assert len(found) <= 10
@@ -49,7 +49,7 @@ def test_the_shipped_config_is_among_the_candidates_of_a_bad_one(name):
 def test_every_candidate_fits_by_calculation(name):
     benchmark, shipped = SHIPPED[name]
     base = badly_set(shipped)
-    work = workload(benchmark, base)
+    work = benchmark_workload(benchmark, base)
     for changes in memory_candidates(base, work, KINDS[base.gpu]):
         config = changed(base, changes)
         assert plan.fits(plan.memory_peak(config, work), KINDS[base.gpu])
@@ -57,14 +57,14 @@ def test_every_candidate_fits_by_calculation(name):
 
 def test_a_config_that_fits_barely_is_tried_with_headroom_too():
     benchmark, shipped = SHIPPED["llama31_8b/H100_1x8"]
-    found = memory_candidates(shipped, workload(benchmark, shipped), KINDS["H100"])
+    found = memory_candidates(shipped, benchmark_workload(benchmark, shipped), KINDS["H100"])
     layers = [each["recompute_layers"] for each in found if each.keys() == {"recompute_layers"}]
     assert layers[0] == 0 and len(layers) == 2
 
 
 def test_the_fastest_by_plan_comes_first():
     benchmark, shipped = SHIPPED["llama31_8b/H200_1x2"]
-    work = workload(benchmark, shipped)
+    work = benchmark_workload(benchmark, shipped)
     kind = KINDS["H200"]
     found = memory_candidates(badly_set(shipped), work, kind)
     steps_s = [
@@ -77,7 +77,9 @@ def test_the_fastest_by_plan_comes_first():
 def settings_of(name: str, environment: dict[str, str] | None = None, **changes):
     benchmark, shipped = SHIPPED[name]
     config = replace(shipped, **changes)
-    return settings(config, workload(benchmark, config), KINDS[config.gpu], environment or {})
+    return settings(
+        config, benchmark_workload(benchmark, config), KINDS[config.gpu], environment or {}
+    )
 
 
 def test_each_vendor_has_its_variables():

@@ -1,13 +1,14 @@
-"""Workload of a benchmark, for the plan. Standard library only."""
+"""Workloads for the plan: that of a benchmark, and that of any model. Standard library only."""
 
 from __future__ import annotations
 
 from common.benchmarks import rules_of
 from common.config import RunConfig
+from common.model.shapes import ModelShape
 from launch.plan.estimate import Workload
 
 
-def workload(benchmark: str, config: RunConfig) -> Workload:
+def benchmark_workload(benchmark: str, config: RunConfig) -> Workload:
     """Return the workload that the benchmark's rules fix, at the config's global batch."""
     rules = rules_of(benchmark, config)
     batch = config.global_batch_size
@@ -18,4 +19,16 @@ def workload(benchmark: str, config: RunConfig) -> Workload:
         eval_interval=rules.eval_interval(batch),
         first_evaluation=rules.first_evaluation(batch),
         lora_rank=rules.lora_rank,
+    )
+
+
+def model_workload(shape: ModelShape, sequence_length: int, lora_rank: int) -> Workload:
+    """Return the workload of training any model, without evaluations."""
+    return Workload(
+        shape,
+        sequence_length,
+        eval_samples=0,
+        eval_interval=1,
+        first_evaluation=1,
+        lora_rank=lora_rank,
     )
