@@ -21,7 +21,7 @@ from common.html.page import median, points
 from launch.plan.estimate import FITTED_HIDDEN_SIZE, estimate
 from launch.plan.workload import benchmark_workload
 from submission.gpu_samples import Samples, comparisons, read_samples
-from submission.runs import Run
+from submission.run import Run
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 RANK_COMPARISONS = 5  # number of comparisons, the last of the run, that a slow rank's mean covers

@@ -36,7 +36,7 @@ from submission.examined import Examined, errors
 from submission.findings import ERROR, NOTE, Finding, findings_of
 from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.terminal import plural
+from submission.output import plural
 
 CLEAN = "CLEAN"
 ACCEPTED = "ACCEPTED"

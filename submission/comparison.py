@@ -12,9 +12,9 @@ from common.command_line import meant
 from common.errors import ConfigError
 from common.records import published
 from common.records.published import Pace, Published
-from submission.runs import Run
+from submission.output import number, signed, table
+from submission.run import Run
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
-from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")  # a round of MLPerf Training, such as 5.1
 GPUS = frozenset(row.gpu for row in published.RESULTS if row.gpu)

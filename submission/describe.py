@@ -24,9 +24,10 @@ from common import inventory
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
-from submission import official_tools, terminal
+from submission import official_tools, output
 from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
+from submission.options import parse_pairs
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
 # In the order of the checker, which requires all of them except POLICY_KEYS.
@@ -146,7 +147,7 @@ def _describe(options: argparse.Namespace) -> int:
     settings = list(options.set)
     if options.submitter:
         settings.append(f"submitter={options.submitter}")
-    answers = terminal.pairs("--set", settings, KEYS)
+    answers = parse_pairs("--set", settings, KEYS)
     machine = inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
     return describe(options.out, machine, answers, options.ruleset)
 
@@ -173,7 +174,7 @@ def describe(path: Path, machine: dict[str, str], answers: dict[str, str], rules
             raise ConfigError(
                 f"--set {key}={answers[key]}", why, f"correct the value; {path} was not written"
             )
-    terminal.write(path, json.dumps(description, indent=4) + "\n")
+    output.write(path, json.dumps(description, indent=4) + "\n")
     print(f"{path}: written, {_filled_in(description)}")
     for line in errors:
         print(f"error: {line}", file=sys.stderr)

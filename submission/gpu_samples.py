@@ -14,8 +14,8 @@ from itertools import pairwise
 from common.html import page
 from common.html.page import Block, Curve, finite, points, span
 from common.records import json_lines
-from submission import terminal
-from submission.runs import Run
+from submission import output
+from submission.run import Run
 
 NAME = "gpu_samples.jsonl"
 # Key of a sample -> its name and unit on the page.
@@ -138,7 +138,7 @@ def _table(samples: Samples) -> Block:
     for gpu, identity in enumerate(samples.gpus):
         name = f"{gpu}: {identity['name'] or 'no name'}"
         spans = [span(samples.values(gpu, key)) for key in known]
-        energy = terminal.number(_kwh(samples, gpu), ".3f")
+        energy = output.number(_kwh(samples, gpu), ".3f")
         rows.append([name, *spans, energy, _throttle_text(samples.throttled(gpu))])
     heads = ["GPU", *(CURVES[key] for key in known), "kWh", "throttled by"]
     return page.table(heads, rows, (0, len(known) + 2))

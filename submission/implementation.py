@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from common.errors import CheckFailed
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
-from submission.runs import Run
+from submission.run import Run
 
 README = Path(__file__).with_name("implementation_readme.txt")
 # Pages that a reader of the packaged code needs, in addition to the page of the GPU kind. The other

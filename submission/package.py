@@ -31,8 +31,10 @@ from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
 from launch.run_directory import doubts, git
-from submission import describe, implementation, official_tools, rehearsal, terminal
+from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
+from submission.options import add_series_option, parse_pairs
+from submission.output import plural
 from submission.package_checks import (
     PackageRequest,
     check_description,
@@ -42,7 +44,6 @@ from submission.package_checks import (
     series_folder,
 )
 from submission.series import TenRuns, read_series
-from submission.terminal import add_series_option, plural
 
 
 class PackageParser(Parser):
@@ -116,9 +117,7 @@ def _package(options: argparse.Namespace) -> int:
     if options.rehearse:
         return rehearse(options)
     request = PackageRequest(
-        sources=terminal.pairs(
-            "--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR"
-        ),
+        sources=parse_pairs("--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR"),
         system=options.system,
         out=options.out,
         org=options.org,
@@ -187,7 +186,7 @@ def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:
     texts = []
     for text in options.benchmark or benchmarks.closed():
         texts.append(text if "=" in text else f"{text}=")
-    return terminal.pairs("--benchmark", texts, benchmarks.closed(), "BENCHMARK=DIR")
+    return parse_pairs("--benchmark", texts, benchmarks.closed(), "BENCHMARK=DIR")
 
 
 def package(request: PackageRequest) -> int:

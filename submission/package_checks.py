@@ -19,9 +19,9 @@ from submission import check, describe, official_tools, rehearsal
 from submission.examined import Examined
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL
-from submission.runs import INTERVALS, LOST, Run
+from submission.output import plural
+from submission.run import INTERVALS, LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
-from submission.terminal import plural
 
 # Pattern of the name of an organization, system or implementation, which are names of directories.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")

@@ -35,7 +35,7 @@ from common.training.log_keys import hyperparameters
 from common.training.mllog import END, POINT, START
 from submission import describe
 from submission.log_rules import REHEARSAL as KEY
-from submission.runs import FAILED, GOOD, LOST, NOT_STARTED, Run
+from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
 from submission.series import Series, counted
 
 MARK = "REHEARSAL-"
@@ -59,7 +59,7 @@ ENDINGS = {
 class RehearsedRun:
     """An attempt whose log is to be invented."""
 
-    state: str  # one of the states of submission/runs.py
+    state: str  # one of the states of submission/run.py
     seed: int
     minutes: float  # from run_start to run_stop
 

@@ -27,12 +27,13 @@ from common.records import ledger
 from common.records.run_states import RUNNING
 from launch.monitor import tracking
 from launch.monitor.trackers import TRACKERS
-from submission import gpu_samples, terminal
+from submission import gpu_samples, output
 from submission.advice import Advice, advice
+from submission.options import add_series_option
+from submission.run import Run, read_attempt
 from submission.run_list import RunRow, rows_of
+from submission.run_list_page import run_list_page
 from submission.run_page import run_page
-from submission.runs import Run, read_attempt
-from submission.runs_page import runs_page
 from submission.series import read_series
 from submission.series_page import comparison_page, series_page
 
@@ -61,7 +62,7 @@ def parser() -> Parser:
         metavar="DIR",
         help="run directory, LOGDIR/<benchmark>, or LOGDIR; several run directories are compared",
     )
-    terminal.add_series_option(parser)
+    add_series_option(parser)
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -99,7 +100,7 @@ def _report(options: argparse.Namespace) -> None:
     if len(folders) > 1:
         others = "_and_".join(folder.resolve().name for folder in folders[1:])
         path = first / f"compared_with_{others}.html"
-        terminal.write(path, comparison_page([_read(folder) for folder in folders], first))
+        output.write(path, comparison_page([_read(folder) for folder in folders], first))
     else:
         if options.watch:
             _watch(first, options.series)
@@ -121,7 +122,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
         hints = advice(run)
         text = run_page(run, hints, refresh_s)
     elif not series and (rows := _single_runs(folder)):
-        text = runs_page(rows, folder, refresh_s)
+        text = run_list_page(rows, folder, refresh_s)
     elif (folder / ledger.NAME).is_file() or any(folder.glob("*/result.txt")):
         text = series_page(read_series([folder], series), folder, refresh_s)
     else:
@@ -130,7 +131,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
             _why_no_run(folder),
             "name a run directory, LOGDIR/<benchmark>, or LOGDIR",
         )
-    terminal.write(folder / "report.html", text)
+    output.write(folder / "report.html", text)
     return hints
 
 

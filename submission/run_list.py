@@ -23,8 +23,8 @@ from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD, LOST, RUNNING, words
 from common.terminal import table as table_lines
-from submission.runs import Run, read_attempt
-from submission.terminal import number, plural
+from submission.output import number, plural
+from submission.run import Run, read_attempt
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
 # Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.

@@ -20,11 +20,11 @@ from common.errors import ConfigError
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, finite, number, points, table
 from common.records.run_states import words
-from submission import check, gpu_samples, terminal
+from submission import check, gpu_samples, output
 from submission.advice import Advice
 from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
-from submission.runs import GOOD, Run
+from submission.run import GOOD, Run
 
 # Facts that the page shows. The reader has to unfold the others.
 IMPORTANT = ("submission_platform", "config_filename", "commit", "seed", "torch", "driver")
@@ -230,7 +230,7 @@ def speed(run: Run) -> dict[str, float]:
 
 def shown(figures: dict[str, float | None], name: str) -> str:
     """Return the figure `name` as text in its format, or "-" if it is unknown."""
-    return terminal.number(figures[name], FORMS[name])
+    return output.number(figures[name], FORMS[name])
 
 
 # Blocks shared with other pages.

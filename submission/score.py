@@ -39,7 +39,9 @@ from submission.comparison import (
 )
 from submission.log_rules import REHEARSAL
 from submission.official_tools import RULESETS
-from submission.runs import NOT_STARTED, Run
+from submission.options import add_series_option
+from submission.output import number, plural, table
+from submission.run import NOT_STARTED, Run
 from submission.series import (
     Series,
     TenRuns,
@@ -50,7 +52,6 @@ from submission.series import (
     ten_runs,
     windows,
 )
-from submission.terminal import add_series_option, number, plural, table
 
 # Attributes of a Run that the JSON object has for the series, and those that it has for each run.
 SERIES_KEYS = ("benchmark", "division", "org", "ruleset", "gpu", "gpus")

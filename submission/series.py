@@ -17,7 +17,7 @@ from common.records import windows as rule
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
-from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
+from submission.run import LOST, NOT_STARTED, Run, read_attempt, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")

@@ -13,11 +13,11 @@ from common.html.page import Block, Curve, Link, Section, banner, points, table
 from common.records.rcp import SUBMISSION_RUNS
 from common.records.windows import good_runs_needed
 from submission import run_page
+from submission.output import plural
+from submission.run import GOOD, Run
 from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
-from submission.runs import GOOD, Run
 from submission.score import score_lines
 from submission.series import Series, TenRuns, counted, ten_runs, windows
-from submission.terminal import plural
 
 # Figures that the table of attempts shows.
 ATTEMPT_FIGURES = (

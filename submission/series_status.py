@@ -28,7 +28,8 @@ from common.records import json_lines, ledger
 from common.records.json_lines import is_number
 from common.records.run_states import LOST, RUNNING, words
 from common.terminal import duration
-from submission.terminal import add_series_option, number, table
+from submission.options import add_series_option
+from submission.output import number, table
 
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started` in the ledger
 

@@ -32,13 +32,13 @@ from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
 from common.terminal import Progress
-from submission import check, official_tools, result_set, terminal
+from submission import check, official_tools, output, result_set
 from submission.check import examine
 from submission.examined import Examined, errors
 from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
+from submission.output import number
 from submission.series import read_series, result, ten_runs
-from submission.terminal import number
 
 TOLERANCE = 1e-9  # relative difference of scores that counts as equal
 
@@ -262,7 +262,7 @@ def table(sets: list[ResultSet]) -> list[str]:
                 findings or "-",
             )
         )
-    return terminal.table(rows)
+    return output.table(rows)
 
 
 def summary(sets: list[ResultSet]) -> list[str]:
@@ -330,7 +330,7 @@ def write(path: Path, round_: str, results: list[Published]) -> int:
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     sources = json.dumps(table["sources"], indent=2)
     head = f'{{"columns": {json.dumps(columns)},\n "sources": {sources},\n "rows": [\n  '
-    terminal.write(path, f"{head}{lines}]}}\n")
+    output.write(path, f"{head}{lines}]}}\n")
     return 0
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from common.paths import ROOT
 from launch.preflight.host import available_memory
 from launch.processes.supervise import processes_of
-from submission.runs import read_attempt
+from submission.run import read_attempt
 
 HOST = Path("/")
 POLL_S = 0.2

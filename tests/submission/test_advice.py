@@ -18,7 +18,7 @@ from synthetic_run import (
 from common.paths import ROOT
 from submission import report
 from submission.advice import TABLE, advice, planned_speed
-from submission.runs import read_attempt
+from submission.run import read_attempt
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from synthetic_run import LORA
 
 from common.errors import CheckFailed
 from submission import describe, package, package_checks, report, score
-from submission.runs import FAILED, GOOD, LOST, NOT_STARTED
+from submission.run import FAILED, GOOD, LOST, NOT_STARTED
 from submission.series import read_series, ten_runs
 
 NAME = LORA.rules.BENCHMARK

@@ -27,7 +27,7 @@ from submission import (
 )
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
-from submission.runs import read_attempt
+from submission.run import read_attempt
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 ROOT = synthetic.ROOT

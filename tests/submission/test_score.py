@@ -20,7 +20,7 @@ from common.paths import ROOT
 from common.records import published
 from llama31_8b import rules
 from submission import comparison, describe, rcp, score, series, survey
-from submission.runs import FAILED, read_run
+from submission.run import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
 # The older rulesets are slow tests; test_package.py has the official tools accept a submission for

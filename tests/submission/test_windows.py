@@ -17,7 +17,7 @@ from common.errors import CheckFailed
 from common.records import windows
 from launch.console import outlook
 from submission import package, package_checks, report, score
-from submission.runs import GOOD, LOST
+from submission.run import GOOD, LOST
 from submission.series import read_series, ten_runs
 
 NAME = LORA.rules.BENCHMARK

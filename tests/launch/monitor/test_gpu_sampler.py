@@ -20,7 +20,7 @@ from common.paths import ROOT
 from launch import run
 from launch.monitor import gpu_sampler as sampler
 from submission import gpu_samples, report
-from submission.runs import read_attempt
+from submission.run import read_attempt
 
 pytestmark = pytest.mark.quick
 

@@ -9,13 +9,13 @@ from urllib.parse import quote
 from common.html import page
 from common.html.page import Block, Link, Section
 from submission import run_list
+from submission.output import plural
 from submission.run_list import HEADS, TEXT_COLUMNS, RunRow
-from submission.terminal import plural
 
 NO_PAGE = "A run without a link has no page yet; ./run_and_time.sh report DIR writes it."
 
 
-def runs_page(rows: list[RunRow], folder: Path, refresh_s: float | None = None) -> str:
+def run_list_page(rows: list[RunRow], folder: Path, refresh_s: float | None = None) -> str:
     """Return the page that lists `rows` as HTML text, for a file in `folder`.
 
     `folder`: LOGDIR or LOGDIR/<benchmark>. `refresh_s`: see `page.render`. Raises PreflightError

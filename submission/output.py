@@ -1,0 +1,49 @@
+"""Output that several commands share: files, tables, numbers and plurals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import terminal, text_tables
+from common.errors import StorageError, write_whole
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically. Raises StorageError if that fails."""
+    try:
+        write_whole(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}",
+            error.strerror or str(error),
+            "choose an existing directory with free space",
+        ) from error
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, indented. The first and the last column are left-aligned.
+
+    rich fits it to the terminal. Without rich, which `series status` may lack, cells are padded.
+    """
+    alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
+    if terminal.has_rich():
+        lines = terminal.table(rows, alignment, indent=2)
+    else:
+        lines = ["  ".join(cells).rstrip() for cells in text_tables.align(rows, alignment)]
+    return ["  " + line for line in lines]
+
+
+def number(value: float | None, form: str) -> str:
+    """Return `value` in the format `form`, or "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
+def signed(minutes: float) -> str:
+    """Return `minutes` with a sign and three decimals."""
+    return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 error", "2 errors" and the like."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
