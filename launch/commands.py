@@ -42,7 +42,7 @@ from launch.job import AUTO, Job, job_from, trainer_command
 from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
-from launch.run_directory import doubts
+from launch.run_directory import refusal_reasons
 from launch.torch_build import missing_compiler, require_fitting_torch
 from launch.tune.command import print_candidates, tune
 
@@ -273,8 +273,8 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir), job.cpus))
     _print_engines(job)
     if not job.config.miniature and names_mlperf(benchmark, job.config):
-        for doubt in doubts(ROOT, os.environ):
-            inform(f"NOTE       {doubt}: package will refuse these runs")
+        for reason in refusal_reasons(ROOT, os.environ):
+            inform(f"NOTE       {reason}: package will refuse these runs")
         if not options.tune and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
     if options.print:

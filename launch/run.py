@@ -137,15 +137,15 @@ def _timed(
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
-    error, after = judge(job, nodes, run_dir, ending, result)
+    error, late_error = judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
     lines = error.lines() if error else ""
     has_target = bool(job.rules.target_loss)
     print_stderr(*closing(result, run_dir, lines, job.config.miniature, has_target))
-    after = Interrupted(received[0]) if received else after
-    if after:
-        print_stderr("After the end of the timed run (its result is valid):", after.lines())
-    return series.RunOutcome(error, result, cleared, after)
+    late_error = Interrupted(received[0]) if received else late_error
+    if late_error:
+        print_stderr("After the end of the timed run (its result is valid):", late_error.lines())
+    return series.RunOutcome(error, result, cleared, late_error)
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
@@ -198,14 +198,15 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
 def judge(
     job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.RunResult
 ) -> tuple[RunError | None, RunError | None]:
-    """Return the failure of the run and a failure after its clock, each None if there is none.
+    """Return (error, late_error), each None if there is none.
 
-    The first one is None if the run reached the target and passed the checks. It is also written to
-    failure.json.
+    `error`: why the run is not good. None if it reached the target and its log passed the checks.
+        It is also written to failure.json.
+    `late_error`: failure of a good run after its clock had stopped, such as while saving the model.
     """
     facts: dict = {}  # of the rank that failed: rank, step and time, if known
     error: RunError | None = None
-    after: RunError | None = None
+    late_error: RunError | None = None
     if ending.signal_number:
         error = Interrupted(ending.signal_number)
         with contextlib.suppress(RunError):  # there is no checkpoint
@@ -229,7 +230,7 @@ def judge(
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
     if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
-        after = error
+        late_error = error
         error = None
     if result.status == "success" and not error:
         error = _check(run_dir)
@@ -242,7 +243,7 @@ def judge(
             error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, facts)
-    return error, after
+    return error, late_error
 
 
 def _check(run_dir: Path) -> RunError | None:

@@ -112,7 +112,7 @@ def versions(root: Path, gpus: Probe) -> dict:
     }
 
 
-def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
+def refusal_reasons(root: Path, environment: Mapping[str, str]) -> list[str]:
     """Return the reasons, as far as known, why `package` would refuse a run of this checkout."""
     reasons = []
     commit = git(root, "rev-parse", "HEAD")

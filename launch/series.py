@@ -61,8 +61,8 @@ class RunOutcome:
     error: RunError | None
     result: diagnosis.RunResult = field(default_factory=diagnosis.RunResult)
     cache: str = ""
-    # Failure after the clock of a good run: a signal, or the model could not be saved.
-    after: RunError | None = None
+    # Failure of a good run after its clock had stopped: a signal, or the model could not be saved.
+    late_error: RunError | None = None
 
 
 Execute = Callable[[Path, int], RunOutcome]  # arguments: run directory, seed
@@ -193,7 +193,7 @@ class SeriesRunner:
         ending = {
             "exit_code": 0,
             "kind": run_states.GOOD,
-            "reason": outcome.after.what if outcome.after else "",
+            "reason": outcome.late_error.what if outcome.late_error else "",
             "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
             "samples": result.samples,
             "cache": outcome.cache,
@@ -261,7 +261,7 @@ def make_attempts(
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
-        for failure in (outcome.error, outcome.after):
+        for failure in (outcome.error, outcome.late_error):
             if isinstance(failure, Interrupted):
                 return failure.exit_code
         if outcome.error and record.goal >= SUBMISSION_RUNS:
@@ -270,8 +270,8 @@ def make_attempts(
                 print_stderr(f"NOTE       {prospects}")
         if outcome.error:
             failed.append(outcome.error.exit_code)
-        if outcome.after:
-            unsaved.append(outcome.after.exit_code)
+        if outcome.late_error:
+            unsaved.append(outcome.late_error.exit_code)
         if len(failed) > request.max_failures:
             return failed[0]
     series.append("closed")

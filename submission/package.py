@@ -30,7 +30,7 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from launch.run_directory import doubts, git
+from launch.run_directory import git, refusal_reasons
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
 from submission.options import add_series_option, parse_pairs
@@ -137,8 +137,8 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     of `package`.
     """
     sources = _rehearsal_sources(options)
-    for doubt in doubts(root, os.environ):
-        print(f"note: a run that is started now could not be submitted: {doubt}")
+    for reason in refusal_reasons(root, os.environ):
+        print(f"note: a run that is started now could not be submitted: {reason}")
     commit = git(root, "rev-parse", "HEAD")
     if commit is None:
         raise CheckFailed(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.records import ledger
-from common.records import windows as rule
+from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
@@ -76,11 +76,11 @@ def ten_runs(series: Series) -> TenRuns:
     If it is not valid, its `invalid` says why the series has no result.
     """
     all_windows = windows(series)
-    median = all_windows[rule.median([window.rank for window in all_windows])]
+    median = all_windows[window_rules.median([window.rank for window in all_windows])]
     if not median.invalid or len(all_windows) == 1:
         return median
     valid = sum(not window.invalid for window in all_windows)
-    needed = rule.good_runs_needed([run.converged for run in counted(series)])
+    needed = window_rules.good_runs_needed([run.converged for run in counted(series)])
     failed = "; ".join(run.describe() for run in series.runs if not run.converged)
     why = (
         f"the median window is not valid ({valid} of {len(all_windows)} windows of"
@@ -96,7 +96,7 @@ def windows(series: Series) -> list[TenRuns]:
     A series of ten runs or fewer is one window.
     """
     scored = []
-    for window in rule.windows(counted(series)):
+    for window in window_rules.windows(counted(series)):
         runs = list(window)
         scored.append(score_runs(runs, _invalid(runs)))
     return scored
@@ -109,10 +109,10 @@ def counted(series: Series) -> list[Run]:
 
 def _invalid(runs: list[Run]) -> str:
     """Return why `runs` are not a valid result, or ""."""
-    if rule.is_valid([run.converged for run in runs]):
+    if window_rules.is_valid([run.converged for run in runs]):
         return ""
     failed = [run for run in runs if not run.converged]
-    if len(failed) <= rule.MAY_FAIL:
+    if len(failed) <= window_rules.MAY_FAIL:
         return f"a result has {SUBMISSION_RUNS} runs, this series has {len(runs)}"
     names = [f"{run.name} ({LOST})" if run.state == LOST else run.name for run in failed]
     text = f"{len(failed)} runs did not converge, and at most one may: {', '.join(names)}"
@@ -194,7 +194,7 @@ def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bo
     """Return the value of `TenRuns.passed`."""
     if any(run.is_miniature for run in runs):
         failed = sum(not run.converged for run in runs)
-        return failed < len(runs) and failed <= rule.MAY_FAIL
+        return failed < len(runs) and failed <= window_rules.MAY_FAIL
     return not invalid and (verdict is None or verdict.passed)
 
 

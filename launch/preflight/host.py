@@ -19,7 +19,7 @@ from common.hardware import Probe
 from common.packages import OLDEST_TORCH, version_of
 from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
-from launch.run_directory import doubts
+from launch.run_directory import refusal_reasons
 
 # Each pair holds the limits below which a row warns and refuses.
 # Available GiB per process. torch and its libraries need 2 to 4 GiB; compilation and pinned batches
@@ -266,7 +266,7 @@ def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
 
     The log must name a commit without changes, and an organization.
     """
-    problems = doubts(root, environment)
+    problems = refusal_reasons(root, environment)
     do = (
         "commit, ignore or remove the files, run as the owner of the checkout, or set the "
         "variable; otherwise package will refuse the runs"

@@ -63,8 +63,8 @@ NAMED = {"MLPERF_SUBMISSION_ORG": "Us"}
 
 
 def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
-    assert run_directory.doubts(checkout, NAMED) == []
-    (missing,) = run_directory.doubts(checkout, {})
+    assert run_directory.refusal_reasons(checkout, NAMED) == []
+    (missing,) = run_directory.refusal_reasons(checkout, {})
     assert "MLPERF_SUBMISSION_ORG" in missing
 
 
@@ -72,17 +72,17 @@ def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
     for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
         (checkout / name).write_text("")
-    assert run_directory.doubts(checkout, NAMED) == []
+    assert run_directory.refusal_reasons(checkout, NAMED) == []
     (checkout / "notes.txt").write_text("")
-    (untracked,) = run_directory.doubts(checkout, NAMED)
+    (untracked,) = run_directory.refusal_reasons(checkout, NAMED)
     assert "notes.txt" in untracked
 
 
 def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_path_factory):
-    (none,) = run_directory.doubts(tmp_path_factory.mktemp("no repository"), NAMED)
+    (none,) = run_directory.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own means of injecting it
-    (foreign,) = run_directory.doubts(checkout, NAMED)
+    (foreign,) = run_directory.refusal_reasons(checkout, NAMED)
     monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
     monkeypatch.setenv("PATH", "")
-    (no_git,) = run_directory.doubts(checkout, NAMED)
+    (no_git,) = run_directory.refusal_reasons(checkout, NAMED)
     assert all("commit" in text and "unknown" in text for text in (none, foreign, no_git))

@@ -333,7 +333,7 @@ def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a
 def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
     benchmark, notes, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(commands, "doubts", lambda root, environment: ["a doubt"])
+    monkeypatch.setattr(commands, "refusal_reasons", lambda root, environment: ["a reason"])
     monkeypatch.setattr(commands.system_settings, "advice", lambda: "advice")
     example = str(ROOT / "open_llama/examples/python_docs_10m.toml")
     change = f"submission_benchmark={benchmark}"

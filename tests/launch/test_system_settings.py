@@ -95,12 +95,12 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         engines=Namespace(),
     )
     for name, value in {
-        **{"job_from": lambda *_, **__: given, "header": lambda *_: [], "doubts": lambda *_: []},
-        **{
-            "run_all": lambda *_: order.append("runs") or 0,
-            "outlive_readers": lambda: None,
-            "raise_at_signals": lambda: None,
-        },
+        "job_from": lambda *_, **__: given,
+        "header": lambda *_: [],
+        "refusal_reasons": lambda *_: [],
+        "run_all": lambda *_: order.append("runs") or 0,
+        "outlive_readers": lambda: None,
+        "raise_at_signals": lambda: None,
     }.items():
         monkeypatch.setattr(program, name, value)
     monkeypatch.setattr(system_settings, "applied", tuned)
