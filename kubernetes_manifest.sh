@@ -4,8 +4,8 @@
 #   DGXSYSTEM=H200_2x8 CONT=registry/image:tag DATADIR=/data LOGDIR=/results \
 #       ./kubernetes_manifest.sh <benchmark> [options] | kubectl apply -f -
 #
-# One node gets a Job. Several nodes get a JobSet (jobset.sigs.k8s.io), which gives the pods stable
-# names, so that they find node 0. See docs/clusters.md.
+# The manifest is a Job for one node, and a JobSet (jobset.sigs.k8s.io) for several nodes, whose pods
+# then have stable names, by which they find node 0. See docs/clusters.md.
 #
 #   DGXSYSTEM   name of a config, which gives the number of nodes and of GPUs on each
 #   CONT        image that the cluster can pull
@@ -55,16 +55,18 @@ if [[ $vendor != amd && $vendor != nvidia ]]; then
 fi
 name=${JOB_NAME:-llama-training}
 
-yaml() { # quote a text for YAML, by JSON's escapes
+# Print a text as a YAML string, with the escapes of JSON.
+yaml() { # text
     local text=${1//\\/\\\\}
     printf '"%s"' "${text//\"/\\\"}"
 }
 
-variables() { # the container's environment
+# Print the environment variables of the container.
+variables() {
     local variable
     local index="metadata.annotations['batch.kubernetes.io/job-completion-index']"
     for variable in $(compgen -e); do
-        if is_of_the_user "$variable" && [[ -n ${!variable:-} ]]; then
+        if is_user_variable "$variable" && [[ -n ${!variable:-} ]]; then
             printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
         fi
     done
@@ -76,7 +78,8 @@ variables() { # the container's environment
     fi
 }
 
-mounts() { # of the container
+# Print the mounts of the container.
+mounts() {
     local variable
     local read_only
     for variable in DATADIR MODEL LOGDIR; do
@@ -89,7 +92,8 @@ mounts() { # of the container
     done
 }
 
-volumes() { # of the pod
+# Print the volumes of the pod.
+volumes() {
     local variable
     for variable in DATADIR MODEL LOGDIR; do
         if [[ -n ${!variable:-} ]]; then
@@ -99,7 +103,8 @@ volumes() { # of the pod
     done
 }
 
-arguments() { # of the container
+# Print the arguments of the container.
+arguments() { # arguments of kubernetes_manifest.sh
     local argument
     for argument in "$@"; do
         printf '        - %s\n' "$(yaml "$argument")"
@@ -114,7 +119,8 @@ if [[ $nodes -gt 1 ]]; then
     dns_policy=ClusterFirstWithHostNet
 fi
 
-job() { # what a Job and a JobSet have in common: one pod for each node
+# Print the `spec` that a Job and a JobSet have in common: one pod for each node.
+job_spec() { # arguments of kubernetes_manifest.sh
     cat << YAML
 spec:
   completions: $nodes
@@ -147,7 +153,7 @@ YAML
 
 if [[ $nodes == 1 ]]; then
     printf 'apiVersion: batch/v1\nkind: Job\nmetadata: {name: %s}\n' "$(yaml "$name")"
-    job "$@"
+    job_spec "$@"
 else
     cat << YAML
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -161,5 +167,5 @@ spec:
     replicas: 1
     template:
 YAML
-    job "$@" | sed 's/^/      /'
+    job_spec "$@" | sed 's/^/      /'
 fi

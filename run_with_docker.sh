@@ -20,7 +20,9 @@ fail() { # what, why, what to do
     exit 2
 }
 
-absolute() { # like GNU's `realpath -m`, which a Mac lacks: resolve links in the part that exists
+# Print the absolute path, with links resolved in the part that exists, like GNU's `realpath -m`,
+# which a Mac lacks.
+absolute() { # path
     local path=$1
     local rest=
     while [[ ! -d $path ]]; do
@@ -73,12 +75,13 @@ groups_of_devices() {
 
 read -r -a more <<< "${CONTAINER_OPTIONS:-}"
 
-docker_options() { # also for Podman
+# Set `options` for Docker and Podman.
+docker_options() {
     options=(
         --rm
         --name "$name"
         --init                 # a first process that passes on signals and reaps orphans
-        # Signals are passed on below, once. The launcher would take a second one as "at once".
+        # Signals are passed on below, once: a second one makes the launcher kill the ranks.
         --sig-proxy=false
         # Neither the GPUs nor clearing the page cache (per file, by advice) needs a privilege.
         --cap-drop=ALL
@@ -128,7 +131,8 @@ docker_options() { # also for Podman
     fi
 }
 
-# Apptainer runs as the caller, with the host's devices, network, limits and shared memory.
+# Set `options` for Apptainer, which runs as the caller, with the host's devices, network, limits
+# and shared memory.
 apptainer_options() {
     options=(
         --cleanenv       # only the variables below
@@ -188,7 +192,7 @@ if [[ -n ${DATADIR:-} ]]; then
 fi
 if [[ -z ${DATADIR:-} || " ${arguments[*]} " == *' --miniature '* ]]; then
     [[ -n $print ]] || mkdir -p -- "$root/data"
-    mount "$root/data" rw /workspace/data # the miniature builds its data here
+    mount "$root/data" rw /workspace/data # the miniature's data is built here
 fi
 if [[ -n ${MODEL:-} ]]; then
     MODEL=$(absolute "$MODEL")
@@ -197,11 +201,12 @@ fi
 
 # shellcheck source=launch/container_variables.sh
 source "$root/launch/container_variables.sh"
-is_passed() { # the user's variables, and those that a container needs and a Job sets by itself
+# Also pass the variables that Kubernetes sets itself, but Docker does not.
+is_passed() { # name
     case $1 in
         CONT | CUDA_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES) ;;
         MASTER_ADDR | MASTER_PORT | NODE_RANK) ;;
-        *) is_of_the_user "$1" ;;
+        *) is_user_variable "$1" ;;
     esac
 }
 # Pass them by name only: every user of the host could read a value on the command line.

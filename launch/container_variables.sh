@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# The variables that run_with_docker.sh and kubernetes_manifest.sh pass into a container: those of
-# docs/settings.md and those that tune the libraries. Paths of the host are left out: PATH,
-# PYTHONPATH, folders of caches and packages.
-is_of_the_user() {
+# Select the environment variables that run_with_docker.sh and kubernetes_manifest.sh pass into a
+# container: those of docs/settings.md, and those that configure the GPU libraries. Variables with
+# paths of the host are left out, such as PATH, PYTHONPATH and the directories of caches.
+is_user_variable() { # name
     case $1 in
         SEED | NEXP | DATADIR | MODEL | LOGDIR | DGXSYSTEM | DGXNGPU | GPU_KIND) ;;
         ATTENTION_ENGINE | MATMUL_ENGINE | SWIGLU_ENGINE | ZERO_STREAM_PRIORITY) ;;

@@ -600,6 +600,6 @@ def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
 def test_slurm_needs_a_job(tmp_path):
     command = ["bash", str(ROOT / "run.sub"), "llama31_8b"]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "no Slurm job" in done.stderr
+    assert done.returncode == 2 and "not in a Slurm job" in done.stderr
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "run_and_time.sh" in done.stderr
