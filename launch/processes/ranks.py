@@ -40,12 +40,12 @@ def torchrun(
     folder: Path,
     processes: int,
     arguments: list[str],
-    nodes: Sequence[str] = ONE_NODE,
+    rendezvous: Sequence[str] = ONE_NODE,
     cpus: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that starts `arguments` (-m MODULE ...) on `processes` ranks.
 
-    `nodes`: torchrun's options for the rendezvous. `cpus`: the CPUs of each rank, () to leave the
+    `rendezvous`: torchrun's options for it. `cpus`: the CPUs of each rank, () to leave the
     ranks unbound. The command runs launch.processes.torchrun, which writes its log and the ranks'
     exit codes to `folder`.
     """
@@ -55,7 +55,7 @@ def torchrun(
         "-m",
         "launch.processes.torchrun",
         str(folder),
-        *nodes,
+        *rendezvous,
         "--nproc-per-node",
         str(processes),
         *bound,
@@ -97,7 +97,7 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     then. Return () also if the firmware does not report a GPU's node (-1), or if that node has no
     such CPUs.
     """
-    cpus = _cpus_of_nodes(sysfs)
+    cpus = _cpus_of_numa_nodes(sysfs)
     if len(cpus) < 2 or not found.devices:
         return ()
     with contextlib.suppress(DriverError):
@@ -112,7 +112,7 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     return ()
 
 
-def _cpus_of_nodes(sysfs: Path) -> dict[str, set[int]]:
+def _cpus_of_numa_nodes(sysfs: Path) -> dict[str, set[int]]:
     """Return NUMA node -> its CPUs that this process may use, for nodes that have any."""
     allowed = os.sched_getaffinity(0)
     cpus = {}
