@@ -297,12 +297,12 @@ def target_line(benchmark: str, config: RunConfig) -> str:
     batch = config.global_batch_size
     if samples is None:
         return (
-            f"Minutes to the target: unknown, since the MLPerf reference was not run at global "
-            f"batch {batch}."
+            f"The minutes to the target are unknown, since the MLPerf reference was not run at "
+            f"global batch {batch}."
         )
     return (
-        f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at "
-        f"global batch {batch}, and the evaluations."
+        f"Minutes to the target: for {samples:,.0f} sequences, the mean of the MLPerf reference "
+        f"at global batch {batch}, and for the evaluations."
     )
 
 
