@@ -36,7 +36,15 @@ from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
 from launch import cli, profilers, series, system_settings
-from launch.bench import bench, bench_command, profile, profile_directory
+from launch.bench import (
+    PROFILED_STEPS,
+    STEPS,
+    WARMUP,
+    bench,
+    bench_command,
+    profile,
+    profile_directory,
+)
 from launch.console import header
 from launch.job import AUTO, Job, job_from, trainer_command
 from launch.monitor.trackers import TRACKERS
@@ -100,9 +108,10 @@ def parser(name: str, benchmark: str) -> Parser:
         choices=("cpu", "cuda"),
         help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
-    parser.add_argument(
-        "--print", action="store_true", help="print the config and the command without starting it"
-    )
+    text = "print the name of the config and the command, and start nothing"
+    if name == "tune":
+        text = "print the name of the config and the values to try, and measure nothing"
+    parser.add_argument("--print", action="store_true", help=text)
     if name == "run":
         _add_run_options(parser, shipped)
     elif name == "tune":
@@ -191,11 +200,21 @@ def _run_to_continue(run: str) -> Path:
 
 
 def _add_bench_options(parser: Parser, name: str) -> None:
-    steps = 2 if name == "profile" else None
+    steps = STEPS
+    text = "number of timed steps"
+    if name == "profile":
+        steps = PROFILED_STEPS
+        text += ", and then of profiled steps"
     parser.add_argument(
-        "--steps", type=count, metavar="N", default=steps, help="number of timed steps"
+        "--steps", type=count, metavar="N", default=steps, help=f"{text} (default: {steps})"
     )
-    parser.add_argument("--warmup", type=count, metavar="N", help="untimed steps before them")
+    parser.add_argument(
+        "--warmup",
+        type=count,
+        metavar="N",
+        default=WARMUP,
+        help=f"number of untimed steps before them (default: {WARMUP})",
+    )
     parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
     parser.add_argument(
         "--eval-sequences", type=count, metavar="N", help="also time an evaluation of N sequences"

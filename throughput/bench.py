@@ -47,6 +47,7 @@ from common.training.guard import run_guarded
 from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
+from launch.bench import STEPS, WARMUP
 from launch.plan.estimate import memory_peak
 from launch.plan.workload import benchmark_workload
 from launch.run_directory import git
@@ -367,8 +368,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=count, default=10)
-    parser.add_argument("--warmup", type=count, default=3)
+    parser.add_argument("--steps", type=count, default=STEPS)
+    parser.add_argument("--warmup", type=count, default=WARMUP)
     parser.add_argument("--layers", type=count, help="use only the first N layers")
     parser.add_argument(
         "--model",
