@@ -216,6 +216,8 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
     elif first in COMMANDS:
         name = first
         benchmark = second if COMMANDS[name].benchmark != NEVER and second in known else ""
+        if COMMANDS[name].benchmark == MAY and second and not benchmark:
+            raise _missing_benchmark(name, second, known)
     else:
         raise _unknown_first(words, known)
     if name not in COMMANDS:
@@ -246,8 +248,13 @@ def _require_no_variable(words: list[str]) -> None:
 
 
 def _unknown_command(name: str, benchmark: str) -> ConfigError:
-    """Return the error for a second word that is not a command."""
-    do = meant(name, COMMANDS)
+    """Return the error for a word after `benchmark` that is not a command."""
+    commands = [
+        each
+        for each, command in COMMANDS.items()
+        if command.benchmark != NEVER and has_command(benchmark, each)
+    ]
+    do = meant(name, COMMANDS, f"choose one of: {', '.join(commands)}")
     if name.lower() in SYNONYMS:
         do = f"did you mean {PROGRAM} {_with_benchmark(SYNONYMS[name.lower()], benchmark)}?"
     return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
@@ -268,7 +275,10 @@ def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> Conf
 
 
 def _missing_benchmark(name: str, second: str, known: Sequence[str]) -> ConfigError:
-    """Return the error for a command that needs a benchmark, before the word `second` or none."""
+    """Return the error for a command without a known benchmark.
+
+    `second`: the word after the command, "" if there is none.
+    """
     why = f"benchmarks: {', '.join(known)}"
     if second:
         return ConfigError(f"unknown benchmark: {second}", why, meant(second, known))

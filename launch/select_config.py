@@ -271,17 +271,17 @@ def config_file(
     """
     folder = root / "configs" / benchmark
     if wants_miniature(options):
-        return folder / "CPU_1x1.toml", "--miniature"
+        return folder / "CPU_1x1.toml", "--miniature was given"
     if options.config == "":
         raise ConfigError(
             "--config names no file", "its value is empty", "name a file, or leave out --config"
         )
     if options.config:
-        return Path(options.config), "given with --config"
+        return Path(options.config), "--config names it"
     if environment.get("DGXSYSTEM"):
         return (
             folder / f"{environment['DGXSYSTEM'].removesuffix('.toml')}.toml",
-            "named by DGXSYSTEM",
+            "DGXSYSTEM names it",
         )
     count = requested_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"

@@ -33,7 +33,7 @@ TYPOS = {
     "run": ("benchmark", "llama31_8b run"),
     "bench --steps 3": ("benchmark", "llama31_8b bench"),
     "prepare lama31_8b fetch": ("lama31_8b", "llama31_8b"),
-    "preflight lama31_8b": ("lama31_8b", "preflight --help"),
+    "preflight lama31_8b": ("lama31_8b", "llama31_8b?"),
     "llama31_8b merge": ("merge", "llama2_70b_lora merge"),
     "version": ("version", "--version"),
     # order
@@ -62,6 +62,7 @@ TYPOS = {
     "describe": ("--out", "describe --help"),
     "package --out x": ("--benchmark", "package --help"),
     "plan --modle llama3.1-8b": ("--modle", "--model"),
+    "llama31_8b zzz": ("zzz", "choose one of: run, prepare"),
     "llama31_8b plan --config a --all": ("--all", "--help"),
     "llama31_8b gemms recrod x": ("recrod", "record"),
     "llama31_8b prepare": ("command", "--help"),
