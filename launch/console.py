@@ -142,8 +142,8 @@ def series_closing(
     return lines
 
 
-def outlook(good: Sequence[bool]) -> str:
-    """Describe what the failures in a series mean for its result, and what one more would mean.
+def runs_still_needed(good: Sequence[bool]) -> str:
+    """Say how many good runs a series needs after its failures, and after one more failure.
 
     `good`: whether each run that started its clock was good, in order. Return "" while no more than
     windows.MAY_FAIL runs have failed.
@@ -158,6 +158,6 @@ def outlook(good: Sequence[bool]) -> str:
         standing = f"{needed} more good runs in a row are needed for a result"
     next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
     return (
-        f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the "
-        "median window of ten must be valid)"
+        f"{failed} runs failed: {standing}; after {next_one} failure, {after_one_more} more good "
+        "runs in a row would be needed (the median window of ten must be valid)"
     )

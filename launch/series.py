@@ -37,7 +37,7 @@ from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import print_stderr
 from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
-from launch.console import outlook, series_closing
+from launch.console import runs_still_needed, series_closing
 from launch.processes import supervise
 from launch.select_config import Selection
 
@@ -265,9 +265,9 @@ def make_attempts(
             if isinstance(failure, Interrupted):
                 return failure.exit_code
         if outcome.error and record.goal >= SUBMISSION_RUNS:
-            prospects = outlook(record.outcomes)
-            if prospects:
-                print_stderr(f"NOTE       {prospects}")
+            needed = runs_still_needed(record.outcomes)
+            if needed:
+                print_stderr(f"NOTE       {needed}")
         if outcome.error:
             failed.append(outcome.error.exit_code)
         if outcome.late_error:

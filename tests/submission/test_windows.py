@@ -15,7 +15,7 @@ from synthetic_run import LORA
 
 from common.errors import CheckFailed
 from common.records import windows
-from launch.console import outlook
+from launch.console import runs_still_needed
 from submission import package, package_checks, report, score
 from submission.run import GOOD, LOST
 from submission.series import read_series, ten_runs
@@ -141,7 +141,7 @@ def test_a_start_before_the_clock_is_no_run(series_of):
 
 
 def test_the_launcher_says_what_another_failure_would_mean():
-    assert outlook(good("m")) == ""  # one of ten may fail
-    text = outlook(good("mm"))
+    assert runs_still_needed(good("m")) == ""  # one of ten may fail
+    text = runs_still_needed(good("mm"))
     assert "10 more good runs" in text and "a third failure" in text and "11" in text
-    assert "already a result" in outlook(good("g" * 10 + "mm"))
+    assert "already a result" in runs_still_needed(good("g" * 10 + "mm"))
