@@ -12,10 +12,10 @@ import threading
 from common.errors import OutOfMemory, PreflightError
 
 # Threads of a rank: up to 8 in the miniature, and about 20 more for NCCL and CUDA.
-PER_RANK = 32
+THREADS_PER_RANK = 32
 # Address space of a rank in bytes. torch for CPUs maps 3 GiB; CUDA and ROCm map far more than the
 # GPU's memory.
-ADDRESSES = 16 * 2**30
+ADDRESS_SPACE = 16 * 2**30
 DO = "raise the limit ({}; --pids-limit of a container), then start again"
 
 
@@ -42,10 +42,10 @@ def require_loopback() -> None:
 def require_limits(ranks: int) -> None:
     """Raise OutOfMemory if the limits of this user or container do not allow `ranks` processes."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if soft != resource.RLIM_INFINITY and soft < ADDRESSES:
+    if soft != resource.RLIM_INFINITY and soft < ADDRESS_SPACE:
         what = f"a process may have only {soft / 2**30:.1f} GiB of address space (ulimit -v)"
         raise OutOfMemory(what, "torch maps more than that", DO.format("ulimit -v unlimited"))
-    wanted = PER_RANK * (ranks + 1)
+    wanted = THREADS_PER_RANK * (ranks + 1)
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(wanted)]
     try:

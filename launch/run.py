@@ -153,7 +153,7 @@ def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 
     Return how the cache was cleared.
     """
-    run_directory.write_facts(run_dir, job.config, versions)
+    run_directory.write_config_and_versions(run_dir, job.config, versions)
     inform(f"run        {shown(run_dir)}, seed {seed}")
     return nodes.ready(page_cache.clear(job.data_files))
 

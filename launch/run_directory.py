@@ -74,7 +74,7 @@ def require_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
+def write_config_and_versions(run_dir: Path, config: RunConfig, versions: dict) -> None:
     """Write config.toml, which the trainer reads, and versions.json. Raises StorageError."""
     with _writing(run_dir):
         (run_dir / "config.toml").write_text(config.as_toml())
@@ -93,7 +93,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def versions(root: Path, gpus: Probe) -> dict:
-    """Return the facts that reproduce the software: Python, packages, commit, GPUs and driver.
+    """Return Python, packages, commit, GPUs, driver and system settings, for versions.json.
 
     Environment variables are left out, since they may hold secrets.
     """

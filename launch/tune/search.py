@@ -101,7 +101,7 @@ class Journal:
         return sum(each.seconds for each in self.measurements)
 
     def _append(self, line: dict) -> None:
-        """Raises StorageError."""
+        """Append `line` to the file. Raises StorageError."""
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -286,5 +286,5 @@ def text_of_value(value: Value) -> str:
 
 
 def identity(facts: Mapping[str, object]) -> str:
-    """Return a text that is equal for equal facts, whether or not they were read from JSON."""
+    """Return `facts` as a text that is the same before and after a round trip through JSON."""
     return json.dumps(facts, sort_keys=True)

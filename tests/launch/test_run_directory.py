@@ -35,7 +35,7 @@ def test_facts(tmp_path, monkeypatch):
     installed = {"torch": "2.13.0", "flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1"}
     monkeypatch.setattr(run_directory, "version_of", installed.get)
     config = load(ROOT / "configs/llama31_8b/H200_1x4.toml", Config)
-    run_directory.write_facts(tmp_path, config, run_directory.versions(ROOT, H200X4))
+    run_directory.write_config_and_versions(tmp_path, config, run_directory.versions(ROOT, H200X4))
     assert load(tmp_path / "config.toml", Config) == config
     facts = json.loads((tmp_path / "versions.json").read_text())
     assert (
