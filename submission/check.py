@@ -32,7 +32,7 @@ from common.paths import ROOT
 from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
-from submission.examined import Examined, errors
+from submission.examined_log import ExaminedLog, errors
 from submission.findings import ERROR, NOTE, Finding, findings_of
 from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS
@@ -115,7 +115,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     return 0
 
 
-def _check_set(folder: Path, members: list[Examined], werror: bool, as_json: bool) -> int:
+def _check_set(folder: Path, members: list[ExaminedLog], werror: bool, as_json: bool) -> int:
     """Print the findings about the logs of `folder` as a result set; return the exit code."""
     findings = result_set.findings(members)
     if as_json:
@@ -155,7 +155,7 @@ def examine(
     ruleset: str | None = None,
     project_root: Path | None = ROOT,
     ours: bool | None = None,
-) -> Examined:
+) -> ExaminedLog:
     """Return the official verdict and all findings about the log at `path`.
 
     `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
@@ -194,7 +194,7 @@ def examine(
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
     title = f"{benchmark}, {title}"
-    return Examined(path, title, verdict, tuple(findings), tuple(log.all("seed")))
+    return ExaminedLog(path, title, verdict, tuple(findings), tuple(log.all("seed")))
 
 
 def rule_findings(
@@ -242,7 +242,7 @@ def _milliseconds(day: str) -> float:
     return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000
 
 
-def _json_line(examined: Examined, werror: bool) -> str:
+def _json_line(examined: ExaminedLog, werror: bool) -> str:
     verdict = verdict_of(examined.findings, werror)
     facts = {
         "path": str(examined.path),
@@ -258,7 +258,7 @@ def _as_dict(finding: Finding) -> dict:
     return asdict(finding) | {"warning": finding.warning}
 
 
-def lines(examined: Examined, werror: bool) -> list[str]:
+def lines(examined: ExaminedLog, werror: bool) -> list[str]:
     """Return the lines to print about one log: title, official verdict, findings, our verdict."""
     return [
         f"\n{examined.path}",
@@ -268,7 +268,7 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     ]
 
 
-def title_line(examined: Examined, werror: bool = False) -> str:
+def title_line(examined: ExaminedLog, werror: bool = False) -> str:
     """Return the title of the log and the verdict of the official checker."""
     official = examined.verdict
     official_warnings = sum(complaint.warning for complaint in official.complaints)
@@ -279,7 +279,7 @@ def title_line(examined: Examined, werror: bool = False) -> str:
     return f"{examined.title}; official checker: {words}"
 
 
-def summary_line(examined: Examined, werror: bool = False) -> str:
+def summary_line(examined: ExaminedLog, werror: bool = False) -> str:
     """Return our verdict and the numbers of errors and warnings."""
     verdict = verdict_of(examined.findings, werror)
     error_count = len(examined.errors(werror))

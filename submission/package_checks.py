@@ -16,7 +16,7 @@ from common.paths import ROOT
 from common.records import ledger
 from common.training.mllog import EMULATED_KEY
 from submission import check, describe, official_tools, rehearsal
-from submission.examined import Examined
+from submission.examined_log import ExaminedLog
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL
 from submission.output import plural
@@ -366,7 +366,7 @@ def check_log(request: PackageRequest, run: Run) -> None:
     )
 
 
-def _is_unavoidable(run: Run, finding: Finding, examined: Examined) -> bool:
+def _is_unavoidable(run: Run, finding: Finding, examined: ExaminedLog) -> bool:
     """Return whether every run that fails as `run` did causes `finding`.
 
     The official checker requires an evaluation at the target, and records that a run which ends

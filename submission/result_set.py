@@ -10,19 +10,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.records.rcp import SUBMISSION_RUNS
-from submission.examined import Examined
+from submission.examined_log import ExaminedLog
 from submission.findings import Finding
 
 NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 UNREADABLE = "line_format"  # rule of lines that the official parser cannot read
 
 
-def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:
+def folders(logs: Iterable[Path]) -> dict[Path, list[ExaminedLog]]:
     """Return an empty list of examined logs for each folder that holds a result set."""
     return {path.parent: [] for path in logs if NAME.fullmatch(path.name)}
 
 
-def findings(logs: Sequence[Examined]) -> list[Finding]:
+def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
     """Return the findings about the logs as a set, which concern their number and their seeds.
 
     The official seed checker must be able to read the seeds, and no two logs may have the same one.

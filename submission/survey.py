@@ -34,7 +34,7 @@ from common.records.published import DATA, Published
 from common.terminal import Progress
 from submission import check, official_tools, output, result_set
 from submission.check import examine
-from submission.examined import Examined, errors
+from submission.examined_log import ExaminedLog, errors
 from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.output import number
@@ -48,7 +48,7 @@ class ResultSet:
     """The logs of one system and benchmark, with verdicts and scores."""
 
     folder: Path  # <submitter>/results/<system>/<benchmark>
-    examined: list[Examined] = field(default_factory=list)
+    examined: list[ExaminedLog] = field(default_factory=list)
     unreadable: int = 0  # number of logs that cannot be read
     official: str = "no verdict"  # of the package checker: "passed", or its first complaint
     official_score: float | None = None  # minutes, from the summarizer
@@ -267,7 +267,7 @@ def table(sets: list[ResultSet]) -> list[str]:
 
 def summary(sets: list[ResultSet]) -> list[str]:
     """Return lines with the numbers of sets and logs by verdict, and of equal scores."""
-    examined: list[Examined] = []
+    examined: list[ExaminedLog] = []
     for each in sets:
         examined += each.examined
     verdicts = Counter(each.verdict for each in sets)

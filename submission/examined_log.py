@@ -12,7 +12,7 @@ from submission.official_tools import LogVerdict
 
 
 @dataclass(frozen=True)
-class Examined:
+class ExaminedLog:
     """A log with its official verdict and all findings."""
 
     path: Path
