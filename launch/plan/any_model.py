@@ -282,7 +282,9 @@ def scaling_points(
         chosen = replace(request, gpus=gpus).fitting()
         points[gpus] = None
         if chosen and chosen.config:
-            points[gpus] = scaling.timed(chosen.config, work, request.kind, samples, network_gb_s)
+            points[gpus] = scaling.scaling_point(
+                chosen.config, work, request.kind, samples, network_gb_s
+            )
     return points
 
 

@@ -137,7 +137,7 @@ def exposed_seconds(
     return late_reduction_s + late_gather_s + (reduce_s + gather_s) / modules
 
 
-def point(
+def benchmark_point(
     root: Path, benchmark: str, kind: GpuKind, gpus: int, batch: int, network_gb_s: float
 ) -> ScalingPoint:
     """Return the time to the target on `gpus` GPUs at global batch `batch`.
@@ -164,10 +164,10 @@ def point(
         config, nodes=nodes, global_batch_size=batch, opt_base_learning_rate=learning_rate
     )
     work = benchmark_workload(benchmark, config)
-    return timed(config, work, kind, samples, network_gb_s, measured)
+    return scaling_point(config, work, kind, samples, network_gb_s, measured)
 
 
-def timed(
+def scaling_point(
     config: RunConfig,
     work: Workload,
     kind: GpuKind,
@@ -185,7 +185,7 @@ def timed(
     return ScalingPoint(config, samples, measured, step_s, rate, exposed_s, minutes)
 
 
-def points_of_file(
+def config_points(
     root: Path,
     benchmark: str,
     path: Path,
@@ -214,7 +214,7 @@ def points_of_file(
                 raise
             break
         work = benchmark_workload(benchmark, config)
-        points[gpus] = timed(config, work, kind, config.max_samples, network_gb_s)
+        points[gpus] = scaling_point(config, work, kind, config.max_samples, network_gb_s)
     return points
 
 
@@ -247,7 +247,7 @@ def best_points(
         points = []
         for batch in batches(rules, gpus):
             try:
-                points.append(point(root, benchmark, kind, gpus, batch, network_gb_s))
+                points.append(benchmark_point(root, benchmark, kind, gpus, batch, network_gb_s))
             except (ConfigError, OutOfMemory):
                 continue
         best[gpus] = min(points, key=lambda each: each.minutes, default=None)

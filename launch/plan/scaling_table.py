@@ -89,7 +89,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     else:
         path = Path(options.config)
         overrides = overrides_of(options.set)
-        best = scaling.points_of_file(root, benchmark, path, kind, overrides, network)
+        best = scaling.config_points(root, benchmark, path, kind, overrides, network)
         name = f"{benchmark}, {path.name},"
     last = scaling.last_paying(best)
     more = []

@@ -361,7 +361,9 @@ def scaling_check_table() -> str:
             sources.append((source, result.benchmark, kind.name, result.gpus, result.batch, rate))
     rows = []
     for source, benchmark, gpu, gpus, batch, rate in sources:
-        point = scaling.point(ROOT, benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S)
+        point = scaling.benchmark_point(
+            ROOT, benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S
+        )
         calculated = point.tokens_per_s_per_gpu
         rows.append(
             [
