@@ -32,7 +32,7 @@ from common.training.continuation import (
 )
 from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
-from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, torchrun
+from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
 
@@ -383,7 +383,7 @@ def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
         rendezvous = ["--nnodes", str(config.nodes), "--rdzv-backend", "static"]
         rendezvous += ["--master-addr", node.address, "--master-port", str(node.port)]
         rendezvous += ["--node-rank", str(node.rank)]
-    return torchrun(folder, config.gpus_per_node, arguments, rendezvous, job.cpus)
+    return ranks_command(folder, config.gpus_per_node, arguments, rendezvous, job.cpus)
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:

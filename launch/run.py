@@ -72,7 +72,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
             nodes.compare(shared_facts)
             while job.node.rank:  # until LeaderEnded is raised
-                _run_ranks(job, versions, nodes)
+                _follow_next_run(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
             nodes.exit_code = series.run(
                 job.log_dir, job.benchmark, job.selection, facts, request, execute
@@ -86,7 +86,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     return nodes.exit_code
 
 
-def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
+def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
     """Run this node's ranks in the next run, on a node other than 0.
 
     They write to node_<n> in the run's directory, which the nodes may or may not share.
@@ -118,10 +118,10 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
         )
     # A signal that arrives while the log is judged does not change the run's outcome.
     with signals_noted() as received:
-        return _timed(job, nodes, run_dir, seed, cleared, received)
+        return _train_and_judge(job, nodes, run_dir, seed, cleared, received)
 
 
-def _timed(
+def _train_and_judge(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]
 ) -> series.RunOutcome:
     """Run the ranks of all nodes, judge the run, and print its result.

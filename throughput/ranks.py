@@ -25,7 +25,7 @@ from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
-from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
+from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
 
 # Files in the folder of a run: the request, and the measurements of rank 0.
@@ -49,7 +49,7 @@ def run_ranks(
     """
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
-    command = torchrun(folder, count, ["-m", *arguments], cpus=cpus_of_ranks(probe(), count))
+    command = ranks_command(folder, count, ["-m", *arguments], cpus=cpus_of_ranks(probe(), count))
     ending = supervise(
         command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr
     )

@@ -53,7 +53,7 @@ from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
-from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
+from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
 from launch.select_config import (
     config_file,
@@ -413,7 +413,7 @@ def run_ranks(
         if request.config is not None:
             (folder / "config.toml").write_text(request.config.as_toml())
             arguments.append(request.benchmark)
-        command = torchrun(folder, request.count, arguments, cpus=cpus)
+        command = ranks_command(folder, request.count, arguments, cpus=cpus)
         # torchrun leaves an empty folder in TMPDIR.
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}
 

@@ -1,4 +1,4 @@
-"""Start of ranks: torchrun's command, the environment, and the CPUs of each GPU's NUMA node.
+"""Start of ranks: their command and environment, and the CPUs of each GPU's NUMA node.
 
 `python -m launch.processes.ranks CPUS/CPUS/... MODULE ...` binds the process to the CPUs of its
 LOCAL_RANK and then becomes the rank (exec). The threads of torch, NCCL and the driver inherit the
@@ -36,7 +36,7 @@ ONE_NODE = [
 MIN_CPUS = 8
 
 
-def torchrun(
+def ranks_command(
     folder: Path,
     processes: int,
     arguments: list[str],
@@ -45,9 +45,9 @@ def torchrun(
 ) -> list[str]:
     """Return the command that starts `arguments` (-m MODULE ...) on `processes` ranks.
 
-    `rendezvous`: torchrun's options for it. `cpus`: the CPUs of each rank, () to leave the
-    ranks unbound. The command runs launch.processes.torchrun, which writes its log and the ranks'
-    exit codes to `folder`.
+    `rendezvous`: options of torchrun for the rendezvous. `cpus`: the CPUs of each rank, () to leave
+    the ranks unbound. The command runs launch.processes.torchrun, which writes its log and the
+    ranks' exit codes to `folder`.
     """
     bound = ["-m", "launch.processes.ranks", "/".join(cpus), *arguments[1:]] if cpus else arguments
     return [

@@ -10,7 +10,7 @@ import pytest
 from common import gpu_stats
 from common.hardware import Device, Probe
 from common.paths import ROOT
-from launch.processes.ranks import cpus_of_ranks, format_cpu_list, parse_cpu_list, torchrun
+from launch.processes.ranks import cpus_of_ranks, format_cpu_list, parse_cpu_list, ranks_command
 
 pytestmark = pytest.mark.quick
 
@@ -162,11 +162,11 @@ def test_a_rank_runs_on_its_cpus_as_the_process_that_torchrun_started(tmp_path):
 
 
 def test_torchrun_starts_ranks_by_way_of_the_binding_only_where_there_are_cpus(tmp_path):
-    assert torchrun(tmp_path, 2, ["-m", "toy.train", "--seed", "1"])[-4:] == [
+    assert ranks_command(tmp_path, 2, ["-m", "toy.train", "--seed", "1"])[-4:] == [
         "-m",
         "toy.train",
         "--seed",
         "1",
     ]
-    bound = torchrun(tmp_path, 2, ["-m", "toy.train", "--seed", "1"], cpus=("0-3", "4-7"))
+    bound = ranks_command(tmp_path, 2, ["-m", "toy.train", "--seed", "1"], cpus=("0-3", "4-7"))
     assert bound[-6:] == ["-m", "launch.processes.ranks", "0-3/4-7", "toy.train", "--seed", "1"]
