@@ -47,7 +47,7 @@ SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
 @contextlib.contextmanager
 def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
-    """Sample the GPUs during the block. If the sampler fails, the run goes on without it."""
+    """Sample the GPUs during the block. If the sampler fails, the run continues without it."""
     if not found.devices:
         yield
         return

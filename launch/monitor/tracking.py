@@ -51,7 +51,7 @@ class MetricPoint:
 
 @contextlib.contextmanager
 def tracked(run_dir: Path, names: Sequence[str]) -> Iterator[None]:
-    """Track the run in `run_dir` during the block. If a tracker fails, the run goes on.
+    """Track the run in `run_dir` during the block. If a tracker fails, the run continues.
 
     `names`: keys of TRACKERS.
     """
@@ -205,7 +205,7 @@ def export(run_dir: Path, name: str) -> None:
 def follow(run_dir: Path, names: Sequence[str]) -> int:
     """Send the points of a run to the trackers until standard input closes. Return the exit code.
 
-    It is 1 if a tracker failed; the others go on without it.
+    It is 1 if a tracker failed; the others continue without it.
     """
     exit_code = 0
     trackers: dict[str, Tracker] = {}
