@@ -219,7 +219,9 @@ def lines(status: Status) -> list[str]:
     elif status.good >= status.goal:
         state = "finished"
     else:
-        state = f"not running; continue with NEXP={status.goal} and --resume"
+        state = "not running"
+        if status.goal > 1:  # a series of one run cannot be resumed (launch/series.py)
+            state += f"; continue with NEXP={status.goal} and --resume"
     text = [
         f"series {status.series}: {status.benchmark}, {status.config}",
         f"  {counts}; {state}",

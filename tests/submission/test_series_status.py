@@ -106,6 +106,16 @@ def test_a_series_whose_launcher_was_killed(folder, capsys):
     assert "NEXP=10" in text and "--resume" in text
 
 
+def test_a_single_run_that_failed_cannot_be_resumed(tmp_path, capsys):
+    series = {"event": "series", "series": synthetic.SERIES, "goal": 1, "facts": {}}
+    start = start_line(1, 0)
+    missed = {"exit_code": 10, "kind": "target_missed", "reason": "the target was not reached"}
+    for line in (series, start, {**start, "event": "end", **missed}):
+        ledger.append(tmp_path / ledger.NAME, line)
+    text = printed(capsys, tmp_path)
+    assert "0 of 1" in text and "not running" in text and "--resume" not in text
+
+
 def test_a_finished_series(tmp_path, capsys, monkeypatch):
     synthetic.write(tmp_path, PRETRAINING, synthetic.plans([4] * 3), goal=3)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
