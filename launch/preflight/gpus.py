@@ -13,7 +13,7 @@ from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import FAULTS
 from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
-from launch.preflight.rank_report import UNITS, RankReport
+from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport
 
 # Result of common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks;
 # [] if the driver does not respond.
@@ -259,8 +259,12 @@ def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[Ch
         siblings = f"{name}, siblings"
         table = f"{name}, table"
         if device == "cpu":
-            value = _range(values, unit) if values else "not measured"
-            rows.append(skipped(name, f"{value}: processes of a CPU share its cores"))
+            why = "not measured: slow on a CPU"
+            if values:
+                why = f"{_range(values, unit)}, not judged: processes of a CPU share its cores"
+            elif name in COLLECTIVES:
+                why = "needs two processes"
+            rows.append(skipped(name, why))
             continue
         if len(values) < len(ranks):
             why = "needs two processes" if len(ranks) == 1 else "not measured by every process"

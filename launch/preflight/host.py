@@ -108,7 +108,7 @@ def judge(
             memory,
             (warn, refuse),
             f"{memory:.1f} GiB available",
-            f"GiB for {processes} processes",
+            "GiB for 1 process" if processes == 1 else f"GiB for {processes} processes",
             do,
         )
     ]
