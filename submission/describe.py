@@ -273,7 +273,7 @@ def read(path: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(
             f"{path} is not a system description",
-            str(error),
+            getattr(error, "strerror", None) or str(error),
             "write one with ./run_and_time.sh describe",
         ) from None
 
