@@ -234,7 +234,9 @@ def require_layers(layers: int, most: int) -> None:
     """Raise ConfigError if `layers`, of --layers, is larger than the model's number of layers."""
     if layers > most:
         raise ConfigError(
-            f"--layers {layers}", f"the model has {most} layers", "use at most as many"
+            f"--layers {layers} is too large",
+            f"the model has {most} layers",
+            f"use --layers {most} or less",
         )
 
 

@@ -110,8 +110,9 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
     If none is similar, return `otherwise`, or all known words if that is empty.
     """
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu does not match cpu
+    # Without the dashes, which would make all short options similar.
+    names = {name.lower().lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word.lower().lstrip("-"), names, 1, 0.7)  # gpu is not cpu
     if near:
         return f"did you mean {names[near[0]]}?"
     return otherwise or f"choose one of: {', '.join(names.values())}"
@@ -152,9 +153,12 @@ def number_between(low: float, high: float) -> Callable[[str], float]:
 
 def minutes(text: str) -> float:
     """Parse an argument that is a positive, finite number of minutes."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of minutes")
     return number
 
 
@@ -259,7 +263,9 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return options
         name, _, value = unknown[0].partition("=")
-        if name in VARIABLES:
+        # A command that selects a config reads all of these variables, any other only LOGDIR.
+        of_config = name in VARIABLES and "--config" in self.options()
+        if of_config or VARIABLES.get(name) == "LOGDIR":
             self._point_to_variable(name, value or " ".join(unknown[1:2]))
         if name.startswith("-"):
             raise ConfigError(
@@ -301,10 +307,12 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            name = (action.option_strings or [f"unknown {action.metavar or action.dest}:"])[-1]
+            what = f"unknown {action.metavar or action.dest}: {value}"
+            if action.option_strings:
+                what = f"unknown value of {action.option_strings[-1]}: {value}"
             known = [str(choice) for choice in action.choices]
             raise ConfigError(
-                f"{name} {value}",
+                what,
                 f"it must be one of: {', '.join(known)}",
                 meant(str(value), known, f"choose one; {self.prog} --help describes them"),
             )
@@ -316,6 +324,11 @@ class Parser(argparse.ArgumentParser):
             missing = message.removeprefix(required)
             message = f"missing argument: {missing}"
             why = self._meaning_of(missing.split(", ")[0])
+        elif message.startswith("argument "):  # argument -o/--option: what is wrong with its value
+            message = message.removeprefix("argument ")
+            why = self._meaning_of(message.split(": ")[0].split("/")[-1])
+            message = re.sub("invalid int value: (.*)", r"\1 is not a whole number", message)
+            message = re.sub("invalid float value: (.*)", r"\1 is not a number", message)
         raise ConfigError(message, why, f"see {self.prog} --help")
 
     def _meaning_of(self, name: str) -> str:

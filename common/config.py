@@ -26,13 +26,13 @@ LARGEST = {
 }
 # Value of `gpu` in a config that is adapted to the machine (launch/plan/derive_config.py).
 ANY_GPU = "any"
-# Types of the keys, by the annotations of RunConfig's fields.
+# Annotation of a field of RunConfig -> the type of its value, and how an error names the type.
 KEY_TYPES = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "dict[str, str]": dict,
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "a string"),
+    "bool": (bool, "true or false"),
+    "dict[str, str]": (dict, "a table of strings"),
 }
 # Ways to store LoRA's frozen weights (common/sharding/frozen_base.py).
 FROZEN_BASE_STORAGE = (
@@ -87,14 +87,6 @@ class RunConfig:
         )
 
     def _require_valid_numbers(self) -> None:
-        for each in fields(self):
-            key = each.name
-            value = getattr(self, key)
-            if isinstance(value, int | float):
-                limit = LARGEST.get(key, 2**31 - 1)
-                # NaN fails this comparison too.
-                self.require(value >= 0, key, "it must be a number of at least 0", "give 0 or more")
-                self.require(value <= limit, key, "it is too large", f"give at most {limit:,}")
         for key in (
             "nodes",
             "gpus_per_node",
@@ -106,6 +98,14 @@ class RunConfig:
             self.require(
                 getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number"
             )
+        for each in fields(self):
+            key = each.name
+            value = getattr(self, key)
+            if isinstance(value, int | float):
+                limit = LARGEST.get(key, 2**31 - 1)
+                # NaN fails this comparison too.
+                self.require(value >= 0, key, "it must be a number of at least 0", "give 0 or more")
+                self.require(value <= limit, key, "it is too large", f"give at most {limit:,}")
         self.require(
             self.opt_base_learning_rate > 0,
             "opt_base_learning_rate",
@@ -242,11 +242,11 @@ def load(
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        neighbors = [each.name for each in path.parent.glob("*.toml")]
-        near = difflib.get_close_matches(path.name, neighbors, 1)
+        neighbors = [each.stem for each in path.parent.glob("*.toml")]
+        near = difflib.get_close_matches(path.stem, neighbors, 1)
         do = "name one of the files under configs/"
         if near:
-            do = f"did you mean {path.with_name(near[0])}?"
+            do = f"did you mean {path.with_name(near[0])}.toml?"
         why = f"{path.absolute()} does not exist"
         raise ConfigError(f"{path}: no such config", why, do) from None
     except OSError as error:
@@ -268,7 +268,7 @@ def load(
     for key, text in overrides.items():
         table[key] = _parse_value(text)
     given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
-    return from_table(table, config_class, f"{given} (of {path.name})")
+    return from_table(table, config_class, f"{path.name} with {given}")
 
 
 def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyConfig:
@@ -319,14 +319,14 @@ def _checked(value, type_name: str, key: str, source: str):
     # A larger integer may exceed every float.
     if type_name == "float" and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    fits = type(value) is KEY_TYPES[type_name]
+    fits = type(value) is KEY_TYPES[type_name][0]
     if isinstance(value, dict):
         fits = fits and all(type(item) is str for item in value.values())
     if not fits:
         raise ConfigError(
             f"{source}: {key} = {value!r} has the wrong type",
-            f"the type of {key} is {type_name}",
-            f"write it as {type_name}",
+            f"{key} must be {KEY_TYPES[type_name][1]}",
+            "correct the value",
         )
     return value
 

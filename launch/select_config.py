@@ -171,7 +171,7 @@ def require_config(root: Path, benchmark: str, options: argparse.Namespace) -> N
     if not options.config and not config_names(root, benchmark):
         raise ConfigError(
             f"{benchmark} needs a config",
-            "its configs set the rules of a run, and none is the default",
+            "the config sets the rules of the run, and there is no default",
             f"give a file with --config, such as one of {benchmark}/examples",
         )
 

@@ -59,7 +59,11 @@ def input_files(inputs: list[Path]) -> list[Path]:
             say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
             found += inside
         elif not path.is_file():
-            raise ConfigError(f"{path}: no such file", "it is an --input", "check the name")
+            raise ConfigError(
+                f"{path}: no such file",
+                "--input needs an existing file or folder",
+                "check the path",
+            )
         elif not kind_of(path):
             why = f"its name does not end in {', '.join(KNOWN)} (or .gz)"
             raise ConfigError(f"{path}: unsupported file type", why, "rename or convert it")

@@ -293,9 +293,9 @@ def model_of(options: argparse.Namespace) -> Family:
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:
         raise ConfigError(
-            f"--layers {layers}",
+            f"--layers {layers} is too large",
             f"{family.name} has {family.shape.num_layers} layers",
-            "use at most as many",
+            f"use --layers {family.shape.num_layers} or less",
         )
     return replace(family, shape=replace(family.shape, num_layers=layers))
 

@@ -113,7 +113,7 @@ def newest(run_dir: Path) -> SavedCheckpoint:
         if not run_dir.is_dir():
             why = f"the directory {run_dir} does not exist"
         raise ConfigError(
-            f"{run_dir} has no checkpoint to continue from",
+            f"{run_dir} has no checkpoint",
             why,
             "use the directory of a run that was started with --checkpoint",
         )

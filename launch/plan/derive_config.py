@@ -70,7 +70,8 @@ def load_or_derive(
     if path.parent != root / "configs" / benchmark or path.is_file():
         config = load_config(benchmark, path, overrides)
         if config.gpu == ANY_GPU:
-            return fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
+            config, fitted = fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
+            return config, f"{path.name} {fitted}"
         return config, ""
     named = NAME.fullmatch(path.stem)
     kinds = dict(KINDS)

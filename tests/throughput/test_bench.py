@@ -60,7 +60,7 @@ def test_numbers_that_make_no_sense_are_refused(option, value):
 def test_the_launcher_refuses_more_layers_than_the_model_has(name, capsys):
     assert main([name, "llama31_8b", "--miniature", "--device", "cpu", "--layers", "99"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert line == "error: --layers 99"
+    assert line.startswith("error: --layers 99")
 
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path):
