@@ -297,8 +297,8 @@ def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
             "options come after both",
             do if named else meant(first, EVERYWHERE, do),
         )
-    why = f"benchmarks: {', '.join(known)}; {PROGRAM} --help lists the commands"
-    do = meant(first, [*known, *COMMANDS, *EVERYWHERE])
+    why = f"benchmarks: {', '.join(known)}"
+    do = meant(first, [*known, *COMMANDS, *EVERYWHERE], f"{PROGRAM} --help lists the commands")
     if first.lower() in SYNONYMS:
         line = _with_benchmark(SYNONYMS[first.lower()], "BENCHMARK")
         do = f"did you mean {PROGRAM} {line}?"

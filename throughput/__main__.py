@@ -1,13 +1,14 @@
-"""Measure the speed of this machine: `python3 -m throughput <measurement> [options]`.
+"""Measure the speed of this machine.
 
     {subcommands}
 
-`<measurement> --help` lists its options. Each measurement writes result.json, table.md
-and page.html into a directory (--out; default: a new one in LOGDIR/throughput). result.json is
-saved after every row. If a row fails, for example out of memory, the row records the error and the
-measurement continues. ./run_and_time.sh throughput <measurement> [options] runs the same command.
+`throughput MEASUREMENT --help` lists the options of a measurement. Each one writes result.json,
+table.md and page.html into a directory (--out; default: a new one in LOGDIR/throughput).
+result.json is saved after every row. If a row fails, for example out of memory, the row records the
+error and the measurement continues.
 
 The measurements need torch, and Triton on a GPU. They need no data, weights or network.
+`python3 -m throughput MEASUREMENT` runs the same command without installing packages.
 docs/throughput.md explains each number.
 """
 

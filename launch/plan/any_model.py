@@ -470,8 +470,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
     return [
         f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
-        f"{tokens / options.seconds:,.1f} tokens/s on {gpus} GPUs"
-        f" of {peak / 1e12:,.1f} TFLOP/s each",
+        f"{tokens / options.seconds:,.1f} tokens/s on {gpus} GPU"
+        f"{'s' if gpus > 1 else ''} of {peak / 1e12:,.1f} TFLOP/s each",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
         *filter(None, [remark(results)]),

@@ -81,7 +81,7 @@ def fastest(target: Target, minutes: float, resume: bool, command: str) -> resul
     folder, journal = _open(target, resume)
     budget_s = 60.0 * minutes
     candidates, values_of_settings = candidates_of(target)
-    inform(f"tune       {shown(folder)}, {minutes:g} minutes at most")
+    inform(f"tune       {shown(folder)}, at most {minutes:g} min")
     with Progress("tune", budget_s, "s") as progress:
 
         def on_result(measurement: Measurement) -> None:

@@ -149,5 +149,8 @@ def _rows(path: Path) -> list[list[str]]:
         return [line.split(",") for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}: cannot read", str(error), "name a file that `gemms tune` has written"
+            f"{path}: cannot read the tuned file",
+            getattr(error, "strerror", None) or str(error),
+            "name the file as in `gemms tune --out`, which writes one for each GPU: MI300X0.csv "
+            "to MI300X7.csv for MI300X.csv",
         ) from None

@@ -62,7 +62,9 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
         close(remotes)
     write(report, options.out)
     print(json.dumps(report.as_dict(), indent=1) if options.json else text(report))
-    inform(f"written to {options.out}/: passing_nodes.txt, failing_nodes.txt, nodes.html")
+    inform(
+        f"written to {options.out}/: passing_nodes.txt, failing_nodes.txt, nodes.html, nodes.json"
+    )
     failing = [node for node in names if not report.passes(node)]
     refused = [row.check for row in report.cluster if row.verdict == "refuse"]
     if failing or refused:
@@ -86,7 +88,7 @@ def check(
     def passing() -> list[Remote]:
         return [remote for remote in remotes if report.passes(remote.name)]
 
-    inform(f"nodes      checking each of {len(remotes)}, {options.deadline:.0f} s at most ...")
+    inform(f"nodes      checking {len(remotes)}, each for at most {options.deadline:.0f} s ...")
     check_each(report, remotes, options, environment)
     compare(report)
     seconds = QUICK_SECONDS if options.quick else SECONDS

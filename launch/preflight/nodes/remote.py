@@ -152,7 +152,8 @@ class Remote:
             self.process.wait(END_S)
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines()
-        return f"its agent ended at {do!r}: {lines[-1] if lines else self.process.returncode}"
+        reason = lines[-1] if lines else f"exit code {self.process.returncode}"
+        return f"{reason} (the agent ended before it answered {do!r})"
 
     def close_stdin(self) -> None:
         """Close the agent's stdin. The agent then ends its processes and itself."""

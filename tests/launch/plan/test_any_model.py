@@ -381,7 +381,7 @@ def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
     "line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"]
 )
 def test_a_number_that_is_none_is_refused(line, capsys):
-    with pytest.raises(ConfigError, match="^--"):
+    with pytest.raises(ConfigError, match=r"^--"):
         any_model.main(line.split())
 
 
