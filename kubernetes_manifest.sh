@@ -29,8 +29,8 @@ if [[ $# -eq 0 ]]; then
         './kubernetes_manifest.sh <benchmark> [options]'
 fi
 if [[ ! ${DGXSYSTEM:-} =~ ^([A-Za-z0-9]+)_([1-9][0-9]*)x([1-9][0-9]*)$ ]]; then
-    fail "DGXSYSTEM=${DGXSYSTEM:-}" 'it must give the number of nodes and GPUs' \
-        'set it to the name of a config, such as H200_2x8'
+    fail "DGXSYSTEM is not the name of a config: '${DGXSYSTEM:-}'" \
+        'it must give the number of nodes and GPUs' 'set it to a name such as H200_2x8'
 fi
 gpu=${BASH_REMATCH[1]}
 nodes=${BASH_REMATCH[2]}
@@ -41,7 +41,8 @@ if [[ -z ${CONT:-} ]]; then
 fi
 for variable in DATADIR LOGDIR; do
     if [[ ${!variable:-} != /* ]]; then
-        fail "$variable=${!variable:-}" 'it must be a directory of the nodes' \
+        fail "$variable is not an absolute path: '${!variable:-}'" \
+            'it must be a directory of the nodes' \
             "set $variable to an absolute path"
     fi
 done
@@ -51,7 +52,7 @@ if [[ -z $vendor ]]; then
     [[ $gpu != MI* ]] || vendor=amd
 fi
 if [[ $vendor != amd && $vendor != nvidia ]]; then
-    fail "GPU_VENDOR=$vendor" 'known are amd and nvidia' 'correct or unset it'
+    fail "unknown GPU_VENDOR: $vendor" 'known are amd and nvidia' 'correct or unset it'
 fi
 name=${JOB_NAME:-llama-training}
 

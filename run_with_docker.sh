@@ -148,13 +148,13 @@ apptainer_options() {
 
 case $vendor in
     amd | nvidia | none) ;;
-    *) fail "GPU_VENDOR=$vendor" 'known are amd, nvidia and none' 'correct or unset it' ;;
+    *) fail "unknown GPU_VENDOR: $vendor" 'known are amd, nvidia and none' 'correct or unset it' ;;
 esac
 case $engine in
     docker | podman) docker_options ;;
     apptainer) apptainer_options ;;
     *)
-        fail "CONTAINER_ENGINE=$engine" 'known are docker, podman and apptainer' \
+        fail "unknown CONTAINER_ENGINE: $engine" 'known are docker, podman and apptainer' \
             'set it to one of them, or unset it'
         ;;
 esac

@@ -307,9 +307,9 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     why = "it does not exist"
     if path.exists():
         folders = sorted(item.name for item in path.glob("*/") if item.is_dir())
-        why = "it contains no folders"
+        why = "it has no result*.txt and no folders"
         if folders:
-            why = f"it contains the folders {', '.join(folders)}"
+            why = f"it has no result*.txt, and its folders are: {', '.join(folders)}"
     raise ConfigError(
         f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt"
     )
