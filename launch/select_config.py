@@ -40,7 +40,7 @@ class Selection:
     # config_filename in the log, such as H200_1x8.toml. If the run does not follow a shipped file,
     # +derived or +forced, and +modified, precede the .toml.
     log_name: str
-    reason: str
+    reason: str  # why this config was selected: the words after "because"
     device: str  # "cpu" or "cuda", which ROCm's torch uses as well
     gpus: str  # the GPUs, for display
     # Reasons why the run cannot be submitted, and known issues of these versions.
