@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.paths import ROOT
 from launch import cli, completion
 from launch.plan.derive_config import load_or_derive
+from throughput.__main__ import parser_of
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +26,7 @@ TYPOS = {
     "lama31_8b": ("lama31_8b", "llama31_8b"),
     "llama2_70b_lore": ("llama2_70b_lore", "llama2_70b_lora"),
     "LLAMA31_8B": ("LLAMA31_8B", "llama31_8b"),
-    "gpt5": ("gpt5", "run"),
+    "gpt5": ("gpt5", "--help"),
     "repport results": ("repport", "report"),
     "llama31_8b benhc": ("benhc", "bench"),
     "llama31_8b dance": ("dance", "run"),
@@ -150,6 +151,22 @@ def test_the_likely_meaning_comes_first(line, suggestion):
         cli.read(line.split())
     assert suggestion in caught.value.do
     assert "usage" not in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("llama31_8b --fast", "did you mean"),  # --set has the same dashes, and no more
+        ("llama31_8b fly", "generate"),  # a command of open_llama
+        ("throughput gpt --gpus 2", "DGXNGPU"),  # which throughput does not read
+        ("llama31_8b bench --steps x", "cannot be parsed"),
+    ],
+)
+def test_an_error_suggests_nothing_that_fails_too(line, wrong):
+    with pytest.raises(ConfigError) as caught:
+        cli.read(line.split())
+        parser_of("gpt").parse_args(line.split()[2:])  # launch passes these words on unread
+    assert wrong not in caught.value.do and wrong not in caught.value.why
 
 
 @pytest.mark.parametrize("line", ["llama31_8b prepare", "score", "llama31_8b bench --steps x"])
