@@ -22,7 +22,7 @@ from common.model.families import family_of
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.merged_adapter import read_adapter
-from common.model.peft_adapter import OUTPUT, SPLIT
+from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
@@ -35,10 +35,13 @@ DEFAULT_LENGTH = 1024  # tokens per sequence
 
 
 def require_model(folder: Path) -> None:
-    """Raise ConfigError if there is no such folder."""
+    """Raise ConfigError unless `folder` holds a model. The directory of a run holds none."""
+    why = f"a model is a folder with {CONFIG} and safetensors files"
+    do = "name the folder model/ of a run"
     if not folder.is_dir():
-        why = "a model is a folder with config.json and safetensors files"
-        raise ConfigError(f"{folder}: no such folder", why, "name the folder model/ of a run")
+        raise ConfigError(f"{folder}: no such folder", why, do)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder}: no {CONFIG}", why, do)
 
 
 def trained_length(model: Path, adapter: Path | None = None) -> tuple[int, Path]:
@@ -118,17 +121,19 @@ def measure(options: argparse.Namespace) -> None:
         why = "no driver answers, *_VISIBLE_DEVICES hides all GPUs, or torch is built for the CPU"
         raise PreflightError("--device cuda, but torch sees no GPU", why, "leave out --device")
     require_model(options.model)
+    if options.adapter:
+        require_adapter(options.adapter)
     length = options.sequence_length or default_length(options.model, options.adapter)
+    available = stored_sequences(options.data, length)
+    sequences = options.sequences or available
+    unit = f"sequences of {length} tokens"
+    do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
+    require_validation(options.data, available, max(1, sequences), unit, do)
     processes = start_processes(device_name, 600.0)
     with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):
         model = load_model(options.model, length, processes.device)
         if options.adapter:
             add_adapter(model, options.adapter)
-        available = stored_sequences(options.data, length)
-        sequences = options.sequences or available
-        unit = f"sequences of {length} tokens"
-        do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
-        require_validation(options.data, available, max(1, sequences), unit, do)
         vocab_size = model.shape.vocab_size
         pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.command_line import Parser, count, number_between, program
 from common.data.preparation import say
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -20,12 +20,13 @@ def generate(options: argparse.Namespace) -> None:
 
     Raises ConfigError if there is no model, or if transformers is not installed.
     """
-    # needs torch, which --help must not
+    # These need torch, which --help must not import.
+    from common.model.peft_adapter import require_adapter
     from open_llama.evaluation import require_model, trained_length
 
     require_model(options.model)
     if options.adapter:
-        require_adapter(options.adapter)
+        require_adapter(options.adapter)  # peft would ask the hub for it
     try:
         import torch
         import transformers
@@ -77,15 +78,6 @@ def end_tokens(model: Any, eos: int, chosen: bool) -> list[int]:
     if chosen or own is None:
         return [eos]
     return sorted({eos, *(own if isinstance(own, list) else [own])})
-
-
-def require_adapter(folder: Path) -> None:
-    """Raise WeightsError if `folder` is not one of an adapter. peft would ask the hub for it."""
-    from common.model.peft_adapter import ADAPTER_CONFIG, WEIGHTS  # needs torch
-
-    if not (folder / ADAPTER_CONFIG).is_file():
-        why = f"an adapter is a folder with {ADAPTER_CONFIG} and {WEIGHTS}"
-        raise WeightsError(f"{folder}: no {ADAPTER_CONFIG}", why, "name the adapter/ of a run")
 
 
 def with_adapter(model: Any, folder: Path) -> Any:

@@ -152,6 +152,6 @@ def cannot_open(path: Path, error: OSError) -> DataError:
     """Return the error for a token file that the system does not open."""
     return DataError(
         f"{path}: cannot be opened: {error.strerror}",
-        "DATADIR and rules.py define the paths of the token files",
-        "check DATADIR or --data-dir, or prepare the data",
+        "its path follows from DATADIR, --data-dir, or --data without .bin and .idx",
+        "check that path, or prepare the data",
     )

@@ -32,7 +32,14 @@ from common.model.checkpoint_reader import (
     refuse,
 )
 from common.model.checkpoint_writer import llama_config, write_file, write_json
-from common.model.peft_adapter import ADAPTER_CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
+from common.model.peft_adapter import (
+    ADAPTER_CONFIG,
+    OUTPUT,
+    PLAIN_LORA,
+    SPLIT,
+    WEIGHTS,
+    require_adapter,
+)
 from common.model.shapes import ModelShape
 
 QKV_PROJECTION = "qkv_proj"
@@ -171,6 +178,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
 
     Raises WeightsError if it cannot be read, or if peft would compute more than alpha / rank B A.
     """
+    require_adapter(folder)
     config = read_json(folder / ADAPTER_CONFIG)
     path = folder / WEIGHTS
     rank = config.get("r")

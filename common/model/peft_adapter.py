@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from common.errors import StorageError
+from common.errors import StorageError, WeightsError
 from common.model.shapes import ModelShape
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,6 +33,13 @@ PLAIN_LORA = {
     "bias": "none",
     "target_modules": [*SPLIT, OUTPUT],
 }
+
+
+def require_adapter(folder: Path) -> None:
+    """Raise WeightsError unless `folder` holds an adapter."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        why = f"an adapter is a folder with {ADAPTER_CONFIG} and {WEIGHTS}"
+        raise WeightsError(f"{folder}: no {ADAPTER_CONFIG}", why, "name the adapter/ of a run")
 
 
 def save_peft_adapter(

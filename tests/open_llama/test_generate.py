@@ -105,6 +105,20 @@ def test_a_wrong_adapter_is_refused_without_asking_for_it_elsewhere(model, tmp_p
         assert "adapter_config.json" in capsys.readouterr().err
 
 
+def test_the_directory_of_a_run_is_no_model_and_no_adapter(model, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    assert generate.main([str(run), "--prompt", "x"]) == ConfigError.exit_code
+    assert "model/ of a run" in capsys.readouterr().err
+    evaluated = ["--data", str(tmp_path / "nothing")]
+    assert evaluation_command.main([str(run), *evaluated]) == ConfigError.exit_code
+    assert "model/ of a run" in capsys.readouterr().err
+    adapter = ["--adapter", str(run)]
+    words = [str(run / "model"), *evaluated, *adapter, "--device", "cpu"]
+    assert evaluation_command.main(words) == WeightsError.exit_code
+    assert "adapter/ of a run" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_eval_on_a_gpu_that_is_not_there_is_refused(model, capsys):
     words = [str(model), "--data", "x", "--device", "cuda"]
