@@ -1,15 +1,10 @@
-"""Prepare text for `open_llama`: convert it to Megatron's token files for training and validation.
+"""Convert text to Megatron's token files for training and validation.
 
 The inputs are JSON lines, Parquet, plain text, or a Hugging Face data set on disk.
 
-    ./run_and_time.sh open_llama prepare text --input FILES_OR_FOLDERS... --data-dir D
-        (--tokenizer PATH | --train-tokenizer N) [--key text] [--validation-fraction 0.01]
-
 The tokenizer is a tokenizer.json or a SentencePiece model, or a folder with a tokenizer.json or
-tokenizer.model, and is copied to D. Each document ends with the tokenizer's end-of-text token. An
-interrupted preparation continues where it stopped.
-
-Messages go to stderr. The exit code is that of the kind of failure (common/errors.py).
+tokenizer.model, and is copied to the folder of the token files. Each document ends with the
+tokenizer's end-of-text token. An interrupted preparation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -47,8 +42,7 @@ def parser(benchmark: str = "open_llama") -> Parser:
     example = "open_llama prepare text --input docs/ --train-tokenizer 4096 --data-dir data/docs"
     parser = Parser(f"{benchmark} prepare", __doc__, [example])
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "tokenize text"
-    texts = commands.add_parser("text", help=about, description=about)
+    texts = commands.add_parser("text", help="tokenize text", description=__doc__)
     texts.set_defaults(work=text)
     texts.add_argument(
         "--input",
