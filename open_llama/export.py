@@ -1,7 +1,8 @@
 """Write the newest checkpoint of a run as Hugging Face weights, or with LoRA as a peft adapter.
 
 RUN is the directory of a run that was started with --checkpoint. It may still be running. The
-format is that of the weights or adapters at the end of a run.
+format is that of the weights or adapters at the end of a run. The tokenizer of weights is copied
+from DATADIR, the folder of the run's data.
 """
 
 from __future__ import annotations

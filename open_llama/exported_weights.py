@@ -43,6 +43,8 @@ def export(options: argparse.Namespace) -> None:
         export_model(folder, config, rules, out, data_dir)
         if data_dir:
             copy_tokenizer(data_dir, out)
+        else:
+            say("note: DATADIR is not set, so no tokenizer is copied")
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 

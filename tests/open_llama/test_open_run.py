@@ -112,6 +112,17 @@ def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, fo
         assert (entries["bos_token_id"], entries["eos_token_id"]) == (1, 2)
 
 
+def test_a_model_is_exported_without_its_tokenizer_if_datadir_is_not_set(run_dir, folder):
+    for data_dir, copied in ((str(folder / "data"), True), ("", False)):
+        out = folder / f"exported_{copied}"
+        done = launch(
+            folder, "open_llama", "export", str(run_dir), "--out", str(out), DATADIR=data_dir
+        )
+        assert done.returncode == 0, done.stderr
+        assert (out / "tokenizer.model").is_file() == copied
+        assert ("DATADIR" in done.stderr) == (not copied)
+
+
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):
     page = (run_dir / "report.html").read_text()
     assert "Finished" in page and "Target reached" not in page and "target -" not in page
