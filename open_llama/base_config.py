@@ -1,8 +1,8 @@
-"""Entries of config.json, and a file, that a saved model takes from the published one.
+"""Copy entries of config.json, and generation_config.json, from the base to a saved model.
 
-The weights define the shape of a model. Other programs also need the context and the ids of special
-tokens, which its config.json names, and its generation_config.json. With random weights, the ids
-are those of the tokenizer of the data. Standard library only.
+A saved model's own config.json describes its shape. Other programs also need the context, the ids
+of special tokens, and generation_config.json. A model that was trained from random weights gets the
+ids of the tokenizer of its data. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CONTEXT = "max_position_embeddings"
 
 
 def kept_entries(config: Config, data_dir: Path | None) -> dict[str, object]:
-    """Return the entries of config.json that the saved model keeps, {} if there are none.
+    """Return entries for config.json of the saved model, {} if there are none.
 
-    They are those of the weights that the run starts from, or else of its model. The context is at
-    least the sequence length of the run. Ids that no weights define are those of the tokenizer of
-    `data_dir`, if `prepare text` recorded them (None: no such folder is known).
+    Context and ids are those of the weights that the run starts from. A run from random weights has
+    the context of its model, and the ids that `prepare text` recorded in `data_dir` (None: the
+    folder is unknown). The context is at least the sequence length of the run.
     """
     ids = recorded_token_ids(data_dir) if data_dir else {}
     path = in_repository(config.weights or config.model)

@@ -48,7 +48,7 @@ def training_batches(
 def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray:
     """Return the sequences of an evaluation, int32 [eval_samples, 2, sequence_length].
 
-    Call it after run_start. Raises DataError if the file has fewer.
+    Call this function after run_start. Raises DataError if the file has fewer sequences.
     """
     rules.require_data(config, data_dir)
     prefix = data_dir / rules.validation_data
@@ -139,7 +139,7 @@ def document_batches(
 
 
 def sequences_in(config: Config, index: Index) -> int:
-    """Return the training sequences of one epoch. `index`: that of the training data."""
+    """Return the number of training sequences in one epoch. `index`: that of the training data."""
     if config.one_document_per_sequence:
         return int((index.sequence_lengths >= 2).sum())
     return whole_sequences(index.num_tokens, config.sequence_length)

@@ -1,8 +1,9 @@
-"""Config and rules of `open_llama`: any Llama-like model, any tokens, by rules from one TOML file.
+"""Config and rules of `open_llama`: any Llama-like model and any tokens, by rules from a TOML file.
 
-The file says what is trained and how (open_llama/examples). It can leave out the machine: with
-`gpu = "any"`, the default, the launcher fits the config to the machine it runs on. Relative paths
-start at the current directory, or else at the root of the repository. Standard library only.
+Examples of the file are in open_llama/examples. It can leave out the machine: with `gpu = "any"`,
+the default, the launcher fits the config to the machine it runs on. A relative path starts at the
+current directory. If it does not exist there, it starts at the root of the repository. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Config(RunConfig):
     eval_micro_batch_size: int = 1
 
     # name (common/model/families.py), config.json, or the folder that holds it; a relative path
-    # starts at the current directory, or else at the root of the repository
+    # starts at the current directory or, if it does not exist there, at the root of the repository
     model: str
-    # folder with safetensors files of Hugging Face, absolute or relative like `model`; "": random
-    # weights
+    # folder of a Hugging Face checkpoint in safetensors, absolute or relative like `model`; "":
+    # random weights
     weights: str = ""
     init_std: float = 0.02  # standard deviation of random weights
 
