@@ -20,7 +20,7 @@ from typing import Any
 
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, say
-from common.errors import StorageError, write_whole
+from common.errors import StorageError, listed, write_whole
 from open_llama.text_inputs import divide, input_files
 from open_llama.text_parts import Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
@@ -114,4 +114,8 @@ def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
         found = {key: value for key, value in found.items() if key not in TOKENS}
     if found != record:
         what = f"{data_dir} holds token files of other inputs or options"
-        raise StorageError(what, "nothing is overwritten", "name another --data-dir")
+        why = "nothing is overwritten"
+        if isinstance(found, dict):
+            changed = [key for key in record | found if found.get(key) != record.get(key)]
+            why = f"its {RECORD} has other {listed(changed)}, and {why}"
+        raise StorageError(what, why, "name another --data-dir")

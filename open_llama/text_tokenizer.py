@@ -70,7 +70,7 @@ def _lowest(pieces: list[tuple[int, str]]) -> list[tuple[int, str]]:
 def _places(files: list[Path]) -> Iterator[Source]:
     """Yield the sources to read for a tokenizer, spread evenly over the inputs.
 
-    Of JSON lines and Parquet together these are about VOCABULARY_BYTES. Others are read whole.
+    About VOCABULARY_BYTES of JSON lines and Parquet are read. Other files are read whole.
     """
     stride = math.ceil(max(1, sum(path.stat().st_size for path in files)) / VOCABULARY_BYTES)
     for path in files:

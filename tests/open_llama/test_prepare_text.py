@@ -193,8 +193,9 @@ def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError) as caught:
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer, validation_fraction=0.5)
+    assert "validation_fraction" in caught.value.why and "inputs" not in caught.value.why
     assert recorded_token_ids(tmp_path / "out") == {"bos_token_id": 1, "eos_token_id": 2}
     path = tmp_path / "out" / RECORD
     record = json.loads(path.read_text())
