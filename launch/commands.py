@@ -133,7 +133,7 @@ def _examples(name: str, benchmark: str) -> list[str]:
     shipped = _ships_configs(benchmark)
     config = f"configs/{benchmark}/CPU_1x1.toml"
     if not shipped:
-        config = f"{benchmark}/examples/python_docs_10m.toml"
+        config = f"{benchmark}/examples/stdlib_10m.toml"
     lines = []
     for example in EXAMPLES[name]:
         line = example.format(benchmark, config)

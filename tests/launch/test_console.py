@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
 from common.paths import ROOT
@@ -41,6 +42,14 @@ def test_the_header_says_from_what_a_config_was_derived():
         "MI300X found" in lines
     )
     assert any(line.startswith("NOTE") and "not for submission" in line for line in lines)
+
+
+def test_the_header_names_a_config_that_was_fitted_to_the_machine():
+    path = "open_llama/examples/stdlib_10m.toml"
+    options = argparse.Namespace(config=path, set=[], device="cpu")
+    selection = select_config(ROOT, "open_llama", options, {}, Probe("none"))
+    lines = console.header("open_llama", selection, rules_of("open_llama", selection.config), None)
+    assert any("stdlib_10m.toml fitted to a CPU: micro_batch_size" in line for line in lines)
 
 
 def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, capsys, tmp_path):

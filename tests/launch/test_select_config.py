@@ -335,10 +335,10 @@ def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
 ):
     monkeypatch.setattr(commands, "refusal_reasons", lambda root, environment: ["a reason"])
     monkeypatch.setattr(commands.system_settings, "advice", lambda: "advice")
-    example = str(ROOT / "open_llama/examples/python_docs_10m.toml")
+    example = str(ROOT / "open_llama/examples/stdlib_10m.toml")
     change = f"submission_benchmark={benchmark}"
     chosen = select(NOTHING, benchmark="open_llama", config=example, set=[change])
-    assert len(chosen.notes) == notes and chosen.log_name == "python_docs_10m+derived+modified.toml"
+    assert len(chosen.notes) == notes and chosen.log_name == "stdlib_10m+derived+modified.toml"
     words = ["--config", example, "--set", change, "--print"]
     for name in ("DATADIR", "LOGDIR"):
         monkeypatch.setenv(name, str(tmp_path))

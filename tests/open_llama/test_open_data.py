@@ -60,7 +60,7 @@ def config_of(**changes: str) -> Config:
         "max_samples": "320",
         "opt_learning_rate_warmup_steps": "2",
     }
-    return configs.load(ROOT / "open_llama/examples/python_docs_10m.toml", Config, few | changes)
+    return configs.load(ROOT / "open_llama/examples/stdlib_10m.toml", Config, few | changes)
 
 
 def test_a_run_says_how_often_it_reads_the_text(prefix):

@@ -283,7 +283,7 @@ def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_librar
                 target.write_bytes(path.read_bytes())
     settings = Settings("", "", "text", float(options[2]))
     prepare_text([tmp_path / "lib"], tmp_path / "out", settings, 1, int(options[1]))
-    config = tomllib.loads((ROOT / "open_llama/examples/python_docs_10m.toml").read_text())
+    config = tomllib.loads((ROOT / "open_llama/examples/stdlib_10m.toml").read_text())
     stored = Index.read(tmp_path / "out/validation").num_tokens
     assert whole_sequences(stored, config["sequence_length"]) >= config["eval_samples"]
 
