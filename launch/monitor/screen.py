@@ -147,7 +147,8 @@ class Screen:
         if self.step and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
             parts = [self.progress(), f"train loss {self.losses[-1]:.4f}", self.speed()]
-            news.append(" · ".join([*parts, f"limit reached in {self.time_to_limit()}"]))
+            end = "limit reached" if self.rules.target_loss else "ends"
+            news.append(" · ".join([*parts, f"{end} in {self.time_to_limit()}"]))
         inform(*news)
 
     def _read_events(self) -> list[str]:
@@ -161,7 +162,9 @@ class Screen:
                     self.step = event
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
-                text = f"loss {event['loss']:.4f}, {self.rules.target_text}"
+                text = f"loss {event['loss']:.4f}"
+                if self.rules.target_loss:
+                    text += f", {self.rules.target_text}"
                 text += f", after {duration(event['time_s'])}"
                 if self.step:
                     text += f"; {self.speed()}"
