@@ -148,9 +148,10 @@ def fit_to_machine(
     changes: dict[str, Any] = {key: size for key, size in largest.items() if key not in overrides}
     if kind is None:
         changes["env"] = CPU_ENV | config.env
+        fitted = replace(config, gpu="CPU", **changes)
+        text = f"fitted to a CPU in fp32: {_changes(config, fitted, overrides)}"
         # The format "bf16" means fp32 on a CPU (RunConfig.precision).
-        fitted = replace(config, gpu="CPU", linear="bf16", **changes)
-        return fitted, f"fitted to a CPU: {_changes(config, fitted, overrides)}"
+        return replace(fitted, linear="bf16"), text
     if not kind.arch.startswith(WITH_FP8):
         changes["linear"] = "bf16"
     if kind.vendor == "nvidia":
