@@ -1,7 +1,8 @@
 """Print the loss and the perplexity of a model on a token file.
 
 The loss is the natural-log cross entropy per token, averaged over each sequence and then over the
-sequences, as in training. A GPU computes in bf16, a CPU in fp32.
+sequences, as in training. The sequences are cut from one stream of all documents, also for a model
+that was trained with one_document_per_sequence. A GPU computes in bf16, a CPU in fp32.
 """
 
 from __future__ import annotations
