@@ -49,7 +49,9 @@ def test_the_header_names_a_config_that_was_fitted_to_the_machine():
     options = argparse.Namespace(config=path, set=[], device="cpu")
     selection = select_config(ROOT, "open_llama", options, {}, Probe("none"))
     lines = console.header("open_llama", selection, rules_of("open_llama", selection.config), None)
-    assert any("stdlib_10m.toml fitted to a CPU in fp32: micro_batch_size" in line for line in lines)
+    assert any(
+        "stdlib_10m.toml fitted to a CPU in fp32: micro_batch_size" in line for line in lines
+    )
     options.set = ["linear=fp8"]
     selection = select_config(ROOT, "open_llama", options, {}, Probe("none"))
     assert "bf16" not in selection.derived, "a CPU computes in fp32"
