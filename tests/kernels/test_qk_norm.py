@@ -102,6 +102,7 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     assert nothing == () and torch.equal(frozen.rowwise, ours[0].rowwise)
 
 
+@pytest.mark.slow
 def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded.
 

@@ -103,6 +103,7 @@ def test_its_log_is_checked_by_its_own_rules(project, run_dir, tmp_path):
         assert launch(project, "check", str(path)).returncode == CheckFailed.exit_code, wrong
 
 
+@pytest.mark.slow
 def test_the_other_commands_know_it(project):
     assert NAME in launch(project, "--help").stdout
     assert launch(project, NAME, "plan", "--all").returncode == 0

@@ -141,6 +141,7 @@ def test_real_data_missing_is_said_before_anything_starts(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_truncated_token_file(tmp_path, data):
     copy = damaged(data, tmp_path)
     path = copy / f"{MINIATURE.train_prefix}.bin"
@@ -148,6 +149,7 @@ def test_truncated_token_file(tmp_path, data):
     expect(Started(tmp_path, copy), 15, "data", path.name, status="aborted")
 
 
+@pytest.mark.slow
 def test_id_beyond_the_vocabulary(tmp_path, data):
     copy = damaged(data, tmp_path)
     tokens = np.memmap(copy / f"{MINIATURE.validation_prefix}.bin", np.uint16, "r+")
@@ -275,6 +277,7 @@ NO_NAMES.append(
 )
 
 
+@pytest.mark.slow
 def test_no_host_name_is_needed_on_one_node(tmp_path, data):
     """Neither the machine's own nor localhost resolves."""
     names = subprocess.run([*NO_NAMES, "getent", "hosts", "localhost"], capture_output=True)

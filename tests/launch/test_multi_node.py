@@ -174,6 +174,7 @@ def on_four_ranks(processes, folder):
     }
 
 
+@pytest.mark.slow
 def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     import torch
     from ranks import call_on_ranks
@@ -278,9 +279,9 @@ def test_the_command_of_a_node(project, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "code", "kind", "words"),
     [
-        ("fail", 1, "internal", "rank 3: boom"),
+        pytest.param("fail", 1, "internal", "rank 3: boom", marks=pytest.mark.slow),
         ("kill", 14, "rank_lost", "rank 3 (process"),
-        ("hang", 13, "hang", "rank 3 holds up the others"),
+        pytest.param("hang", 13, "hang", "rank 3 holds up the others", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, code, kind, words):
@@ -296,7 +297,7 @@ def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, 
     assert not alive(tmp_path)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_node_ends_the_other(project, tmp_path, victim):
     launched = both(project, tmp_path, TOY="wait", NEXP="3")
     wait_until(
@@ -323,6 +324,7 @@ def test_a_killed_node_ends_the_other(project, tmp_path, victim):
         )
 
 
+@pytest.mark.slow
 def test_sigterm_to_node_0_ends_both(project, tmp_path):
     launched = both(project, tmp_path, TOY="wait")
     wait_until(

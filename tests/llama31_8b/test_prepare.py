@@ -80,9 +80,9 @@ def test_miniature_is_built_once(built, capsys):
     "name",
     [
         "tokenizer.model",
-        f"{MINIATURE.train_prefix}.bin",
-        f"{MINIATURE.validation_prefix}.idx",
-        "miniature.json",
+        pytest.param(f"{MINIATURE.train_prefix}.bin", marks=pytest.mark.slow),
+        pytest.param(f"{MINIATURE.validation_prefix}.idx", marks=pytest.mark.slow),
+        pytest.param("miniature.json", marks=pytest.mark.slow),
     ],
 )
 def test_damaged_miniature_is_built_again_and_the_same(
@@ -98,6 +98,7 @@ def test_damaged_miniature_is_built_again_and_the_same(
         assert (copy / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_miniature_is_built_again_and_the_same(built, documents, tmp_path, monkeypatch):
     process = subprocess.Popen(
         [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(tmp_path)],

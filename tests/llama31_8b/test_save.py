@@ -212,7 +212,13 @@ save.save_model(test_save.random_model(), place, beat)
 """
 
 
-@pytest.mark.parametrize("point", ["0", "20", "38", "index", "rename"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        *(pytest.param(file, marks=pytest.mark.slow) for file in ("0", "20", "38", "index")),
+        "rename",
+    ],
+)
 def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", KILLED, str(tmp_path), point]

@@ -102,6 +102,7 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, folder):
     """The context is that of the given model, the ids are those of the tokenizer."""
     out = folder / "exported_again"
@@ -178,6 +179,7 @@ def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
     assert "100000" in done.stderr and "--sequences" in done.stderr
 
 
+@pytest.mark.slow
 def test_generate_continues_a_prompt_with_the_saved_model(run_dir, folder):
     pytest.importorskip("transformers")
     arguments = ["--prompt", "def load(", "--tokens", "5"]
@@ -208,6 +210,7 @@ def test_a_run_is_not_continued_with_other_data(run, run_dir, folder, tmp_path):
     assert len(list((logs / "open_llama").glob("*/"))) == 1, "no run was started"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_weights_that_transformers_loads(run_dir, folder):
     transformers = pytest.importorskip("transformers")
     out = folder / "exported"

@@ -177,6 +177,7 @@ def try_one(draws, good) -> None:
 
 @settings(max_examples=40, **SETTINGS)
 @given(draws=draw.data())
+@pytest.mark.slow
 def test_no_shape_ends_in_a_traceback(good, draws):
     try_one(draws, good)
 

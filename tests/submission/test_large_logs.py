@@ -57,6 +57,7 @@ def peak_of(path):
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_line_of_a_large_log_takes_no_memory(tmp_path):
     small = peak_of(with_statistics(tmp_path / "small.txt", 2 * mlperf_log.MAX_KEPT))
     count = 80_000

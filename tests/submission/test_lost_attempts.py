@@ -94,7 +94,20 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+QUICK_CASES = [
+    "killed in init, and a start without an end",
+    "no log, and lost by --resume",
+    "aborted, and a start without an end",
+    "a log that the official checker refuses",
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, id=name, marks=[] if name in QUICK_CASES else pytest.mark.slow)
+        for name, case in CASES.items()
+    ]
+)
 def case(request, tmp_path):
     """Folder of twelve attempts, each slower than the last, and the state of the fifth."""
     plans = synthetic.plans(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import synthetic_run
 import synthetic_series as synthetic
+from conftest import made_once
 from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
@@ -57,7 +58,10 @@ def commit_all(folder) -> str:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A git repository of the current project, with files that must not be submitted."""
-    folder = tmp_path_factory.mktemp("project")
+    return made_once(tmp_path_factory, "project", make_project)
+
+
+def make_project(folder):
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")
     for path in ROOT.iterdir():
         if path.is_dir() and (path / "__init__.py").is_file():
@@ -74,7 +78,6 @@ def project(tmp_path_factory):
     (folder / "common" / "__pycache__").mkdir()
     (folder / "common" / "__pycache__" / "x.pyc").write_text("")
     (folder / "common" / "notes.txt").write_text("not in the commit")
-    return folder
 
 
 def plans(benchmark, project, **changes):
@@ -93,17 +96,27 @@ def described(folder, **changes) -> Path:
 @pytest.fixture(scope="module")
 def submission(project, tmp_path_factory):
     """Request and exit code of a package of both benchmarks, ten good runs each, for 6.1.0."""
-    folder = tmp_path_factory.mktemp("good")
-    for benchmark in (PRETRAINING, LORA):
-        synthetic.write(folder / "logs", benchmark, plans(benchmark, project))
+
+    def make(folder):
+        good = folder / "good"
+        for benchmark in (PRETRAINING, LORA):
+            synthetic.write(good / "logs", benchmark, plans(benchmark, project))
+        described(good)
+        code = package.package(both_benchmarks(good, project))
+        (folder / "exit_code.txt").write_text(str(code))
+
+    folder = made_once(tmp_path_factory, "submission", make)
+    request = both_benchmarks(folder / "good", project)
+    return request, int((folder / "exit_code.txt").read_text())
+
+
+def both_benchmarks(folder, project) -> PackageRequest:
     sources = {
         PRETRAINING.rules.BENCHMARK: folder / "logs" / PRETRAINING.rules.BENCHMARK,
         LORA.rules.BENCHMARK: folder / "logs",
     }
-    request = PackageRequest(
-        sources, described(folder), folder / "out", synthetic.ORG, root=project
-    )
-    return request, package.package(request)
+    description = folder / f"{synthetic.SYSTEM}.json"
+    return PackageRequest(sources, description, folder / "out", synthetic.ORG, root=project)
 
 
 @pytest.fixture
@@ -229,6 +242,7 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_the_packaged_code_runs_by_itself(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     environment = {
@@ -711,6 +725,7 @@ def test_two_that_missed_the_target_are_one_too_many(case):
     case.refused("2 runs did not converge")
 
 
+@pytest.mark.slow
 def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
     """Through the official tools: the run is packaged, and counts as the slowest."""
     attempts = plans(LORA, project)
@@ -825,6 +840,7 @@ def chosen_score(folder):
     return ten_runs(read_series([folder / "logs" / NAMES[1]])).score
 
 
+@pytest.mark.slow
 def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsys):
     """The package checker ends with 0 all the same."""
     attempts = plans(LORA, project)

@@ -100,6 +100,7 @@ def test_package_refuses_the_logs_of_a_rehearsal_under_another_name(project, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_series_of_miniatures_gives_seeds_and_outcomes(project, tmp_path, capsys):
     attempts = [*synthetic.plans([2, 3]), *synthetic.plans([4], fails="missed")]
     logs = tmp_path / "logs"

@@ -42,6 +42,7 @@ def results(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     assert survey.main(["--results", str(results), "--ruleset", "5.1.0"]) == 0
     output = capsys.readouterr().out

@@ -90,7 +90,15 @@ def test_score_gives_the_answer_of_the_rule(pattern, answer, series_of, capsys):
     ) == count
 
 
-@pytest.mark.parametrize("pattern", ["kggggggggg", "mmggggggggg", "kkgggggggggg", "mmmmggggggggg"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param("kggggggggg", marks=pytest.mark.slow),
+        pytest.param("mmggggggggg", marks=pytest.mark.slow),
+        "kkgggggggggg",
+        pytest.param("mmmmggggggggg", marks=pytest.mark.slow),
+    ],
+)
 def test_report_and_package_give_the_same_answer(pattern, series_of, tmp_path, capsys):
     folder = series_of(pattern)
     has_result = PATTERNS[pattern][2]

@@ -33,6 +33,7 @@ def result_of(folder, **machine) -> Result:
     return Result("flux", flux.TABLES, folder, "cuda", machine, {})
 
 
+@pytest.mark.slow
 def test_two_ranks_on_this_cpu(tmp_path):
     arguments = [
         "--device=cpu",
@@ -133,6 +134,7 @@ def one_rank_runs_out(processes, folder):
     return flux_rank.measure_batches(replace(REQUEST, batch=0), processes, folder / "measured.json")
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_ends_the_search_on_all(tmp_path):
     found = call_on_ranks(2, "test_flux:one_rank_runs_out", tmp_path)
     for of_rank in found:

@@ -259,12 +259,18 @@ def test_the_values_of_a_row_follow_from_the_median_step(result, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "model", "mode"),
     [
-        (
+        pytest.param(
             ["--precision", "fp8", "--batch", "1", "--layers", "1", "--seq", "16"],
             "miniature",
             "full",
+            marks=pytest.mark.slow,
         ),
-        (["--lora", "--batch", "2", "--layers", "1"], "miniature", "lora"),
+        pytest.param(
+            ["--lora", "--batch", "2", "--layers", "1"],
+            "miniature",
+            "lora",
+            marks=pytest.mark.slow,
+        ),
         (["--model", "CONFIG", "--seq", "16", "--gpus", "2"], "CONFIG", "full"),
     ],
 )

@@ -72,6 +72,7 @@ def start(tmp_path, out: str, *words: str) -> dict:
     return row
 
 
+@pytest.mark.slow
 def test_the_settings_that_the_search_finds_are_measured(tmp_path, measurements):
     row = start(tmp_path, "first", "--tune", "1")
     assert (row["batch"], row["micro_batches"]) == (4, 2)

@@ -22,14 +22,14 @@ main(measure)
 @pytest.mark.parametrize(
     ("work", "error", "shown"),
     [
-        ("pass", type(None), False),
+        pytest.param("pass", type(None), False, marks=pytest.mark.slow),
         (
             "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')",
             OutOfMemory,
             False,
         ),
         ("raise ValueError('shapes differ')", RunError, True),
-        ("time.sleep(60)", Hang, False),
+        pytest.param("time.sleep(60)", Hang, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_error_that_ended_the_ranks_and_what_they_had_measured(

@@ -57,6 +57,7 @@ def test_two_ranks_measure_all_parts():
     ]
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
     found, error = scaling.run_ranks(replace(REQUEST, gpt=impossible), 1)

@@ -51,6 +51,7 @@ def commands(monkeypatch):
     return started, codes
 
 
+@pytest.mark.slow
 def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(
         suite,

@@ -77,6 +77,7 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_continued_run_stays_healed(processes, healed, data, tmp_path):
     """Healing starts after step 4, and the checkpoint is of step 8, with the rounding generator."""
     linear = f"{FORMAT} until loss {healed[0].evaluations[0][1] + 1e-6:.9f}, then fp8"

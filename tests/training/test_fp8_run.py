@@ -28,7 +28,12 @@ def in_bf16(data, tmp_path_factory):
         return run(tmp_path_factory.mktemp("bf16") / "run", data, RULES)
 
 
-WAYS = [{}, {"recompute_layers": 1}, {"micro_batch_size": 2}, {"moment_precision": "bf16"}]
+WAYS = [
+    {},
+    pytest.param({"recompute_layers": 1}, marks=pytest.mark.slow),
+    pytest.param({"micro_batch_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"moment_precision": "bf16"}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)

@@ -177,6 +177,7 @@ def texts_of(prefix) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_token_files_hold_each_text_once_in_an_order_of_their_own(packages, data_dir, capsys):
     with pytest.raises(DataError, match="1,000,000 tokens"):
         prepare_text(packages, data_dir("too_few"), 1_000_000, 1)

@@ -527,6 +527,7 @@ def test_a_failed_run_without_run_start_shows_all_samples(tmp_path):
     assert "500 / 500 / 500" in page(tmp_path)
 
 
+@pytest.mark.slow
 def test_hours_of_samples_stay_a_small_page(run_dir):
     gpus = [
         {

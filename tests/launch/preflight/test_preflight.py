@@ -965,20 +965,31 @@ def test_a_broken_rank_is_a_refusal(tmp_path):
 # --- what a rank measures -------------------------------------------------------------------------
 
 
-def test_the_median_is_of_one_work():
+def test_the_median_is_of_one_work(monkeypatch):
+    """Every fifth call is slow, by a clock of the test."""
     torch = pytest.importorskip("torch")
-    import time
+    calls_ms = []
 
-    from launch.preflight.measure import median_s
+    class Clock:
+        def __init__(self, place):
+            self.marks_ms = []
 
-    calls = []
+        def restart(self):
+            pass
+
+        def mark(self):
+            self.marks_ms.append(calls_ms[-1])
+
+        def drain_ms(self):
+            return self.marks_ms
+
+    monkeypatch.setattr(measure, "StepClock", Clock)
 
     def work():
-        calls.append(0)
-        time.sleep(0.02 if len(calls) % 5 == 0 else 0.004)
+        calls_ms.append(4.0 if (len(calls_ms) + 1) % 5 else 20.0)
 
-    assert 0.004 <= median_s(work, torch.device("cpu"), 0.1) < 0.012
-    assert 8 + 5 <= len(calls) <= 8 + 25
+    assert measure.median_s(work, torch.device("cpu"), 0.1) == pytest.approx(0.004)
+    assert len(calls_ms) == 3 + 5 + 25
 
 
 @pytest.mark.gpu
