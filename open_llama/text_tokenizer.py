@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from common.data import corpus
 from common.data.preparation import say
-from common.errors import ConfigError
+from common.errors import ConfigError, write_whole
 from open_llama.text_inputs import (
     Source,
     documents,
@@ -25,14 +26,28 @@ VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained
 PIECE = re.compile(r".{1,2000}(?!\S)|.{1,2000}", re.DOTALL)
 VOCABULARY_BYTES = 1 << 30  # of the inputs that can be divided, read for a tokenizer
 PLACE_BYTES = 1 << 16  # read together, of JSON lines
+# tokenizer_config.json beside a trained tokenizer. Without it, transformers chooses a class by the
+# kind of the model. That of Qwen3 does not read SentencePiece: ids and text would be wrong.
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,  # as in training
+}
 
 
 def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) -> None:
-    """Train a SentencePiece tokenizer on text spread over the inputs."""
+    """Train a SentencePiece tokenizer on text spread over the inputs, and write it to `target`.
+
+    tokenizer_config.json beside it is for transformers.
+    """
     say(f"training a tokenizer of {vocab_size:,} pieces")
     texts = vocabulary_texts(files, key)
     if not texts:
         raise no_documents()
+    config = json.dumps(TOKENIZER_CONFIG, indent=1).encode() + b"\n"
+    write_whole(target.with_name("tokenizer_config.json"), config)
     try:
         corpus.train_sentencepiece(texts, vocab_size, target)
     except RuntimeError as error:

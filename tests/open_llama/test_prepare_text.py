@@ -22,7 +22,7 @@ from open_llama import text, text_inputs, text_parts, text_tokenizer
 from open_llama.prepare import main
 from open_llama.text import prepare_text
 from open_llama.text_parts import SPLITS, Settings
-from open_llama.tokenizer import RECORD, TOKENS, load_tokenizer, recorded_token_ids
+from open_llama.tokenizer import RECORD, TOKENS, copy_tokenizer, load_tokenizer, recorded_token_ids
 
 TEXTS = [
     f"Document {number} has {number * 37 % 101} words, and a line.\nIt ends here.\n"
@@ -340,6 +340,27 @@ def test_a_tokenizer_that_cannot_be_trained_says_which_size_can(tmp_path):
         path.write_text(blank)
         with pytest.raises(DataError, match="no document"):
             text_tokenizer.train_tokenizer([path], "text", 300, target)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
+def test_transformers_gives_the_ids_of_a_trained_tokenizer(tmp_path, model_type):
+    """For Qwen3, transformers would choose a class that does not read SentencePiece."""
+    transformers = pytest.importorskip("transformers")
+    text = "def f(x):\n    return x + 1\n\n\tHe  said: caf\u00e9 \u2603\n"
+    (tmp_path / "a.txt").write_text(text * 20)
+    data = tmp_path / "data"
+    data.mkdir()
+    text_tokenizer.train_tokenizer([tmp_path / "a.txt"], "text", 290, data / "tokenizer.model")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+    copy_tokenizer(data, model)
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    ours = load_tokenizer(data)
+    (ids,) = ours.encode([text])
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids, skip_special_tokens=True) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eos)
 
 
 def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):

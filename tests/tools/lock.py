@@ -158,14 +158,15 @@ def compile_lock(
 
 
 def hopper_lock() -> str:
-    """Return the entries for requirements-hopper.txt that the main lock lacks.
+    """Return the entries for requirements-hopper.txt that a run does not install otherwise.
 
-    What the main lock has is there already, in a container perhaps in another version.
+    Other packages of a run are there already, in a container perhaps in another version.
     """
     path = ROOT / environment.HOPPER_LOCK
     constraints = ["--constraints", environment.LOCK]
     text = compile_lock(path, constraints, environment.HOPPER)
-    installed = set(re.findall(r"^(\S+?)==", (ROOT / environment.LOCK).read_text(), re.MULTILINE))
+    required, lock = environment.required_packages(ROOT / environment.ALL, "cuda")
+    installed = environment.locked_entries(required, lock, own_torch=False)
     entries = re.findall(r"^\w.*\n(?: .*\n)*", text, re.MULTILINE)
     return "".join(entry for entry in entries if entry.partition("==")[0] not in installed)
 
