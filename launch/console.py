@@ -51,6 +51,7 @@ def header(
         device = f"GPU        {selection.gpus}; using {processes}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
+        f"model      {model_size(rules)}",
         device,
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
@@ -63,6 +64,17 @@ def header(
     else:
         lines.append("measures   throughput on synthetic tokens; no data is read")
     return lines + [f"NOTE       {note}" for note in selection.notes]
+
+
+def model_size(rules: Rules) -> str:
+    """Return the number of parameters and layers, and the rank of LoRA's adapters."""
+    shape = rules.shape
+    if rules.lora_rank:
+        return (
+            f"{shape.num_parameters:,} frozen parameters in {shape.num_layers} layers;"
+            f" LoRA adapters of rank {rules.lora_rank}"
+        )
+    return f"{shape.num_parameters:,} parameters in {shape.num_layers} layers"
 
 
 def expectation(selection: Selection, rules: Rules) -> str:

@@ -124,6 +124,7 @@ def merge(
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(partial / INDEX, index)
     partial.rename(out)
+    say(f"{out}: complete")
 
 
 def _is_copied(path: Path) -> bool:

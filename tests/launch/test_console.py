@@ -11,6 +11,7 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands, console, job
 from launch.select_config import select_config
+from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import CLOSED, MINIATURE
 
 pytestmark = pytest.mark.quick
@@ -29,6 +30,17 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
         for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results")
     )
     assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
+
+
+def test_the_header_names_the_size_of_the_model():
+    options = argparse.Namespace(config=None, set=[], device=None)
+    selection = select_config(ROOT, "llama31_8b", options, {}, Probe("none"))
+    lines = console.header("llama31_8b", selection, CLOSED, None)
+    assert "model      8,030,261,248 parameters in 32 layers" in lines
+    adapters = console.header("llama2_70b_lora", selection, lora_rules.CLOSED, None)
+    assert any(
+        "68,976,648,192 frozen parameters" in line and "rank 16" in line for line in adapters
+    )
 
 
 def test_the_header_says_from_what_a_config_was_derived():

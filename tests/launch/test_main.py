@@ -480,7 +480,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith(
         "-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu "
-        "--steps 5\n"
+        "--steps 5 --warmup 3\n"
     )
     assert (
         "-m launch.processes.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 "

@@ -260,7 +260,7 @@ def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(
         assert load_file(path).keys() == load_file(merged / "merged_ordinary" / path.name).keys()
 
 
-def test_a_merge_in_bf16_rounds_once(made, tmp_path):
+def test_a_merge_in_bf16_rounds_once(made, tmp_path, capsys):
     _, theirs, tensors, _, _ = made
     theirs.save_pretrained(tmp_path / "config")
     save_fused(
@@ -268,6 +268,7 @@ def test_a_merge_in_bf16_rounds_once(made, tmp_path):
     )
     shutil.copy(tmp_path / "config" / "config.json", tmp_path / "base")
     merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
+    assert f"{tmp_path / 'out'}: complete" in capsys.readouterr().err
     before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
     for layer in range(SHAPE.num_layers):
         name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
