@@ -23,7 +23,7 @@ from common.training.build import DTYPES, default_dtype
 from common.training.checkpoint import DcpReader
 from common.training.continuation import newest
 from open_llama.base_config import copy_generation_config, kept_entries
-from open_llama.rules import Config, Rules, rules_of
+from open_llama.rules import Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
 
@@ -74,7 +74,13 @@ def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> Non
         for name, size in adapter_sizes(rules.shape, config.lora_rank).items()
     }
     save_peft_adapter(
-        out, tensors, rules.shape, config.lora_rank, config.lora_alpha, config.lora_dropout
+        out,
+        tensors,
+        rules.shape,
+        config.lora_rank,
+        config.lora_alpha,
+        config.lora_dropout,
+        in_repository(config.weights),
     )
 
 

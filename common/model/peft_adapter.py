@@ -28,7 +28,6 @@ OUTPUT = "o_proj"
 PLAIN_LORA = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": "base",
     "inference_mode": True,
     "bias": "none",
     "target_modules": [*SPLIT, OUTPUT],
@@ -49,6 +48,7 @@ def save_peft_adapter(
     rank: int,
     alpha: int,
     dropout: float,
+    base: Path,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors into the new `folder`.
 
@@ -59,13 +59,19 @@ def save_peft_adapter(
         `blocks.N.qkv.lora_b` [qkv_size, rank], with the rows of Q, K, V in this order
         `blocks.N.o.lora_a` [rank, attention_size]
         `blocks.N.o.lora_b` [hidden, rank]
+    `base`: folder of the base weights, from which peft's `AutoPeftModelForCausalLM` loads them.
 
     Raises FileExistsError if `folder` exists, because adapters are never overwritten. Raises
     StorageError if writing fails, and then leaves no files.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists")
-    config = PLAIN_LORA | {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    config = PLAIN_LORA | {
+        "base_model_name_or_path": str(base.absolute()),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+    }
     data = save(peft_tensors(tensors, shape), metadata={"format": "pt"})
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left behind by a killed process

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from common.benchmarks import Rules
+from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.errors import RunError
 from common.kernels.fp8 import fp8_dtypes
@@ -172,6 +173,9 @@ def save_adapter(
         )
     if run.rank == 0:
         reports.heartbeat.write(reports.step, "save")
+        rules = rules_of(run.benchmark, run.config)
+        weights = rules.frozen_weights_folder(run.config, run.data_dir, os.environ)
+        assert weights is not None
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
@@ -182,4 +186,5 @@ def save_adapter(
             adapters.rank,
             adapters.alpha,
             adapters.dropout,
+            weights,
         )

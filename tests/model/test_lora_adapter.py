@@ -58,7 +58,8 @@ def with_adapters(model: Llama, tensors: dict[str, torch.Tensor]) -> Llama:
 
 
 def save(folder, tensors):
-    adapter.save_peft_adapter(folder, tensors, SHAPE, RANK, ALPHA, 0.1)
+    base = folder.with_name("ordinary")
+    adapter.save_peft_adapter(folder, tensors, SHAPE, RANK, ALPHA, 0.1, base)
     return folder
 
 
@@ -175,10 +176,15 @@ def test_peft_loads_the_adapter_onto_the_base_with_our_logits(made):
         0.1,
         "none",
     )
-    assert (
-        config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        and config.base_model_name_or_path == "base"
-    )
+    assert config.target_modules == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    } and config.base_model_name_or_path == str(folder / "ordinary")
+    with torch.no_grad():
+        found = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+        assert_near(found.eval()(tokens).logits, logits)
 
 
 @pytest.mark.parametrize("layout", ["ordinary", "fused"])
@@ -235,7 +241,8 @@ def test_a_base_of_the_benchmark_needs_no_config_json(tmp_path):
     write_checkpoint(model, tmp_path / "base", files=1, layout=checkpoint_names.FUSED)
     (tmp_path / "base" / "config.json").unlink()
     tensors = random_adapters(shape)
-    adapter.save_peft_adapter(tmp_path / "adapter", tensors, shape, RANK, ALPHA, 0.1)
+    base = tmp_path / "base"
+    adapter.save_peft_adapter(tmp_path / "adapter", tensors, shape, RANK, ALPHA, 0.1, base)
     assert execute(tmp_path / "base", tmp_path / "adapter", tmp_path / "out") == 0
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,7 +139,8 @@ def trained_model(folder, tmp_path, processes):
     with torch.no_grad():
         for parameter in adapters.values():
             parameter.copy_(0.3 * random(parameter.shape))
-    save_peft_adapter(tmp_path / "adapter", adapters, rules_of(config).shape, 4, 10, 0.0)
+    base = Path(config.weights)
+    save_peft_adapter(tmp_path / "adapter", adapters, rules_of(config).shape, 4, 10, 0.0, base)
     return assembly.model
 
 
