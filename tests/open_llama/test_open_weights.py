@@ -10,7 +10,7 @@ import torch
 
 from common import config as configs
 from common.errors import WeightsError
-from common.model import saved_model
+from common.model import merged_adapter, saved_model
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -19,7 +19,7 @@ from common.model.lora import adapter_parameters
 from common.model.peft_adapter import save_peft_adapter
 from common.model.shapes import ModelShape
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
-from open_llama import merge
+from open_llama import exported_weights, merge
 from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
 from open_llama.evaluation import add_adapter, default_length, load_model
 from open_llama.rules import Config, rules_of
@@ -142,6 +142,17 @@ def trained_model(folder, tmp_path, processes):
     base = Path(config.weights)
     save_peft_adapter(tmp_path / "adapter", adapters, rules_of(config).shape, 4, 10, 0.0, base)
     return assembly.model
+
+
+def test_exported_adapters_name_their_base(folder, tmp_path, monkeypatch):
+    config = config_of(folder, lora_rank=4, lora_alpha=10)
+    rules = rules_of(config)
+    monkeypatch.setattr(exported_weights, "read_master", lambda _, name, size: torch.ones(size))
+    exported_weights.export_adapter(tmp_path, config, rules, tmp_path / "adapter")
+    stored = merged_adapter.read_adapter(tmp_path / "adapter")
+    assert (stored.rank, stored.scale, len(stored.tensors)) == (4, 2.5, 8 * rules.shape.num_layers)
+    written = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (Path(written["base_model_name_or_path"]) / "config.json").is_file()
 
 
 def test_eval_adds_adapters_as_training_does(folder, tmp_path, processes, trained_model):
