@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.gpu_stats import FAULTS
 from common.html.page import median, points
-from launch.plan.estimate import FITTED_HIDDEN_SIZE, estimate
+from launch.plan.step_time import FITTED_HIDDEN_SIZE, estimate
 from launch.plan.workload import benchmark_workload
 from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.run import Run

@@ -14,8 +14,8 @@ from common.gpu_kinds import KINDS
 from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
-from launch.plan import estimate as plan
 from launch.plan.derive_config import load_or_derive
+from launch.plan.memory import fits, memory_peak, usable_bytes
 from launch.plan.workload import benchmark_workload
 from launch.tune.candidates import COLLECTIVE_VARIABLES, STREAM_PRIORITY
 from llama2_70b_lora import rules as lora_rules
@@ -155,8 +155,8 @@ def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
 def test_config_fits_the_memory_of_its_gpu(path):
     """tests/launch/plan/test_plan.py holds the plan to measured peaks."""
     config = read(path)
-    assert plan.fits(
-        plan.memory_peak(config, benchmark_workload(path.parent.name, config)), KINDS[config.gpu]
+    assert fits(
+        memory_peak(config, benchmark_workload(path.parent.name, config)), KINDS[config.gpu]
     )
 
 
@@ -164,9 +164,9 @@ def test_config_fits_the_memory_of_its_gpu(path):
 def test_the_smallest_memory_keeps_a_reserve(benchmark):
     """torch reserves up to 5 % more than it allocates, and 8 ranks of NCCL need more than one."""
     config = read(ROOT / "configs" / benchmark / "H100_1x8.toml")
-    assert plan.memory_peak(
-        config, benchmark_workload(benchmark, config)
-    ).needed <= 0.95 * plan.usable_bytes(KINDS["H100"])
+    assert memory_peak(config, benchmark_workload(benchmark, config)).needed <= 0.95 * usable_bytes(
+        KINDS["H100"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
 from launch.bench import STEPS, WARMUP
-from launch.plan.estimate import memory_peak
+from launch.plan.memory import memory_peak
 from launch.plan.workload import benchmark_workload
 from launch.run_directory import git
 from throughput import memory_profile, profiling

@@ -25,7 +25,7 @@ from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import default_dtype
-from launch.plan.estimate import largest
+from launch.plan.memory import largest
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
 from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
 from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main, max_over_ranks

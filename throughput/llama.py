@@ -22,10 +22,17 @@ from common.hardware import Probe, config_path, probe
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 from launch.job import Job, Node, directories
-from launch.plan import estimate as plan
 from launch.plan.derive_config import fitting, moved, nearest_file
-from launch.plan.estimate import Memory, Workload, gib
-from launch.plan.workload import model_workload
+from launch.plan.memory import (
+    Memory,
+    fits,
+    gib,
+    largest_micro_batch,
+    memory_peak,
+    usable_bytes,
+    with_micro_batch,
+)
+from launch.plan.workload import Workload, model_workload
 from launch.processes.ranks import cpus_of_ranks
 from launch.select_config import Selection, describe
 from launch.tune.command import fastest
@@ -85,7 +92,7 @@ TABLES = (
             "12LSH counts the whole. lora: 4N + 6 x adapters replaces 6N. Recomputation is not "
             "counted.",
             "Peak memory: of torch's allocator. Planned: the calculated peak memory "
-            "(launch/plan/estimate.py). With --batch max, the first batch is the largest that fits "
+            "(launch/plan/memory.py). With --batch max, the first batch is the largest that fits "
             "by this calculation.",
         ),
         plots=(
@@ -164,7 +171,7 @@ class Case:
         if self.kind is None:
             return None
         # There is no evaluation: its micro-batch is set to the smallest.
-        return plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
+        return memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
 
     def row(self) -> dict[str, Any]:
         """Return the columns that are known before the measurement."""
@@ -218,7 +225,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             smaller = case.config.micro_batch_size - 1
             if options.batch != shared_options.MAX or not smaller:
                 break
-            case = replace(case, config=plan.with_micro_batch(case.config, smaller))
+            case = replace(case, config=with_micro_batch(case.config, smaller))
 
 
 def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
@@ -319,14 +326,14 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
         replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
         and length == rules.sequence_length
     )
-    if as_benchmark and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
+    if as_benchmark and not options.batch and fits(memory_peak(config, work), kind):
         return case
     largest = options.batch in (None, shared_options.MAX)
-    config = plan.with_micro_batch(config, 1 if largest else options.batch)
+    config = with_micro_batch(config, 1 if largest else options.batch)
     config = replace(config, eval_micro_batch_size=1)
     config = settings_that_fit(replace(case, config=config), as_benchmark)
     if largest:
-        config = plan.with_micro_batch(config, plan.largest_micro_batch(config, work, kind))
+        config = with_micro_batch(config, largest_micro_batch(config, work, kind))
     return replace(case, config=config)
 
 
@@ -341,7 +348,7 @@ def _case_on_cpu(case: Case, batch: int | str) -> Case:
             "the largest batch is calculated from the memory of a GPU",
             "give a number, such as --batch 1",
         )
-    case = replace(case, config=plan.with_micro_batch(case.config, int(batch)))
+    case = replace(case, config=with_micro_batch(case.config, int(batch)))
     require_host_memory(case_name(case), host_bytes(case.config, case.work))
     return case
 
@@ -379,7 +386,7 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     kind = case.kind
     key = SAVES_MEMORY[case.mode]
     assert kind is not None
-    if as_benchmark and plan.fits(plan.memory_peak(config, work), kind):
+    if as_benchmark and fits(memory_peak(config, work), kind):
         return config
     starts = [changed(config, key, 0)]
     if case.mode == "full":
@@ -413,7 +420,7 @@ def case_name(case: Case) -> str:
 def host_bytes(config: RunConfig, work: Workload) -> float:
     """Return the bytes that all processes on a CPU need together, by calculation."""
     config = replace(config, eval_micro_batch_size=1)
-    return config.world_size * plan.memory_peak(config, work).allocated
+    return config.world_size * memory_peak(config, work).allocated
 
 
 def does_not_fit(case: Case) -> OutOfMemory:
@@ -421,7 +428,7 @@ def does_not_fit(case: Case) -> OutOfMemory:
     memory = case.planned
     kind = case.kind
     assert memory is not None and kind is not None
-    usable = plan.usable_bytes(kind)
+    usable = usable_bytes(kind)
     largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
     parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in largest)
     needed = f"{gib(memory.needed):.0f} of {gib(usable):.0f} GiB"

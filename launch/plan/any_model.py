@@ -9,7 +9,8 @@
     plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
 
 The batch is that of one GPU. Exit code 0 if the model fits as this package trains it, 12 if not,
-2 for a wrong command line. The formulas are in launch/plan/estimate.py and launch/plan/mfu.py.
+2 for a wrong command line. The formulas are in memory.py, step_time.py
+and mfu.py of launch/plan/.
 `./run_and_time.sh <benchmark> plan` plans a config.
 """
 
@@ -26,10 +27,9 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
-from launch.plan import estimate as plan
 from launch.plan import scaling, scaling_table
 from launch.plan.arrangements import Arrangement, arrangements
-from launch.plan.estimate import gib
+from launch.plan.memory import fits, gib, largest, usable_bytes
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 from launch.plan.workload import model_workload
@@ -71,7 +71,7 @@ class ModelRequest:
     def fitting(self) -> Arrangement | None:
         """Return the first arrangement of this package that fits, None if there is none."""
         for each in self.arrangements():
-            if each.is_supported and plan.fits(each.memory, self.kind):
+            if each.is_supported and fits(each.memory, self.kind):
                 return each
         return None
 
@@ -334,7 +334,7 @@ def title(request: ModelRequest) -> str:
 def speed_lines(request: ModelRequest, chosen: Arrangement) -> list[str]:
     """Return the planned tokens/s, and the days and GPU-hours of the training.
 
-    Communication is assumed to be hidden behind computation, as in plan.estimate.
+    Communication is assumed to be hidden behind computation, as in `estimate`.
     """
     if chosen.tokens_per_s_per_gpu is None:
         return [f"Speed: unknown, because the peak FLOP/s of {request.kind.name} is unknown."]
@@ -359,7 +359,7 @@ def arrangements_table(request: ModelRequest) -> str:
     """
     rows = []
     for each in request.arrangements():
-        fit = "yes" if plan.fits(each.memory, request.kind) else "NO"
+        fit = "yes" if fits(each.memory, request.kind) else "NO"
         rows.append(
             [
                 each.name,
@@ -369,19 +369,19 @@ def arrangements_table(request: ModelRequest) -> str:
                 str(each.largest_batch(request.kind)),
             ]
         )
-    needed = f"GiB needed of {gib(plan.usable_bytes(request.kind)):.1f}"
+    needed = f"GiB needed of {gib(usable_bytes(request.kind)):.1f}"
     return table(["per GPU", "in this package", needed, "fits", "largest batch"], rows)
 
 
 def verdict(request: ModelRequest, chosen: Arrangement) -> str:
     """Return whether `chosen` fits and, if not, its largest tensors and the changes that help."""
     needed = gib(chosen.memory.needed)
-    usable = gib(plan.usable_bytes(request.kind))
+    usable = gib(usable_bytes(request.kind))
     sizes = (
         f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each "
         f"{request.kind.name}"
     )
-    if plan.fits(chosen.memory, request.kind):
+    if fits(chosen.memory, request.kind):
         return f"It fits: {sizes}; {usable - needed:.1f} left."
     most = sorted(chosen.memory.parts.items(), key=lambda part: -part[1])[:2]
     why = " and ".join(f"{name} ({gib(size):.1f} GiB)" for name, size in most)
@@ -391,7 +391,7 @@ def verdict(request: ModelRequest, chosen: Arrangement) -> str:
         do = f"It would fit with {', or with '.join(ways)}."
     others = []
     for each in request.arrangements():
-        if not each.is_supported and plan.fits(each.memory, request.kind):
+        if not each.is_supported and fits(each.memory, request.kind):
             others.append(each.name)
     also = ""
     if others:
@@ -432,7 +432,7 @@ def _changed(request: ModelRequest) -> Iterator[tuple[str, ModelRequest]]:
 
 def _longest(request: ModelRequest) -> int:
     """Return the longest shorter sequence that fits, in steps of 64 tokens, or 0 if none does."""
-    length = 64 * plan.largest(
+    length = 64 * largest(
         lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None
     )
     return length if length < request.sequence_length else 0

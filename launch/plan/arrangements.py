@@ -1,7 +1,7 @@
 """Arrangements of a model's weights and state on some GPUs, with the memory of each.
 
 This package can train with some of them; others are common elsewhere. The memory of the former is
-that of `launch.plan.estimate.memory_peak`. The others have the same activations, but other state.
+that of `launch.plan.memory.memory_peak`. The others have the same activations, but other state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from common.config import RunConfig
 from common.gpu_kinds import GpuKind
 from common.hardware import MAX_GPUS
 from common.model.shapes import ModelShape
-from launch.plan import estimate as plan
-from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
-from launch.plan.workload import model_workload
+from launch.plan.memory import (
+    BYTES,
+    FROZEN_BUFFERS,
+    Memory,
+    fits,
+    largest,
+    memory_peak,
+    state_bytes,
+)
+from launch.plan.step_time import estimate
+from launch.plan.workload import Workload, model_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class Arrangement:
 
     def largest_batch(self, kind: GpuKind) -> int:
         """Return the largest batch that fits on a GPU of `kind`, 0 if none does."""
-        return plan.largest(lambda size: plan.fits(self.at(size), kind))
+        return largest(lambda size: fits(self.at(size), kind))
 
 
 State = Callable[[RunConfig, Workload], dict[str, float]]  # bytes by kind of tensor
@@ -87,13 +95,13 @@ class TrainingSetup:
         """Return an arrangement of this package: its config with `changes`."""
 
         def at(batch: int) -> Memory:
-            return plan.memory_peak(self.config(batch, **changes), self.work)
+            return memory_peak(self.config(batch, **changes), self.work)
 
         speed = None
         config = self.config(self.batch, **changes)
         if self.kind.efficiency:
-            estimate = plan.estimate(config, self.work, self.kind, samples=None)
-            speed = estimate.tokens_per_s_per_gpu
+            planned = estimate(config, self.work, self.kind, samples=None)
+            speed = planned.tokens_per_s_per_gpu
         return Arrangement(name, True, self.batch, at, speed, config)
 
     def unsupported(self, name: str, state: State | None, **changes) -> Arrangement:
@@ -105,7 +113,7 @@ class TrainingSetup:
 
         def at(batch: int) -> Memory:
             config = self.config(batch, **changes)
-            memory = plan.memory_peak(config, self.work)
+            memory = memory_peak(config, self.work)
             if state is None:
                 return memory
             parts = memory.parts | state(config, self.work)
@@ -193,7 +201,7 @@ def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
 
 def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
     """Return the state that ZeRO-2 shards, complete on each GPU."""
-    state = plan.state_bytes(config, work)
+    state = state_bytes(config, work)
     return {
         name: state[name] * config.gpus_per_node
         for name in ("weights", "gradients", "AdamW moments")
@@ -206,7 +214,7 @@ def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, fl
     Weights in bf16 and copies in FP8 exist only for the embedding and the gathered layers.
     """
     shape = work.shape
-    state = plan.state_bytes(config, work)
+    state = state_bytes(config, work)
     gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     per_gpu = {
         name: state[name] * config.gpus_per_node / gpus

@@ -9,8 +9,8 @@
     plan ... --set K=V      with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The
-formulas are in launch/plan/estimate.py. `./run_and_time.sh plan` without a benchmark plans any
-model (launch/plan/any_model.py).
+formulas are in memory.py and step_time.py of launch/plan/. `./run_and_time.sh plan` without a
+benchmark plans any model (launch/plan/any_model.py).
 """
 
 from __future__ import annotations
@@ -32,11 +32,22 @@ from common.hardware import config_names, identify, probe
 from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model, scaling_table
-from launch.plan import estimate as plan
 from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
-from launch.plan.estimate import Estimate, Memory, Workload, gib
+from launch.plan.memory import (
+    Memory,
+    fewest_layers,
+    fits,
+    gib,
+    host_bytes,
+    largest_micro_batch,
+    memory_peak,
+    offloaded_layers,
+    usable_bytes,
+    with_micro_batch,
+)
+from launch.plan.step_time import Estimate, estimate
 from launch.plan.tables import memory_table, table
-from launch.plan.workload import benchmark_workload
+from launch.plan.workload import Workload, benchmark_workload
 from launch.select_config import requested_gpus, require_config
 
 SOURCES = """\
@@ -125,14 +136,14 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     report = {"benchmark": benchmark, "config": asdict(config)}
     if kind is None:
         return report
-    memory = plan.memory_peak(config, benchmark_workload(benchmark, config))
+    memory = memory_peak(config, benchmark_workload(benchmark, config))
     sizes = {
         "allocated": memory.allocated,
         "needed": memory.needed,
-        "usable": plan.usable_bytes(kind),
-        "fits": plan.fits(memory, kind),
+        "usable": usable_bytes(kind),
+        "fits": fits(memory, kind),
     }
-    speed = asdict(estimate(benchmark, config, kind)) if kind.efficiency else None
+    speed = asdict(benchmark_estimate(benchmark, config, kind)) if kind.efficiency else None
     return report | {"memory": sizes, "estimate": speed}
 
 
@@ -193,13 +204,13 @@ def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
     kind = _kind(config, machine)
     if kind is None:
         return True
-    memory = plan.memory_peak(config, benchmark_workload(benchmark, config))
-    return plan.fits(memory, kind)
+    memory = memory_peak(config, benchmark_workload(benchmark, config))
+    return fits(memory, kind)
 
 
-def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
+def benchmark_estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
     """Return the planned step time, tokens/s and minutes to the target of `config` on `kind`."""
-    return plan.estimate(
+    return estimate(
         config,
         benchmark_workload(benchmark, config),
         kind,
@@ -222,14 +233,14 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     title = f"{benchmark}, {source}: {machine}, {batch}, {precision}"
     if kind is None:
         return [title, "", "Memory and speed of a CPU are not calculated."]
-    memory = plan.memory_peak(config, work)
+    memory = memory_peak(config, work)
     lines = [title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."]
-    if plan.offloaded_layers(config, work):
+    if offloaded_layers(config, work):
         lines.append(
-            f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a "
+            f"Pinned host memory: {gib(host_bytes(config, work)):.1f} GiB for each of a "
             f"node's {config.gpus_per_node} GPUs."
         )
-    largest = plan.largest_micro_batch(config, work, kind)
+    largest = largest_micro_batch(config, work, kind)
     lines.append(f"Largest micro-batch that fits if nothing else changes: {largest}.")
     lines += ["", flops_line(work), "", kinds_table(benchmark, config)]
     lines += ["", target_line(benchmark, config), SOURCES]
@@ -238,13 +249,13 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """Say whether `memory` fits on `kind`, and if it does not, which option makes it fit."""
-    usable = plan.usable_bytes(kind)
+    usable = usable_bytes(kind)
     needed = memory.needed
     sizes = (
         f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
         f"{kind.name}"
     )
-    if not plan.fits(memory, kind):
+    if not fits(memory, kind):
         return (
             f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; "
             f"{advice(config, work, kind)}"
@@ -257,7 +268,7 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
     if not (kind := KINDS.get(config.gpu)):
         return ""
     work = benchmark_workload(benchmark, config)
-    memory = plan.memory_peak(config, work)
+    memory = memory_peak(config, work)
     return (
         f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
         f"{verdict(memory, config, work, kind)}"
@@ -267,11 +278,11 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """Name the changes that would make a config fit, in order of cost."""
     options = []
-    smallest = plan.with_micro_batch(config, 1)
-    if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind):
+    smallest = with_micro_batch(config, 1)
+    if config.micro_batch_size > 1 and fits(memory_peak(smallest, work), kind):
         options.append("micro_batch_size 1")
     for key in ("offload_layers", "recompute_layers"):
-        if (layers := plan.fewest_layers(config, work, kind, key)) is not None:
+        if (layers := fewest_layers(config, work, kind, key)) is not None:
             options.append(f"{key} {layers}")
     return "try " + " or ".join(options) if options else "more GPUs are needed"
 
@@ -332,14 +343,14 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
             changes["reduce_scatter"] = "nccl"  # copy engines are refused on AMD GPUs
         here = replace(config, **changes)
         work = benchmark_workload(benchmark, here)
-        fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
+        fit = "yes" if fits(memory_peak(here, work), kind) else "NO"
         best_score = "-"
         for result in published.published(benchmark, kind.name, config.world_size):
             if result.score:
                 best_score = f"{result.score:.2f} (batch {result.batch})"
                 break
-        largest = str(plan.largest_micro_batch(here, work, kind))
-        speed = _speed(estimate(benchmark, here, kind))
+        largest = str(largest_micro_batch(here, work, kind))
+        speed = _speed(benchmark_estimate(benchmark, here, kind))
         rows.append([kind.name, fit, largest, *speed, best_score])
     return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)
 
@@ -375,14 +386,14 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     ]
     if kind is None:
         return [*row, *"-" * 8]
-    memory = plan.memory_peak(config, work)
-    usable = plan.usable_bytes(kind)
+    memory = memory_peak(config, work)
+    usable = usable_bytes(kind)
     sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
     return [
         *row,
         *sizes,
-        "yes" if plan.fits(memory, kind) else "NO",
-        *_speed(estimate(benchmark, config, kind)),
+        "yes" if fits(memory, kind) else "NO",
+        *_speed(benchmark_estimate(benchmark, config, kind)),
     ]
 
 

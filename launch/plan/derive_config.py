@@ -23,9 +23,8 @@ from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
 from common.records import rcp
-from launch.plan import estimate as plan
-from launch.plan.estimate import Memory, Workload, gib
-from launch.plan.workload import benchmark_workload
+from launch.plan.memory import Memory, fewest_layers, fits, gib, memory_peak, usable_bytes
+from launch.plan.workload import Workload, benchmark_workload
 
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
 # GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability
@@ -315,7 +314,7 @@ def fitting(
     """
     for configs_of_storage in _candidates(start, limit, overrides):
         for config in configs_of_storage:
-            if plan.fits(plan.memory_peak(config, work), kind):
+            if fits(memory_peak(config, work), kind):
                 return config
         smallest = configs_of_storage[-1]
         if "eval_micro_batch_size" not in overrides:
@@ -323,7 +322,7 @@ def fitting(
         for key in SAVING_LAYERS:
             if key in overrides:
                 continue
-            layers = plan.fewest_layers(smallest, work, kind, key)
+            layers = fewest_layers(smallest, work, kind, key)
             if layers is not None:
                 return replace(smallest, **{key: layers})  # type: ignore[arg-type]
     return None
@@ -379,19 +378,19 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
 
     def needed(count: int, layers: int) -> Memory:
         config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))
-        return plan.memory_peak(config, replace(work, shape=replace(work.shape, num_layers=layers)))
+        return memory_peak(config, replace(work, shape=replace(work.shape, num_layers=layers)))
 
     tried = {"micro_batch_size": start.micro_batch_size, **thrifty(all_layers)}
     options = ", ".join(f"{key} {value}" for key, value in tried.items())
     needed_gib = gib(needed(gpus, all_layers).needed)
-    sizes = f"{needed_gib:.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} usable"
+    sizes = f"{needed_gib:.1f} GiB of {gib(usable_bytes(kind)):.1f} usable"
     share = start.global_batch_size // start.micro_batch_size
     counts = (
         n
         for n in range(gpus + 1, MAX_GPUS + 1)
-        if share % n == 0 and plan.fits(needed(n, all_layers), kind)
+        if share % n == 0 and fits(needed(n, all_layers), kind)
     )
-    fewer = (n for n in range(all_layers - 1, 0, -1) if plan.fits(needed(gpus, n), kind))
+    fewer = (n for n in range(all_layers - 1, 0, -1) if fits(needed(gpus, n), kind))
     ways = []
     if enough := next(counts, None):
         ways.append(f"use {enough} GPUs")

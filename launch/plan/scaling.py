@@ -13,7 +13,7 @@ reaches the target first. Three effects decide:
 A config of `open_llama` keeps its global batch and its sequences. A model without a config keeps
 the sequences of a GPU, so its global batch grows with the GPUs.
 
-The step's arithmetic is that of launch/plan/estimate.py. The traffic is that of
+The step's arithmetic is that of launch/plan/step_time.py. The traffic is that of
 common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
 nodes, per step an all-gather within the node. Standard library only.
 """
@@ -31,10 +31,10 @@ from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GpuKind
 from common.records.rcp import mean_samples
-from launch.plan import estimate as plan
 from launch.plan.derive_config import load_or_derive
-from launch.plan.estimate import BYTES, Workload
-from launch.plan.workload import benchmark_workload
+from launch.plan.memory import BYTES
+from launch.plan.step_time import estimate, minutes_to_target
+from launch.plan.workload import Workload, benchmark_workload
 
 LARGEST = 512  # GPUs
 # GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
@@ -177,10 +177,10 @@ def scaling_point(
 ) -> ScalingPoint:
     """Return the time that `config` needs for `samples` training sequences and the evaluations."""
     batch = config.global_batch_size
-    arithmetic = plan.estimate(config, work, kind, None)
+    arithmetic = estimate(config, work, kind, None)
     exposed_s = exposed_seconds(config, work, kind, arithmetic.step_s, network_gb_s)
     step_s = arithmetic.step_s + exposed_s
-    minutes = plan.minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
+    minutes = minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
     rate = batch * work.sequence_length / config.world_size / step_s
     return ScalingPoint(config, samples, measured, step_s, rate, exposed_s, minutes)
 

@@ -1,11 +1,31 @@
-"""Workloads for the plan: that of a benchmark, and that of any model. Standard library only."""
+"""Workload of a benchmark or of any model: the input of memory.py and step_time.py.
+
+Standard library only.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from common.benchmarks import rules_of
 from common.config import RunConfig
 from common.model.shapes import ModelShape
-from launch.plan.estimate import Workload
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Quantities that the benchmark's rules fix.
+
+    Samples are sequences. The intervals are those at the config's global batch.
+    """
+
+    shape: ModelShape
+    sequence_length: int
+    eval_samples: int
+    eval_interval: int
+    first_evaluation: int
+    # 0: all weights train; otherwise the base is frozen and adapters of this rank train.
+    lora_rank: int = 0
 
 
 def benchmark_workload(benchmark: str, config: RunConfig) -> Workload:

@@ -46,8 +46,8 @@ from common.hardware import Probe, identify, probe
 from common.known_issues import installed
 from common.paths import ROOT
 from launch.job import directories
-from launch.plan import estimate as plan
 from launch.plan.derive_config import load_or_derive
+from launch.plan.memory import host_bytes
 from launch.plan.workload import benchmark_workload
 from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
@@ -262,7 +262,7 @@ def requested_run(
         return _request_without_config(row, kind, requested or visible)
     require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
-    pinned = plan.host_bytes(config, benchmark_workload(options.benchmark, config))
+    pinned = host_bytes(config, benchmark_workload(options.benchmark, config))
     return PreflightRequest(
         kind=config.gpu,
         count=config.gpus_per_node,

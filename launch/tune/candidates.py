@@ -14,9 +14,10 @@ from common import engines
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import GpuKind
-from launch.plan import estimate as plan
 from launch.plan.derive_config import CPU_ENV, HEADROOM, SAVING_LAYERS
-from launch.plan.estimate import Workload
+from launch.plan.memory import fewest_layers, fits, memory_peak
+from launch.plan.step_time import estimate
+from launch.plan.workload import Workload
 
 Value = str | int | None
 Changes = dict[str, Value]
@@ -96,7 +97,7 @@ def memory_candidates(base: RunConfig, work: Workload, kind: GpuKind | None) -> 
         return candidates
     planned = []
     for index, changes in enumerate(candidates):
-        step_s = plan.estimate(changed(base, changes), work, kind, None).step_s
+        step_s = estimate(changed(base, changes), work, kind, None).step_s
         planned.append((step_s, index))
     planned.sort()
     limit_s = SLOWER_BY_PLAN * planned[0][0] if planned else 0.0
@@ -164,7 +165,7 @@ def _layers(config: RunConfig, work: Workload, kind: GpuKind | None) -> Iterator
     key = "offload_layers" if work.lora_rank else "recompute_layers"
     counts = set()
     for gpu in (kind, replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))):
-        fewest = 0 if _fits(start, work, gpu) else plan.fewest_layers(start, work, gpu, key)
+        fewest = 0 if _fits(start, work, gpu) else fewest_layers(start, work, gpu, key)
         if fewest is not None:
             counts.add(fewest)
     half = work.shape.num_layers // 2
@@ -181,7 +182,7 @@ def _without_saving(config: RunConfig) -> RunConfig:
 
 
 def _fits(config: RunConfig, work: Workload, kind: GpuKind | None) -> bool:
-    return kind is None or plan.fits(plan.memory_peak(config, work), kind)
+    return kind is None or fits(memory_peak(config, work), kind)
 
 
 # --- settings that leave the memory as it is ------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.job import Job
-from launch.plan.estimate import Workload
-from launch.plan.workload import benchmark_workload
+from launch.plan.workload import Workload, benchmark_workload
 
 
 @dataclass(frozen=True)

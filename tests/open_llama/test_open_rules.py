@@ -11,8 +11,8 @@ from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
-from launch.plan import estimate as plan
 from launch.plan.derive_config import fit_to_machine
+from launch.plan.memory import fits, memory_peak
 from launch.plan.workload import benchmark_workload
 from open_llama.rules import BENCHMARK, Config, rules_of
 from open_llama.train import learning_rate
@@ -138,7 +138,7 @@ def test_the_models_of_the_examples_have_the_sizes_in_their_names():
 def fitted(config: Config, kind: str, gpus: int = 1, **overrides: str):
     found, text = fit_to_machine(BENCHMARK, config, KINDS[kind], gpus, overrides)
     assert text
-    assert plan.fits(plan.memory_peak(found, benchmark_workload(BENCHMARK, found)), KINDS[kind])
+    assert fits(memory_peak(found, benchmark_workload(BENCHMARK, found)), KINDS[kind])
     assert (found.gpu, found.gpus_per_node) == (kind, gpus)
     return found
 

@@ -26,7 +26,8 @@ from common.sharding.layer_prefetch import (
     pass_order,
 )
 from common.sharding.side_stream import SideStream
-from launch.plan import estimate as plan
+from launch.plan.memory import memory_peak, state_bytes
+from launch.plan.workload import Workload
 from llama2_70b_lora import train
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
@@ -343,7 +344,7 @@ def test_an_unquantized_base_stores_the_matrices_themselves_once(processes, pair
 @pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_what_the_plan_counts(processes, pair, storage, ranks):
-    work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
+    work = Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
     config = lora_config(linear="fp8", gpus_per_node=ranks, frozen_base=storage)
     held = (
         pair[0][storage]["bytes"]
@@ -351,10 +352,10 @@ def test_memory_is_what_the_plan_counts(processes, pair, storage, ranks):
         else FrozenBase(SHAPE, processes, storage=storage).stored.nbytes
     )
     rest = 2 * ((2 * SHAPE.num_layers + 1) * 32 + 2 * 61 * 32)
-    assert plan.state_bytes(config, work)["weights"] == held + rest + 4 * SHAPE.lora_parameters(4)
+    assert state_bytes(config, work)["weights"] == held + rest + 4 * SHAPE.lora_parameters(4)
     prefetch = FrozenBase(SHAPE, processes, storage=storage).buffers
     size = sum(buffer.memory.nbytes for buffer in prefetch.buffers) if prefetch else 0
-    assert plan.memory_peak(config, work).parts.get("gathered weights", 0) == size
+    assert memory_peak(config, work).parts.get("gathered weights", 0) == size
 
 
 def test_planned_memory_of_the_70b_on_4_gpus():
@@ -363,11 +364,11 @@ def test_planned_memory_of_the_70b_on_4_gpus():
     The prefetch buffers take 2.57 GB.
     """
     config = lora_config(linear="fp8", micro_batch_size=1, gpus_per_node=4)
-    work = plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
-    assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(
+    work = Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
+    assert state_bytes(config, work)["weights"] / 1e9 == pytest.approx(
         34.23 + 1.05 + 0.18, abs=0.01
     )
-    assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(
+    assert memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(
         2.57, abs=0.01
     )
 

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.paths import ROOT
 from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
-from launch.plan import estimate as plan
+from launch.plan.memory import host_bytes, memory_peak, offloaded_layers
 from launch.plan.workload import benchmark_workload
 from llama2_70b_lora.rules import Config
 
@@ -114,7 +114,7 @@ def test_as_many_layers_as_asked_for_and_as_the_plan_counts(count):
     found = layers_to_offload(count, 80)
     assert (
         len(found)
-        == plan.offloaded_layers(config, benchmark_workload("llama2_70b_lora", config))
+        == offloaded_layers(config, benchmark_workload("llama2_70b_lora", config))
         == min(count, 79)
     )
     assert all(0 <= layer < 79 for layer in found)
@@ -125,14 +125,10 @@ def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
     work = benchmark_workload("llama2_70b_lora", config)
     more = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "40"})
     layer = 8192 * 2 * 28672
-    assert (
-        plan.memory_peak(config, work).allocated - plan.memory_peak(more, work).allocated
-        == 39 * layer
-    ), "one is on its way"
-    assert (
-        plan.host_bytes(more, work) == 40 * 2**29 > 40 * layer
-        and plan.host_bytes(config, work) == 0
+    assert memory_peak(config, work).allocated - memory_peak(more, work).allocated == 39 * layer, (
+        "one is on its way"
     )
+    assert host_bytes(more, work) == 40 * 2**29 > 40 * layer and host_bytes(config, work) == 0
 
 
 @pytest.mark.gpu

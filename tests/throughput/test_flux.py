@@ -12,7 +12,7 @@ import torch
 from ranks import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
-from launch.plan.estimate import largest
+from launch.plan.memory import largest
 from throughput import __main__ as throughput_command
 from throughput import flux, flux_rank, published
 from throughput.flux_model import Flux, FluxShape

@@ -12,7 +12,7 @@ from common.errors import ConfigError, DataError, OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe
 from common.paths import ROOT
-from launch.plan import estimate as plan
+from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
 from throughput import llama, memory
@@ -91,12 +91,10 @@ def test_batch_max_is_the_largest_that_plan_says_fits(model, precision, lora):
     found = case(model=model, precision=precision, lora=lora, batch="max", seq=4096)
     batch = found.config.micro_batch_size
     assert batch > 1 and found.config.gradient_accumulation_steps == 1
-    assert plan.fits(plan.memory_peak(found.config, found.work), H200)
-    assert not plan.fits(
-        plan.memory_peak(plan.with_micro_batch(found.config, batch + 1), found.work), H200
-    )
+    assert fits(memory_peak(found.config, found.work), H200)
+    assert not fits(memory_peak(with_micro_batch(found.config, batch + 1), found.work), H200)
     assert found.row()["planned_gib"] == pytest.approx(
-        plan.memory_peak(found.config, found.work).allocated / GIB
+        memory_peak(found.config, found.work).allocated / GIB
     )
     assert case(model=model, precision=precision, lora=lora, seq=4096) == found, (
         "the default of a model that is no benchmark's"
@@ -105,12 +103,12 @@ def test_batch_max_is_the_largest_that_plan_says_fits(model, precision, lora):
 
 def test_a_batch_that_needs_it_recomputes_as_few_layers_as_it_can():
     one = case(MI300X, model="qwen3-8b", batch=1)
-    most = plan.largest_micro_batch(replace(one.config, recompute_layers=0), one.work, MI300X)
+    most = largest_micro_batch(replace(one.config, recompute_layers=0), one.work, MI300X)
     small, large = (case(MI300X, model="qwen3-8b", batch=batch) for batch in (most, most + 1))
     layers = large.config.recompute_layers
     assert small.config.recompute_layers == 0 < layers and large.config.micro_batch_size == most + 1
     fewer = replace(large.config, recompute_layers=layers - 1)
-    assert not plan.fits(plan.memory_peak(fewer, large.work), MI300X)
+    assert not fits(memory_peak(fewer, large.work), MI300X)
     assert large.row()["settings"] == f"{layers} layers recomputed"
 
 
@@ -165,7 +163,7 @@ def test_a_gpu_that_is_not_known_gets_settings_by_its_memory():
         {},
         "nccl",
     ) and found.kernels == "triton"
-    assert plan.fits(plan.memory_peak(found, case(unknown, 4, model="qwen3-4b").work), unknown)
+    assert fits(memory_peak(found, case(unknown, 4, model="qwen3-4b").work), unknown)
     near_b200 = replace(unknown, arch="sm_100", memory_bytes=180 * GIB)
     assert case(near_b200, 4, model="qwen3-4b").config.reduce_scatter == "copy_engine", (
         "as a run would"

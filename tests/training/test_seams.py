@@ -26,7 +26,7 @@ from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
-from launch.plan import estimate
+from launch.plan.memory import activation_bytes, state_bytes
 from launch.plan.workload import benchmark_workload
 from llama31_8b.rules import Config, Rules
 from llama31_8b.train import assemble
@@ -257,12 +257,10 @@ def test_the_plan_counts_the_bytes_of_the_format(plugged):
     config = replace(load(ROOT / "configs/llama31_8b/H200_1x8.toml", Config), linear="rounded12")
     work = benchmark_workload("llama31_8b", config)
     assert (
-        estimate.state_bytes(config, work)["quantized weights"]
+        state_bytes(config, work)["quantized weights"]
         == 2 * work.shape.num_layers * work.shape.matrix_parameters
     )
-    assert (
-        estimate.activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
-    )
+    assert activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
 
 
 def test_a_run_in_fp8_imports_no_emulated_format():

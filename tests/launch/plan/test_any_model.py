@@ -15,9 +15,10 @@ from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
 from launch.plan import any_model
-from launch.plan import estimate as plan
 from launch.plan.arrangements import arrangements
+from launch.plan.memory import fits, memory_peak
 from launch.plan.mfu import remark, utilization, with_attention
+from launch.plan.workload import Workload
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
@@ -138,7 +139,7 @@ def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsy
         == whole[8].parts["AdamW moments"]
         == 8 * shape.num_parameters
     )
-    assert [plan.fits(whole[8], KINDS[gpu]) for gpu in ("MI300X", "MI350X")] == [False, True]
+    assert [fits(whole[8], KINDS[gpu]) for gpu in ("MI300X", "MI350X")] == [False, True]
     code, text = planned(capsys, "--model llama2-13b --gpus 8 --gpu MI300X --seq 1024")
     assert code == 0 and "ZeRO-2" in text.split("It fits")[0]
 
@@ -191,7 +192,7 @@ def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
         (LLAMA31_8B, 0, full, "optimizer sharded over a node, bf16 weights on each GPU (ZeRO-2)"),
         (LLAMA2_70B, 16, lora, "base sharded over a node"),
     ):
-        counted = plan.memory_peak(config, plan.Workload(shape, 8192, 0, 1, 1, rank))
+        counted = memory_peak(config, Workload(shape, 8192, 0, 1, 1, rank))
         assert found(shape, 8, batch=2, fp8=fp8, rank=rank)[name].memory == counted
 
 

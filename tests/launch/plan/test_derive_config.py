@@ -10,8 +10,8 @@ from common.errors import OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
 from launch.plan import command
-from launch.plan import estimate as plan
 from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file, overrides_of
+from launch.plan.memory import USABLE_SHARE, fits, gib, memory_peak, usable_bytes
 from launch.plan.workload import benchmark_workload
 
 pytestmark = pytest.mark.quick
@@ -39,7 +39,7 @@ def derived(benchmark, name, machine=None, **overrides):
 
 
 def peak(benchmark, config, kind):
-    return plan.memory_peak(config, benchmark_workload(benchmark, config)), kind
+    return memory_peak(config, benchmark_workload(benchmark, config)), kind
 
 
 @pytest.mark.parametrize("benchmark", [PRETRAINING, LORA])
@@ -50,11 +50,11 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
     if (benchmark, kind, gpus) in TOO_SMALL:
         with pytest.raises(OutOfMemory) as caught:
             derived(benchmark, name)
-        assert f"{plan.gib(plan.usable_bytes(KINDS[kind])):.1f} usable" in caught.value.why
+        assert f"{gib(usable_bytes(KINDS[kind])):.1f} usable" in caught.value.why
         return
     config, text = derived(benchmark, name)
     assert bool(text) != (ROOT / "configs" / benchmark / f"{name}.toml").is_file()
-    assert plan.fits(*peak(benchmark, config, KINDS[kind]))
+    assert fits(*peak(benchmark, config, KINDS[kind]))
     assert (config.gpu, config.nodes, config.gpus_per_node) == (kind, 1, gpus)
     nearest = configs.load(nearest_file(ROOT, benchmark, KINDS[kind], 8), config_class(benchmark))
     assert [key for key in CONVERGENCE if getattr(config, key, 0) != getattr(nearest, key, 0)] == []
@@ -78,15 +78,15 @@ def test_the_fewest_layers_are_recomputed_that_leave_room():
     assert (
         0 < config.recompute_layers < 32 and f"recompute_layers {config.recompute_layers}" in text
     )
-    assert [plan.fits(*peak(PRETRAINING, each, roomy)) for each in (config, fewer)] == [True, False]
+    assert [fits(*peak(PRETRAINING, each, roomy)) for each in (config, fewer)] == [True, False]
 
 
 def test_the_largest_micro_batch_of_the_file_that_fits():
     # Between what micro-batches 1 and 2 need on two GPUs.
     machine = GpuKind("X", "amd", "gfx942", 304, 152 * GIB, 0.0, 0.0)
     sizes = {
-        gib: derived(PRETRAINING, "X_1x2", replace(machine, memory_bytes=gib * GIB))[0]
-        for gib in (145, 170, 288)
+        size: derived(PRETRAINING, "X_1x2", replace(machine, memory_bytes=size * GIB))[0]
+        for size in (145, 170, 288)
     }
     assert [(config.micro_batch_size, config.recompute_layers) for config in sizes.values()] == [
         (1, 0),
@@ -101,17 +101,17 @@ def test_a_smaller_gpu_stores_the_base_with_less_memory_and_offloads_before_it_s
     """
     machine = GpuKind("X", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
     found = {
-        gib: derived(
-            LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB), frozen_base="replicated"
+        size: derived(
+            LORA, "X_1x8", replace(machine, memory_bytes=size * GIB), frozen_base="replicated"
         )[0]
-        for gib in (192, 150)
+        for size in (192, 150)
     }
     assert (found[192].offload_layers, found[150].frozen_base) == (0, "replicated") and 0 < found[
         150
     ].offload_layers < 80
     near = {
-        gib: derived(LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB))[0]
-        for gib in (288, 80)
+        size: derived(LORA, "X_1x8", replace(machine, memory_bytes=size * GIB))[0]
+        for size in (288, 80)
     }
     assert [config.frozen_base for config in near.values()] == ["replicated_both", "sharded"]
 
@@ -174,7 +174,7 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
     said = capsys.readouterr().out
     assert (
         "derived for 2 x NVIDIA_Z300" in said
-        and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
+        and f"{180 * USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
     )
 
 

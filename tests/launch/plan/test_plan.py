@@ -27,7 +27,29 @@ from common.records import published, rcp
 from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.frozen_base import NUM_BUFFERS
 from launch.plan import command
-from launch.plan import estimate as plan
+from launch.plan.memory import (
+    FROZEN_BUFFERS,
+    Memory,
+    activation_bytes,
+    attention_backward_bytes,
+    fits,
+    gib,
+    host_bytes,
+    largest,
+    largest_micro_batch,
+    memory_peak,
+    offloaded_layers,
+    state_bytes,
+    usable_bytes,
+    with_micro_batch,
+)
+from launch.plan.step_time import (
+    BF16_OVER_FP8,
+    estimate,
+    minutes_to_target,
+    products_seconds_per_token,
+)
+from launch.plan.workload import Workload
 
 pytestmark = pytest.mark.quick
 
@@ -62,12 +84,12 @@ class Measured:
     layers: int = 0
 
     def peak(self):
-        return plan.memory_peak(*shipped(self.benchmark, self.config, self.layers, **self.changes))
+        return memory_peak(*shipped(self.benchmark, self.config, self.layers, **self.changes))
 
     def speed_ratio(self):
         config, _ = shipped(self.benchmark, self.config, **self.changes)
         return (
-            command.estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu
+            command.benchmark_estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu
             / self.tokens_per_s_per_gpu
         )
 
@@ -96,8 +118,8 @@ WITH_SPEED = [run for run in MEASURED if run.tokens_per_s_per_gpu]
 @each_run
 def test_memory_is_within_one_percent_of_the_measured_peak(run):
     """A larger difference would be a tensor that the plan forgets."""
-    assert plan.gib(run.peak().allocated) == pytest.approx(run.gib, rel=0.01)
-    assert plan.fits(run.peak(), KINDS["H200"])
+    assert gib(run.peak().allocated) == pytest.approx(run.gib, rel=0.01)
+    assert fits(run.peak(), KINDS["H200"])
 
 
 @pytest.mark.parametrize(
@@ -141,17 +163,16 @@ def as_published(result):
         else 3 * shape.num_parameters + tables
     )
     products = (
-        plan.products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
-        / efficiency
+        products_seconds_per_token(work, kind, training=True, recomputed=recomputed) / efficiency
     )
     step_s = (
         result.batch / 8 * work.sequence_length * products
         + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
     )
-    eval_s = plan.estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
+    eval_s = estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
     # A score is scaled to it.
     samples = rcp.mean_samples(divisions(result.benchmark)["closed"], result.batch)
-    return step_s, eval_s, plan.minutes_to_target(work, samples, result.batch / step_s, eval_s)
+    return step_s, eval_s, minutes_to_target(work, samples, result.batch / step_s, eval_s)
 
 
 @each_result
@@ -182,7 +203,7 @@ def test_the_efficiency_of_a_b200_is_fitted_to_the_one_fp8_result():
         if (r.round, r.submitter) == ("5.1", "University-of-Florida")
     )
     config, work = shipped("llama31_8b", "B200_1x8")
-    step_s = plan.estimate(config, work, KINDS["B200"], None).step_s
+    step_s = estimate(config, work, KINDS["B200"], None).step_s
     assert result.batch == config.global_batch_size and step_s == pytest.approx(
         result.batch / result.samples_per_s, rel=0.003
     )
@@ -207,33 +228,33 @@ def test_the_efficiency_of_grace_systems_is_that_of_a_b200_scaled_by_the_rates_o
 
 
 def test_needed_memory_by_hand():
-    memory = plan.Memory("a moment", {"a": 60.0 * GIB, "b": 40.0 * GIB})
+    memory = Memory("a moment", {"a": 60.0 * GIB, "b": 40.0 * GIB})
     assert memory.needed == pytest.approx((101 + 1.3) * GIB)
-    assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
+    assert usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
     limit = (139.8 - 1.3) / 1.01
     assert [
-        plan.fits(plan.Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"])
+        fits(Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"])
         for share in (0.9999, 1.0001)
     ] == [True, False]
 
 
 def test_state_of_pre_training_by_hand():
     config, work = shipped(PRETRAINING, "H200_1x4")
-    state = plan.state_bytes(config, work)
+    state = state_bytes(config, work)
     assert (
         state["weights"] + state["gradients"] + state["AdamW moments"]
         == 16 * LLAMA31_8B.num_parameters / 4
     )
     matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
     assert state["quantized weights"] == 2 * matrices, "rowwise and columnwise, whole on each GPU"
-    assert plan.state_bytes(replace(config, linear="bf16"), work)["quantized weights"] == 0
-    assert plan.memory_peak(config, work).parts["gathered weights"] == 2 * LLAMA31_8B.num_parameters
+    assert state_bytes(replace(config, linear="bf16"), work)["quantized weights"] == 0
+    assert memory_peak(config, work).parts["gathered weights"] == 2 * LLAMA31_8B.num_parameters
 
 
 def test_moments_in_bf16_take_half():
     config, work = shipped(PRETRAINING, "H200_1x4", moment_precision="fp32")
     full, half = (
-        plan.memory_peak(replace(config, moment_precision=precision), work)
+        memory_peak(replace(config, moment_precision=precision), work)
         for precision in ("fp32", "bf16")
     )
     assert full.parts["AdamW moments"] == 8 * LLAMA31_8B.num_parameters / 4
@@ -243,7 +264,7 @@ def test_moments_in_bf16_take_half():
 def test_several_nodes_share_no_state():
     """Masters are sharded within a node: a second node saves only evaluation sequences."""
     config, work = shipped(PRETRAINING, "MI300X_1x8", micro_batch_size=1)
-    one, two = (plan.state_bytes(replace(config, nodes=nodes), work) for nodes in (1, 2))
+    one, two = (state_bytes(replace(config, nodes=nodes), work) for nodes in (1, 2))
     assert one["weights"] == two["weights"] and one["buffers"] > two["buffers"]
 
 
@@ -251,13 +272,13 @@ def test_symmetric_buffers_are_those_of_the_reduction():
     """Two of what three other GPUs send of a quarter of the embedding's bf16 gradient."""
     config, work = shipped(PRETRAINING, "H200_1x4", reduce_scatter="copy_engine")
     embedding = SimpleNamespace(master=torch.empty(128256 // 4, 4096, device="meta"))
-    counted = plan.state_bytes(config, work)["symmetric buffers"]
+    counted = state_bytes(config, work)["symmetric buffers"]
     assert (
         counted
         == 2 * 3 * (128256 // 4 * 4096 * 2)
         == 2 * CopyEngineReduceScatter.num_bytes([embedding], 4, torch.bfloat16)
     )
-    assert plan.state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
+    assert state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -272,7 +293,7 @@ def test_a_frozen_base_by_hand(storage, layouts, buffers):
         2 * 32000 * 8192 + 161 * 8192,
         44_564_480,
     )
-    memory = plan.memory_peak(config, work)
+    memory = memory_peak(config, work)
     assert LLAMA2_70B.lora_parameters(16) == adapters
     assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
     assert (
@@ -282,13 +303,13 @@ def test_a_frozen_base_by_hand(storage, layouts, buffers):
         memory.parts.get("gathered weights", 0) == buffers * layer
         and "quantized weights" not in memory.parts
     )
-    assert plan.FROZEN_BUFFERS == NUM_BUFFERS
+    assert FROZEN_BUFFERS == NUM_BUFFERS
 
 
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
     for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
-        memory = plan.memory_peak(
+        memory = memory_peak(
             *shipped(LORA, "H200_1x4", frozen_base=storage, linear="bf16", offload_layers=0)
         )
         assert (
@@ -302,9 +323,9 @@ def test_activations_of_pre_training_by_hand():
     """Sum the bytes per token and layer of all saved tensors."""
     config, work = shipped(PRETRAINING, "H200_1x4")
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
-    assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
+    assert sum(activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
     assert (
-        sum(plan.activation_bytes(replace(config, linear="bf16"), work).values())
+        sum(activation_bytes(replace(config, linear="bf16"), work).values())
         == kept + 2 * 8192 + 28672
     )
 
@@ -337,7 +358,7 @@ def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
         if part.numel()
     }
     config, work = shipped(PRETRAINING, "H200_1x4", linear=linear)
-    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    counted = activation_bytes(config, replace(work, shape=shape))
     assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
 
 
@@ -345,7 +366,7 @@ def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
 def test_activations_of_lora_are_those_of_the_block(linear, shape):
     config, work = shipped(LORA, "H200_1x4", linear=linear, offload_layers=0)
-    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    counted = activation_bytes(config, replace(work, shape=shape))
     assert sum(counted.values()) == saved_bytes_per_token(shape, 16, linear == "fp8")
 
 
@@ -360,13 +381,13 @@ def test_working_sets_by_hand():
         3 * hidden + ffn + 4 * hidden,
         2 * hidden + 2 * hidden + 2 * ffn + 4 * ffn - ffn,
     )
-    parts = plan.memory_peak(
+    parts = memory_peak(
         replace(config, eval_micro_batch_size=1),
         replace(work, shape=replace(work.shape, vocab_size=1)),
     ).parts
     assert parts["a block's working set"] == tokens * max(backward, forward + 2 * hidden)
     config, work = shipped(LORA, "H200_1x4")
-    assert plan.memory_peak(config, work).parts["a block's working set"] == 8192 * 5 * 28672
+    assert memory_peak(config, work).parts["a block's working set"] == 8192 * 5 * 28672
 
 
 @pytest.mark.parametrize(
@@ -376,30 +397,30 @@ def test_working_sets_by_hand():
 def test_flash_attention_4_adds_fp32_buffers_on_hopper(benchmark, d_q, d_kv):
     config, work = shipped(benchmark, "H200_1x1")
     shape = work.shape
-    with_buffers = plan.attention_backward_bytes(config, shape)
+    with_buffers = attention_backward_bytes(config, shape)
     pinned = replace(config, env={"ATTENTION_ENGINE": "sdpa"})
-    without = plan.attention_backward_bytes(pinned, shape)
+    without = attention_backward_bytes(pinned, shape)
     assert with_buffers - without == d_q + d_kv
     assert 8192 * d_q == {PRETRAINING: 134_217_728, LORA: 268_435_456}[benchmark]
     elsewhere = replace(config, gpu="B200")
-    assert plan.attention_backward_bytes(elsewhere, shape) == without
+    assert attention_backward_bytes(elsewhere, shape) == without
 
 
 def test_attentions_backward_can_be_a_blocks_peak():
     config, work = shipped(PRETRAINING, "H200_1x1", recompute_layers=0)
     narrow = replace(work, shape=replace(work.shape, ffn_hidden_size=1024, vocab_size=256))
     pinned = replace(config, env={"ATTENTION_ENGINE": "sdpa"})
-    more = plan.memory_peak(config, narrow).allocated - plan.memory_peak(pinned, narrow).allocated
+    more = memory_peak(config, narrow).allocated - memory_peak(pinned, narrow).allocated
     assert 0 < more <= config.micro_batch_size * 8192 * 4 * (4096 + 2 * 1024)
 
 
 def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
     config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=31)
     layer, token = 2 * 8192 * 57344, 2 * 8192 * 8192
-    parts = plan.memory_peak(config, work).parts
+    parts = memory_peak(config, work).parts
     assert parts["SwiGLU input"] == layer and parts["inputs of recomputed layers"] == 31 * token
     no_head = replace(work, shape=replace(work.shape, vocab_size=1))
-    again = plan.memory_peak(replace(config, recompute_layers=32), no_head)
+    again = memory_peak(replace(config, recompute_layers=32), no_head)
     assert again.moment == "a block's backward" and again.parts["SwiGLU input"] == layer
 
 
@@ -413,7 +434,7 @@ def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
     )
     wide = replace(work.shape, vocab_size=16384)
     two, one = (
-        plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied)))
+        memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied)))
         for tied in (False, True)
     )
     table = wide.vocab_size * wide.hidden_size
@@ -428,7 +449,7 @@ def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
     lora, base = shipped(LORA, "H200_1x8")
     assert (
         "the tied head's gradient"
-        not in plan.memory_peak(
+        not in memory_peak(
             lora, replace(base, shape=replace(base.shape, tied_embedding=True))
         ).parts
     )
@@ -438,19 +459,18 @@ def test_offloaded_layers_move_to_the_host():
     none, work = shipped(LORA, "H200_1x1", offload_layers=0)
     many = replace(none, offload_layers=40)
     layer = 8192 * 2 * 28672
-    assert (
-        plan.memory_peak(none, work).allocated - plan.memory_peak(many, work).allocated
-        == 39 * layer
-    ), "one is on its way"
-    assert plan.host_bytes(many, work) == 40 * 2**29 and plan.host_bytes(none, work) == 0
-    assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, (
+    assert memory_peak(none, work).allocated - memory_peak(many, work).allocated == 39 * layer, (
+        "one is on its way"
+    )
+    assert host_bytes(many, work) == 40 * 2**29 and host_bytes(none, work) == 0
+    assert offloaded_layers(replace(none, offload_layers=80), work) == 79, (
         "the last layer's backward comes at once"
     )
 
 
 def test_largest_is_the_last_good_number():
     for limit in (0, 1, 2, 3, 7, 8, 100, 1025):
-        assert plan.largest(lambda number, limit=limit: number <= limit) == limit
+        assert largest(lambda number, limit=limit: number <= limit) == limit
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
@@ -459,16 +479,16 @@ def test_largest_micro_batch_is_the_last_that_fits(benchmark):
         if config.gpu == "CPU":
             continue
         work, kind = command.benchmark_workload(benchmark, config), KINDS[config.gpu]
-        size = plan.largest_micro_batch(config, work, kind)
-        assert size >= config.micro_batch_size and plan.fits(
-            plan.memory_peak(plan.with_micro_batch(config, size), work), kind
+        size = largest_micro_batch(config, work, kind)
+        assert size >= config.micro_batch_size and fits(
+            memory_peak(with_micro_batch(config, size), work), kind
         )
-        assert not plan.fits(plan.memory_peak(plan.with_micro_batch(config, size + 1), work), kind)
+        assert not fits(memory_peak(with_micro_batch(config, size + 1), work), kind)
 
 
 def test_an_evaluation_can_be_the_peak():
     config, work = shipped(LORA, "H200_1x4", eval_micro_batch_size=48)
-    memory = plan.memory_peak(config, work)
+    memory = memory_peak(config, work)
     block = saved_bytes_per_token(LLAMA2_70B, 16, True) + 5 * 28672  # more than its head
     assert memory.moment == "an evaluation" and "gradients" not in memory.parts
     assert memory.parts["logits and head"] == 48 * 8192 * block
@@ -478,17 +498,12 @@ def test_advice_leads_to_what_fits():
     kind = KINDS["H200"]
     config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
     assert command.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
-    fits = [
-        plan.fits(plan.memory_peak(replace(config, recompute_layers=n), work), kind)
-        for n in (14, 15)
-    ]
-    assert fits == [False, True]
+    peaks = [memory_peak(replace(config, recompute_layers=n), work) for n in (14, 15)]
+    assert [fits(peak, kind) for peak in peaks] == [False, True]
     config, work = shipped(LORA, "H200_1x1", offload_layers=10)
     assert command.advice(config, work, kind) == "try offload_layers 23"
-    fits = [
-        plan.fits(plan.memory_peak(replace(config, offload_layers=n), work), kind) for n in (22, 23)
-    ]
-    assert fits == [False, True]
+    peaks = [memory_peak(replace(config, offload_layers=n), work) for n in (22, 23)]
+    assert [fits(peak, kind) for peak in peaks] == [False, True]
     assert command.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
 
 
@@ -498,10 +513,10 @@ def test_advice_leads_to_what_fits():
 def test_bf16_and_recomputation_take_longer():
     config, _ = shipped(PRETRAINING, "H200_1x4")
     fp8, bf16, recomputed = (
-        command.estimate(PRETRAINING, replace(config, **change), KINDS["H200"]).step_s
+        command.benchmark_estimate(PRETRAINING, replace(config, **change), KINDS["H200"]).step_s
         for change in ({}, {"linear": "bf16"}, {"recompute_layers": 32})
     )
-    assert bf16 / fp8 == pytest.approx(plan.BF16_OVER_FP8) and 1.2 < recomputed / fp8 < 1 / 3 + 1
+    assert bf16 / fp8 == pytest.approx(BF16_OVER_FP8) and 1.2 < recomputed / fp8 < 1 / 3 + 1
 
 
 def test_minutes_by_hand():
@@ -509,13 +524,13 @@ def test_minutes_by_hand():
 
     A step of 16 samples takes 2 s. Evaluations of 3 s follow after 32 samples and then every 16.
     """
-    work = plan.Workload(LLAMA31_8B, 8192, 1024, eval_interval=16, first_evaluation=32)
-    assert plan.minutes_to_target(work, 48, 8.0, 3.0) == pytest.approx((6 + 2 * 3) / 60)
+    work = Workload(LLAMA31_8B, 8192, 1024, eval_interval=16, first_evaluation=32)
+    assert minutes_to_target(work, 48, 8.0, 3.0) == pytest.approx((6 + 2 * 3) / 60)
 
 
 def test_without_a_reference_there_are_no_minutes():
     config, _ = shipped(PRETRAINING, "H200_1x8", global_batch_size=48)
-    assert command.estimate(PRETRAINING, config, KINDS["H200"]).minutes is None
+    assert command.benchmark_estimate(PRETRAINING, config, KINDS["H200"]).minutes is None
     assert "unknown" in command.target_line(PRETRAINING, config)
 
 

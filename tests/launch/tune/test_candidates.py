@@ -9,7 +9,8 @@ from common.benchmarks import closed, load_all
 from common.config import RunConfig
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
-from launch.plan import estimate as plan
+from launch.plan.memory import fits, memory_peak
+from launch.plan.step_time import estimate
 from launch.plan.workload import benchmark_workload
 from launch.tune import candidates
 from launch.tune.candidates import changed, memory_candidates, reduced, settings, value_of
@@ -52,7 +53,7 @@ def test_every_candidate_fits_by_calculation(name):
     work = benchmark_workload(benchmark, base)
     for changes in memory_candidates(base, work, KINDS[base.gpu]):
         config = changed(base, changes)
-        assert plan.fits(plan.memory_peak(config, work), KINDS[base.gpu])
+        assert fits(memory_peak(config, work), KINDS[base.gpu])
 
 
 def test_a_config_that_fits_barely_is_tried_with_headroom_too():
@@ -68,7 +69,7 @@ def test_the_fastest_by_plan_comes_first():
     kind = KINDS["H200"]
     found = memory_candidates(badly_set(shipped), work, kind)
     steps_s = [
-        plan.estimate(changed(badly_set(shipped), each), work, kind, None).step_s for each in found
+        estimate(changed(badly_set(shipped), each), work, kind, None).step_s for each in found
     ]
     assert steps_s == sorted(steps_s) and len(steps_s) > 2
     assert steps_s[-1] <= candidates.SLOWER_BY_PLAN * steps_s[0]

@@ -1,8 +1,8 @@
-"""Memory per GPU and time to the target of a config, computed without a GPU.
+"""Memory per GPU at the peak of a config's run, computed without a GPU.
 
 Memory is counted, not fitted: each term is a tensor that the code holds at the moment of the peak.
-The result is within 1 % of the peaks measured on H200s (tests/launch/plan/test_plan.py). Time
-follows from one efficiency per GPU kind. Units are bytes and seconds. Standard library only.
+The result is within 1 % of the peaks measured on H200s (tests/launch/plan/test_plan.py). Units are
+bytes. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.model.shapes import ModelShape
+from launch.plan.workload import Workload
 
 BYTES = {"fp32": 4, "bf16": 2}
 # Layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of
@@ -31,22 +32,6 @@ CONTEXT_BYTES = 1.3 * GIB
 # reserved, in the run nearest to the limit. With free memory torch reserves up to 5 % more, which
 # it returns before it fails.
 RESERVED_OVER_ALLOCATED = 1.01
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Quantities that the benchmark's rules fix.
-
-    Samples are sequences. The intervals are those at the config's global batch.
-    """
-
-    shape: ModelShape
-    sequence_length: int
-    eval_samples: int
-    eval_interval: int
-    first_evaluation: int
-    # 0: all weights train; otherwise the base is frozen and adapters of this rank train.
-    lora_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     forward, backward = _working_bytes(config, work)
     backward = max(backward, attention_backward_bytes(config, shape))
     # The last block is recomputed too, so its forward runs within its backward.
-    if _recomputed_layers(config, work) == shape.num_layers:
+    if recomputed_layers(config, work) == shape.num_layers:
         recomputed = _activations(config, work, layers=1)
         block = saved | {name: saved[name] + size for name, size in recomputed.items()}
         backward = max(backward, forward + element * shape.hidden_size)
@@ -297,7 +282,8 @@ def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, fl
     return {name: layers * tokens * size for name, size in activation_bytes(config, work).items()}
 
 
-def _recomputed_layers(config: RunConfig, work: Workload) -> int:
+def recomputed_layers(config: RunConfig, work: Workload) -> int:
+    """Return the number of layers whose forward runs twice."""
     return min(config.recompute_layers, work.shape.num_layers)
 
 
@@ -306,7 +292,7 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
     A recomputed block keeps its input. One offloaded layer is still being copied.
     """
-    recomputed = _recomputed_layers(config, work)
+    recomputed = recomputed_layers(config, work)
     tokens = config.micro_batch_size * work.sequence_length
     saved = _activations(config, work, work.shape.num_layers - recomputed)
     offloaded = _activations(config, work, max(0, offloaded_layers(config, work) - 1))
@@ -376,91 +362,6 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
         if fits(memory_peak(changed, work), kind):
             return count
     return None
-
-
-# Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
-# Assumed for every model and GPU.
-BF16_OVER_FP8 = 1.41
-# Smallest hidden size of the models that the efficiencies were fitted to, that of the 8B. Kernels
-# other than matrix products take a larger share of narrower models. With 2,048, the 1B of
-# pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
-FITTED_HIDDEN_SIZE = 4096
-# FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
-# (arXiv:2205.14135). MFU counts a ratio of 2.
-ATTENTION_BACKWARD = 2.5
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of an optimizer step and of an evaluation, and minutes to the target.
-
-    `minutes` is None without a reference (RCP).
-    """
-
-    step_s: float
-    eval_s: float
-    tokens_per_s_per_gpu: float
-    minutes: float | None
-
-
-def products_seconds_per_token(
-    work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0
-) -> float:
-    """Return the time of one token's matrix products on one GPU at the dense peaks.
-
-    Linear layers run at the FP8 peak. Attention, adapters and head run at the bf16 peak. Training
-    consists of forward, data gradient and, unless the weights are frozen, weight gradient.
-    `recomputed`: share of the layers whose forward runs twice.
-    """
-    shape = work.shape
-    head = 2 * shape.vocab_size * shape.hidden_size
-    linears = 2 * shape.matmul_parameters - head
-    # A third is the forward: the shape counts a backward of twice the forward.
-    attention = shape.attention_flops_per_token(work.sequence_length) / 3
-    adapters = 2 * shape.lora_parameters(work.lora_rank)
-    # Products for each weight, and FLOPs of attention as a multiple of the forward's.
-    passes = 1
-    adapter_passes = 1
-    attention_passes = 1.0
-    if training:
-        passes = 2 if work.lora_rank else 3
-        adapter_passes = 3
-        attention_passes = 1 + ATTENTION_BACKWARD
-    in_fp8 = linears * (passes + recomputed)
-    in_bf16 = adapters * adapter_passes + attention * (attention_passes + recomputed)
-    in_bf16 += head * passes
-    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
-
-
-def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
-    """Return the time of steps and evaluations, and the minutes to the target.
-
-    `samples`: training sequences to the target, the RCP's mean. Communication is assumed to be
-    hidden behind computation.
-    """
-    slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
-    recomputed = _recomputed_layers(config, work) / work.shape.num_layers
-    step_tokens = config.global_batch_size * work.sequence_length / config.world_size
-    token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
-    step_s = step_tokens * slowdown * token_s
-    per_pass = config.world_size * config.eval_micro_batch_size
-    eval_passes = -(-work.eval_samples // per_pass)
-    # Tokens on one GPU, including padding.
-    eval_tokens = eval_passes * config.eval_micro_batch_size * work.sequence_length
-    eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
-    minutes = None
-    if samples is not None:
-        minutes = minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
-    return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
-
-
-def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:
-    """Return the minutes of training, including the evaluations.
-
-    The number of evaluations is the mean over whole intervals.
-    """
-    evaluations = max(1.0, (samples - work.first_evaluation) / work.eval_interval + 1)
-    return (samples / samples_per_s + evaluations * eval_s) / 60
 
 
 def gib(size: float) -> float:

@@ -1,0 +1,98 @@
+"""Time of an optimizer step and of an evaluation, and minutes to the target, without a GPU.
+
+Time is the FLOPs at the GPU's dense peaks, divided by one efficiency per GPU kind. Units are
+seconds unless a name says minutes. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import RunConfig
+from common.gpu_kinds import GpuKind
+from launch.plan.memory import recomputed_layers
+from launch.plan.workload import Workload
+
+# Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
+# Assumed for every model and GPU.
+BF16_OVER_FP8 = 1.41
+# Smallest hidden size of the models that the efficiencies were fitted to, that of the 8B. Kernels
+# other than matrix products take a larger share of narrower models. With 2,048, the 1B of
+# pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
+FITTED_HIDDEN_SIZE = 4096
+# FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
+# (arXiv:2205.14135). MFU counts a ratio of 2.
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of an optimizer step and of an evaluation, and minutes to the target.
+
+    `minutes` is None without a reference (RCP).
+    """
+
+    step_s: float
+    eval_s: float
+    tokens_per_s_per_gpu: float
+    minutes: float | None
+
+
+def products_seconds_per_token(
+    work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0
+) -> float:
+    """Return the time of one token's matrix products on one GPU at the dense peaks.
+
+    Linear layers run at the FP8 peak. Attention, adapters and head run at the bf16 peak. Training
+    consists of forward, data gradient and, unless the weights are frozen, weight gradient.
+    `recomputed`: share of the layers whose forward runs twice.
+    """
+    shape = work.shape
+    head = 2 * shape.vocab_size * shape.hidden_size
+    linears = 2 * shape.matmul_parameters - head
+    # A third is the forward: the shape counts a backward of twice the forward.
+    attention = shape.attention_flops_per_token(work.sequence_length) / 3
+    adapters = 2 * shape.lora_parameters(work.lora_rank)
+    # Products for each weight, and FLOPs of attention as a multiple of the forward's.
+    passes = 1
+    adapter_passes = 1
+    attention_passes = 1.0
+    if training:
+        passes = 2 if work.lora_rank else 3
+        adapter_passes = 3
+        attention_passes = 1 + ATTENTION_BACKWARD
+    in_fp8 = linears * (passes + recomputed)
+    in_bf16 = adapters * adapter_passes + attention * (attention_passes + recomputed)
+    in_bf16 += head * passes
+    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
+
+
+def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
+    """Return the time of steps and evaluations, and the minutes to the target.
+
+    `samples`: training sequences to the target, the RCP's mean. Communication is assumed to be
+    hidden behind computation.
+    """
+    slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
+    recomputed = recomputed_layers(config, work) / work.shape.num_layers
+    step_tokens = config.global_batch_size * work.sequence_length / config.world_size
+    token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    step_s = step_tokens * slowdown * token_s
+    per_pass = config.world_size * config.eval_micro_batch_size
+    eval_passes = -(-work.eval_samples // per_pass)
+    # Tokens on one GPU, including padding.
+    eval_tokens = eval_passes * config.eval_micro_batch_size * work.sequence_length
+    eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
+    minutes = None
+    if samples is not None:
+        minutes = minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
+    return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
+
+
+def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:
+    """Return the minutes of training, including the evaluations.
+
+    The number of evaluations is the mean over whole intervals.
+    """
+    evaluations = max(1.0, (samples - work.first_evaluation) / work.eval_interval + 1)
+    return (samples / samples_per_s + evaluations * eval_s) / 60
