@@ -124,18 +124,19 @@ def finished(run_dir: Path, world_size: int) -> bool:
     return True
 
 
-def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
+def write_failure(run_dir: Path, error: RunError, failed_rank: dict) -> None:
     """Write failure.json: kind, exit_code, what, why, do, and rank, step and time if known.
 
-    `time` is in seconds since 1970. The record of a hang also lists the collectives that hang. No
-    OSError is raised: without the directory, the failure is only on stderr and in the ledger.
+    `failed_rank`: the dict that `diagnose` returns, {} if no rank is known. `time` is in seconds
+    since 1970. The record of a hang also lists the collectives that hang. No OSError is raised:
+    without the directory, the failure is only on stderr and in the ledger.
     """
-    known = {key: facts.get(key) for key in ("rank", "step")}
+    known = {key: failed_rank.get(key) for key in ("rank", "step")}
     if error.kind == Hang.kind and (stuck := flight_recorder.stuck(run_dir)):
         error.why += f"; {flight_recorder.sentence(stuck[0])}"
         known["collectives"] = stuck
     text = json.dumps(
-        {**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1
+        {**error.as_dict(), **known, "time": failed_rank.get("time", time.time())}, indent=1
     )
     try:
         write_record(run_dir, "failure.json", text + "\n")

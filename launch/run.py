@@ -52,30 +52,33 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         "engines": engines.versions,
         "faster_engines": [str(engine) for engine in engines.faster],
     }
-    facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
-    facts["engines"] = engines.versions
+    series_identity = series.identity_of(
+        job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
+    )
+    series_identity["engines"] = engines.versions
     if job.selection.device == "cuda" and (request.goal != 1 or request.resume):
         # All runs of a series use the same engines, so they are pinned. If the self-test of a
         # pinned engine fails, the series stops.
         job = replace(job, environment={**job.environment, **engines.pins()})
 
-    def shared_facts() -> dict:
+    def node_facts() -> dict:
         """Return the facts that must be equal on all nodes, after making sure of the data.
 
         The path of the data may differ, and the code need not be in a git repository.
         """
         ensure_data(job)
-        shared = {key: value for key, value in facts.items() if key not in ("data", "commit")}
-        return shared | {"packages": versions["packages"]}
+        may_differ = ("data", "commit")
+        facts = {key: value for key, value in series_identity.items() if key not in may_differ}
+        return facts | {"packages": versions["packages"]}
 
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
-            nodes.compare(shared_facts)
+            nodes.compare(node_facts)
             while job.node.rank:  # until LeaderEnded is raised
                 _follow_next_run(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
             nodes.exit_code = series.run(
-                job.log_dir, job.benchmark, job.selection, facts, request, execute
+                job.log_dir, job.benchmark, job.selection, series_identity, request, execute
             )
     except LeaderEnded as end:
         print_stderr(end.what, *filter(None, [end.why]))
@@ -204,7 +207,7 @@ def judge(
         It is also written to failure.json.
     `late_error`: failure of a good run after its clock had stopped, such as while saving the model.
     """
-    facts: dict = {}  # of the rank that failed: rank, step and time, if known
+    failed_rank: dict = {}  # record of the rank that failed: rank, step and time, if known
     error: RunError | None = None
     late_error: RunError | None = None
     if ending.signal_number:
@@ -218,7 +221,7 @@ def judge(
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
         error = ending.hang
-        facts = ending.culprit or {}
+        failed_rank = ending.culprit or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
         name = signal.Signals(-ending.returncode).name
         error = RankLost(
@@ -228,13 +231,13 @@ def judge(
             "free host memory, then start again",
         )
     elif ending.returncode or nodes.failed or result.status != "success":
-        error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
+        error, failed_rank = diagnosis.diagnose(run_dir, job.config.world_size)
     if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
         late_error = error
         error = None
     if result.status == "success" and not error:
         error = _check(run_dir)
-    if error and error.kind == OutOfMemory.kind and facts.get("gpu_memory_full"):
+    if error and error.kind == OutOfMemory.kind and failed_rank.get("gpu_memory_full"):
         try:
             expected = expected_memory(job.benchmark, job.config)
         except Exception as problem:  # whatever it is, it must not hide the run's failure
@@ -242,7 +245,7 @@ def judge(
         if expected:
             error.do += f"; {expected}"
     if error:
-        diagnosis.write_failure(run_dir, error, facts)
+        diagnosis.write_failure(run_dir, error, failed_rank)
     return error, late_error
 
 

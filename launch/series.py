@@ -127,10 +127,10 @@ def continued(
     return SeriesRequest(1, 0, seed)
 
 
-def facts_of(
+def identity_of(
     selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str
 ) -> dict:
-    """Return the facts that must not change within a series: system, code and configuration.
+    """Return what must not change within a series: system, code and configuration.
 
     The MLPerf rules require it (section Benchmark Results).
     """
@@ -163,9 +163,9 @@ class SeriesRunner:
         self.selection = selection
         self.path = folder / ledger.NAME
 
-    def append(self, event: str, **facts) -> dict:
+    def append(self, event: str, **values) -> dict:
         """Add an event to the ledger and to the record. Raises StorageError if that fails."""
-        line = {"event": event, "series": self.record.id, **facts}
+        line = {"event": event, "series": self.record.id, **values}
         ledger.append(self.path, line)
         self.record.add(line)
         return line
@@ -180,7 +180,7 @@ class SeriesRunner:
             started=_now(),
             config=self.selection.log_name,
             modified=self.selection.log_name != self.selection.path.name,
-            commit=self.record.facts["commit"],
+            commit=self.record.identity["commit"],
         )
 
     def end(self, start: dict, outcome: RunOutcome) -> None:
@@ -217,7 +217,7 @@ def run(
     log_dir: Path,
     benchmark: str,
     selection: Selection,
-    facts: dict,
+    identity: dict,
     request: SeriesRequest,
     execute: Execute,
 ) -> int:
@@ -231,7 +231,7 @@ def run(
     Raise ConfigError if no series can be resumed, and StorageError if the ledger or a run directory
     cannot be written.
     """
-    with _open(log_dir / benchmark, selection, facts, request) as series:
+    with _open(log_dir / benchmark, selection, identity, request) as series:
         try:
             return make_attempts(series, log_dir, benchmark, request, execute)
         finally:
@@ -301,7 +301,7 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
 
 @contextlib.contextmanager
 def _open(
-    folder: Path, selection: Selection, facts: dict, request: SeriesRequest
+    folder: Path, selection: Selection, identity: dict, request: SeriesRequest
 ) -> Iterator[SeriesRunner]:
     """Start a series, or resume the newest one that lacks runs, and lock it during the block.
 
@@ -311,12 +311,12 @@ def _open(
         record = ledger.SeriesRecord(
             f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
             request.goal,
-            facts,
+            identity,
         )
         run_directory.require_writable(folder)
         with _locked(folder, record.id):
             series = SeriesRunner(folder, record, selection)
-            series.append("series", started=_now(), goal=record.goal, facts=facts)
+            series.append("series", started=_now(), goal=record.goal, facts=identity)
             yield series
         return
     unfinished = []
@@ -330,7 +330,7 @@ def _open(
             records = ledger.read(folder / ledger.NAME)
             record = next(record for record in records if record.id == name)
             if locked and _lacks_runs(record, request):
-                yield resume_series(SeriesRunner(folder, record, selection), facts, request)
+                yield resume_series(SeriesRunner(folder, record, selection), identity, request)
                 return
         if not locked:
             running.append(name)
@@ -386,16 +386,16 @@ def _lacks_runs(record: ledger.SeriesRecord, request: SeriesRequest) -> bool:
     return not record.closed or request.goal > record.goal
 
 
-def resume_series(series: SeriesRunner, facts: dict, request: SeriesRequest) -> SeriesRunner:
+def resume_series(series: SeriesRunner, identity: dict, request: SeriesRequest) -> SeriesRunner:
     """Prepare `series` for further attempts.
 
     Raise ConfigError if anything that must stay the same has changed.
     """
     record = series.record
     changed = [
-        f"{key} was {record.facts.get(key)}, now {value}"
-        for key, value in facts.items()
-        if record.facts.get(key) != value
+        f"{key} was {record.identity.get(key)}, now {value}"
+        for key, value in identity.items()
+        if record.identity.get(key) != value
     ]
     if 0 < request.goal < record.goal:
         changed.append(f"NEXP was {record.goal}, now {request.goal}")

@@ -111,8 +111,8 @@ def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -
         tokens_per_s=_tokens_per_s(run),
         gpu=run.gpu,
         gpus=run.gpus,
-        config=str(start.get("config", record.facts.get("config", ""))),
-        commit=str(start.get("commit") or record.facts.get("commit") or ""),
+        config=str(start.get("config", record.identity.get("config", ""))),
+        commit=str(start.get("commit") or record.identity.get("commit") or ""),
         report=str(report) if report.is_file() else "",
     )
 

@@ -141,7 +141,7 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
     return Status(
         benchmark=folder.resolve().name,
         series=record.id,
-        config=str(record.facts.get("config", "")),
+        config=str(record.identity.get("config", "")),
         goal=record.goal,
         good=len(record.good),
         failed=len(record.failed),

@@ -4,7 +4,7 @@ The file is append-only, and each line is synced to the disk. A line is a JSON o
 `series` (an ID) and further keys:
 
   series  a series begins: started, goal (number of good runs), facts (what must not change within
-          it, see series.facts_of)
+          it, see series.identity_of)
   start   an attempt begins: attempt (1, 2, ...), run (directory next to the ledger), seed, started
           (UTC), config (file name in the log), modified (whether the config differs from the
           repository's), commit
@@ -56,7 +56,7 @@ class SeriesRecord:
 
     id: str
     goal: int  # number of good runs
-    facts: dict
+    identity: dict  # what must not change within the series: `facts` of its line `series`
     starts: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `start`
     ends: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `end`
     closed: bool = False

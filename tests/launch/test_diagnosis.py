@@ -58,9 +58,9 @@ def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
         tmp_path, 2, "failed", TargetMissed("too slow", "why", "do"), step=5, time=3.0
     )
     write_rank_record(tmp_path, 1, "failed", RunError("boom"), step=4, time=2.0)
-    error, facts = diagnosis.diagnose(tmp_path, 4)
-    assert (error.what, error.exit_code, facts["step"]) == ("rank 1: boom", 1, 4)
-    diagnosis.write_failure(tmp_path, error, facts)
+    error, failed_rank = diagnosis.diagnose(tmp_path, 4)
+    assert (error.what, error.exit_code, failed_rank["step"]) == ("rank 1: boom", 1, 4)
+    diagnosis.write_failure(tmp_path, error, failed_rank)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (
         set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"}
@@ -94,8 +94,8 @@ def test_a_missed_target_is_no_single_ranks_failure(tmp_path):
 def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True)
     exits(tmp_path, (2, -15), (1, code), (0, 14))
-    error, facts = diagnosis.diagnose(tmp_path, 3)
-    assert error.exit_code == exit_code and facts["rank"] == 1
+    error, failed_rank = diagnosis.diagnose(tmp_path, 3)
+    assert error.exit_code == exit_code and failed_rank["rank"] == 1
     assert "rank 1 (process 101)" in error.what and words in error.what + error.why
 
 

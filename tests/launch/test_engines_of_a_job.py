@@ -93,15 +93,15 @@ def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
 def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goal, resume):
     captured = {}
 
-    def attempts(log_dir, benchmark, selection, facts, request, execute):
-        captured.update(facts=facts, execute=execute)
+    def attempts(log_dir, benchmark, selection, identity, request, execute):
+        captured.update(identity=identity, execute=execute)
         return 0
 
     monkeypatch.setattr(run.series, "run", attempts)
     monkeypatch.setattr(run, "ensure_data", lambda job: None)
     monkeypatch.setattr(run, "write_report", lambda folder: None)
     assert run.run_all(job, series.SeriesRequest(goal, 0, None, resume)) == 0
-    assert captured["facts"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
+    assert captured["identity"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
     assert isinstance(captured["execute"], functools.partial)
     environment = captured["execute"].args[0].environment
     pins = {
@@ -110,4 +110,4 @@ def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goa
         "SWIGLU_ENGINE": "quack",
     }
     assert environment == ({} if goal == 1 else pins)
-    assert captured["execute"].args[1]["engines"] == captured["facts"]["engines"]
+    assert captured["execute"].args[1]["engines"] == captured["identity"]["engines"]
