@@ -137,7 +137,7 @@ def fit_to_machine(
     ranks = config.nodes * (gpus if kind else config.gpus_per_node)
     if config.global_batch_size % ranks:
         raise _cannot_be_shared(benchmark, config, config.global_batch_size, ranks)
-    work = _workload(benchmark, config, layers)
+    work = _workload_of_layers(benchmark, config, layers)
     most_tokens = CPU_MICRO_BATCH_TOKENS if kind is None else MICRO_BATCH_TOKENS
     most = max(1, most_tokens // work.sequence_length)
     share = config.global_batch_size // ranks
@@ -198,8 +198,8 @@ def _fitting_with_headroom(
     return config
 
 
-def _workload(benchmark: str, config: RunConfig, layers: int) -> Workload:
-    """Return the workload of the benchmark, with a model of `layers` layers, or of all for 0."""
+def _workload_of_layers(benchmark: str, config: RunConfig, layers: int) -> Workload:
+    """Return the benchmark's workload with the first `layers` layers of its model, 0 for all."""
     work = benchmark_workload(benchmark, config)
     if not layers:
         return work
@@ -240,7 +240,7 @@ def _derive(
     if batch.isdigit() and int(batch) % gpus:
         raise _cannot_be_shared(benchmark, file, int(batch), gpus)
     start = _start(benchmark, path, file, kind, gpus, overrides)
-    work = _workload(benchmark, start, layers)
+    work = _workload_of_layers(benchmark, start, layers)
     return _fitting_with_headroom(benchmark, start, file, work, kind, overrides)
 
 
