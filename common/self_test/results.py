@@ -44,28 +44,28 @@ class OpResult:
 
 @dataclass
 class SelfTestResult:
-    """The engines that a self-test chose, and its findings."""
+    """The engines that a self-test chose, and the results of its ops."""
 
     attention: str = ""  # attention backend
     products: str = ""  # engine of matrix products
     swiglu: str = ""  # engine of SwiGLU; "" for a config that has no choice
     missing: list[str] = field(default_factory=list)  # why faster engines are not used
     seconds: float = 0.0
-    findings: list[OpResult] = field(default_factory=list)
+    results: list[OpResult] = field(default_factory=list)
 
     @property
     def bad(self) -> list[OpResult]:
-        """The findings of ops that computed wrongly."""
-        return [finding for finding in self.findings if not finding.good]
+        """The results of ops that computed wrongly."""
+        return [result for result in self.results if not result.good]
 
     @property
     def worst(self) -> OpResult:
-        """The finding with the smallest margin above its minimum."""
+        """The result with the smallest margin above its minimum."""
 
-        def margin(finding: OpResult) -> float:
-            return finding.db - finding.least if finding.good else -math.inf
+        def margin(result: OpResult) -> float:
+            return result.db - result.least if result.good else -math.inf
 
-        return min(self.findings, key=margin)
+        return min(self.results, key=margin)
 
 
 def decibels(truth: Tensor, value: Tensor) -> float:

@@ -52,14 +52,14 @@ Checks = Callable[[Sizes, Draw], Iterator[Check]]
 def self_test(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
 ) -> SelfTestResult:
-    """Run every check. An op that raises becomes a finding. Frees all memory at the end.
+    """Run every check. An op that raises has a bad result. Frees all memory at the end.
 
     `on_op`: called with a description before each op.
     """
     began = time.monotonic()
     with compile_kernels_in_background(sizes, device):
         result = check_engines(sizes, device, on_op)
-        result.findings += run_checks(kernel_checks(sizes, Draw(device)), device, on_op)
+        result.results += run_checks(kernel_checks(sizes, Draw(device)), device, on_op)
     result.seconds = time.monotonic() - began
     return result
 
@@ -70,7 +70,7 @@ def check_engines(
     """Run the checks of attention, of products and of SwiGLU in their epilogues.
 
     An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
-    engine and the last engine of an operation are not excluded. Their bad findings remain.
+    engine and the last engine of an operation are not excluded. Their bad results remain.
     """
     result = SelfTestResult()
     draw = Draw(device)
@@ -83,14 +83,14 @@ def check_engines(
         engine_checks.append((engines.SWIGLU, swiglu_checks, partial(swiglu_engine, device)))
     for operation, checks, choice in engine_checks:
         while True:
-            findings = run_checks(checks(sizes, draw), device, on_op)
-            bad = [finding for finding in findings if not finding.good]
+            op_results = run_checks(checks(sizes, draw), device, on_op)
+            bad = [each for each in op_results if not each.good]
             if not bad:
                 break
             is_rejected = engines.reject(operation, choice(), f"its self-test failed: {bad[0]}")
             if not is_rejected:
                 break
-        result.findings += findings
+        result.results += op_results
         result.missing += map(str, choice().faster)
     result.products = str(product_engine(device, sizes.dtype).engine)
     if may_fuse_swiglu(sizes):
@@ -102,24 +102,24 @@ def run_checks(
     checks: Iterator[Check], device: torch.device, on_op: Callable[[str], object]
 ) -> list[OpResult]:
     """Run the checks and free their memory. Raises the errors of pinned engines."""
-    findings: list[OpResult] = []
+    results: list[OpResult] = []
     try:
         for check in checks:
             on_op(f"self-test: {check.op} {check.shape}")
-            finding = OpResult(check.op, check.shape, least=check.least)
-            findings.append(finding)
+            result = OpResult(check.op, check.shape, least=check.least)
+            results.append(result)
             try:
-                finding.db = check.measure()
+                result.db = check.measure()
             except RunError:
                 raise  # a pinned engine cannot be used
             except Exception as error:  # of any class, because compilers have their own
-                finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+                result.error = next(iter(str(error).splitlines()), "") or type(error).__name__
     finally:
         if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-    return findings
+    return results
 
 
 def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
@@ -139,7 +139,7 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
         missing=result.missing,
         choices=cublaslt_choices(result),
         seconds=result.seconds,
-        ops=len(result.findings),
+        ops=len(result.results),
         worst=str(result.worst),
     )
 
@@ -164,13 +164,13 @@ def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
 
 
 def require_sound(result: SelfTestResult, device: torch.device) -> None:
-    """Raise PreflightError for the first bad finding, with the versions and their known issues."""
+    """Raise PreflightError for the first bad result, with the versions and their known issues."""
     if not result.bad:
         return
     arch = architecture(device)
     versions = known_issues.installed()
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
-    failures = [(finding.op, str(finding)) for finding in result.bad]
+    failures = [(each.op, str(each)) for each in result.bad]
     issues = known_issues.suspects(failures, kind, versions) if kind else []
     what = f"the self-test failed: {result.bad[0]}"
     if len(result.bad) > 1:

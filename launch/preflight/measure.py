@@ -73,7 +73,7 @@ def measure(report: RankReport, folder: Path, device: str, seconds: float, bench
         result = self_test(sizes, place, lambda op: report.write(folder, op))
         report.attention = result.attention
         report.self_test_s = result.seconds
-        report.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]
+        report.self_test = [(each.op, str(each), each.good) for each in result.results]
     torch.manual_seed(report.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
         report.write(folder, "start of the process group")

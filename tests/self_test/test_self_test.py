@@ -1,4 +1,4 @@
-"""Test the self-test on a CPU: no finding without a fault, and each planted fault named."""
+"""Test the self-test on a CPU: no bad result without a fault, and each planted fault named."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ PRODUCTS = replace(PRETRAINING, fp8=True, kernels="reference", dtype=torch.bfloa
 
 
 def bad_ops(sizes):
-    return [finding.op for finding in self_test(sizes, CPU).bad]
+    return [each.op for each in self_test(sizes, CPU).bad]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def bad_ops(sizes):
 def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
     before = torch.get_rng_state()
     result = self_test(sizes, CPU)
-    assert not result.bad, [str(finding) for finding in result.bad]
+    assert not result.bad, [str(each) for each in result.bad]
     assert torch.equal(torch.get_rng_state(), before)
     assert result.attention == "flash" and result.seconds > 0
-    ops = {finding.op for finding in result.findings}
+    ops = {each.op for each in result.results}
     assert {
         "attention",
         "attention backward dQ",
@@ -55,7 +55,7 @@ def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
     assert ("triton adapter up backward" in kernels) == (sizes is ADAPTERS) and (
         "triton AdamW" in kernels
     ) == (sizes is PRETRAINING)
-    shapes = {finding.op.partition("product ")[2]: finding.shape for finding in result.findings}
+    shapes = {each.op.partition("product ")[2]: each.shape for each in result.results}
     assert shapes["gate_up dgrad"] == str(
         (sizes.tokens, SHAPE.hidden_size, 2 * SHAPE.ffn_hidden_size)
     )
@@ -102,7 +102,7 @@ def test_attention_that_raises_is_one_finding(monkeypatch):
 
     monkeypatch.setattr(attention, "causal_attention", none_left)
     result = self_test(PRODUCTS, CPU)
-    assert [str(finding) for finding in result.bad] == [
+    assert [str(each) for each in result.bad] == [
         "attention [2, 32, 4/2, 8]: No available kernel. Aborting execution. (minimum 30 dB)"
     ]
 
@@ -124,12 +124,12 @@ def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkey
 
     monkeypatch.setattr(torch, "mm", without_last_row)
     found = self_test(PRODUCTS, CPU)
-    names = {finding.op for finding in found.bad}
+    names = {each.op for each in found.bad}
     assert {"FP8 product o wgrad", "FP8 product qkv dgrad", "bf16 product head fprop"} <= names
     assert (
         not {"FP8 product qkv fprop", "FP8 product down dgrad", "bf16 product head wgrad"} & names
     )
-    left_out = next(finding for finding in found.bad if finding.op == "bf16 product head fprop")
+    left_out = next(each for each in found.bad if each.op == "bf16 product head fprop")
     assert "not finite" in str(left_out) and left_out.shape == "(64, 64, 32)"
 
 
@@ -137,8 +137,8 @@ def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkey
 def test_norms_of_query_and_key_heads_are_tested_where_the_model_has_them(monkeypatch, sizes):
     sizes = replace(sizes, shape=replace(SHAPE, qk_norm=True))
     result = self_test(sizes, CPU)
-    assert not result.bad, [str(finding) for finding in result.bad]
-    ops = [finding.op for finding in result.findings if "RoPE" in finding.op]
+    assert not result.bad, [str(each) for each in result.bad]
+    ops = [each.op for each in result.results if "RoPE" in each.op]
     assert ops == ["triton QK norm + RoPE", "triton QK norm + RoPE backward"]
     forward, backward = qk_norm.IMPLEMENTATIONS["triton"]
 
@@ -184,7 +184,7 @@ def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
         for name in ("dQ", "dK")
     ]
     with pytest.raises(PreflightError) as caught:
-        require_sound(SelfTestResult(findings=bad), CPU)
+        require_sound(SelfTestResult(results=bad), CPU)
     assert (
         "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what
         and "1 more" in caught.value.what
