@@ -15,6 +15,9 @@ which the forward overwrites. Therefore the forward first copies the query and k
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -425,7 +428,21 @@ def qk_norm_rope_backward_triton(
     return quantized, _weight_gradients(partials, weights)
 
 
+@dataclass(frozen=True)
+class QkNormEngine:
+    """The functions of this file in one of their two implementations."""
+
+    norm_rope_: Callable[
+        [Tensor, Weights, float, Tensor, Tensor, int, int, bool],
+        Tensor | None,
+    ]
+    norm_rope_backward: Callable[
+        [Gradients, Tensor, Weights, float, Tensor, Tensor, Quantizer | None, bool],
+        tuple[QuantizedTensor, tuple[Tensor, ...]],
+    ]
+
+
 IMPLEMENTATIONS = {
-    "reference": (qk_norm_rope_reference_, qk_norm_rope_backward_reference),
-    "triton": (qk_norm_rope_triton_, qk_norm_rope_backward_triton),
+    "reference": QkNormEngine(qk_norm_rope_reference_, qk_norm_rope_backward_reference),
+    "triton": QkNormEngine(qk_norm_rope_triton_, qk_norm_rope_backward_triton),
 }

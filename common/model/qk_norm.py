@@ -19,14 +19,14 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
 
     def __init__(self, shape: ModelShape, ops: KernelEngine, kernels: str):
         super().__init__(shape, ops)
-        self.norm_rope_, self.norm_rope_backward = qk_norm.IMPLEMENTATIONS[kernels]
+        self.engine = qk_norm.IMPLEMENTATIONS[kernels]
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
     def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
         weights = (self.q_norm.weight, self.k_norm.weight)
         shape = self.shape
-        return self.norm_rope_(
+        return self.engine.norm_rope_(
             qkv, weights, shape.norm_eps, cos, sin, shape.num_heads, shape.num_kv_heads, keep
         )
 
@@ -41,7 +41,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
         assert qk_before_norm is not None
         d_q, d_k, d_v = gradients
         weights = (self.q_norm.weight, self.k_norm.weight)
-        return self.norm_rope_backward(
+        return self.engine.norm_rope_backward(
             (d_q, d_k, d_v),
             qk_before_norm,
             weights,

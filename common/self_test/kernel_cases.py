@@ -172,8 +172,7 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
 
     def forward(engine: str, _: Quantizers) -> tuple[Output, ...]:
         rotated = qkv.clone()
-        norm_rope_ = qk_norm.IMPLEMENTATIONS[engine][0]
-        before = norm_rope_(
+        before = qk_norm.IMPLEMENTATIONS[engine].norm_rope_(
             rotated, weights, shape.norm_eps, cos, sin, shape.num_heads, shape.num_kv_heads, True
         )
         return rotated, before
@@ -185,8 +184,7 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
     )
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        norm_rope_backward = qk_norm.IMPLEMENTATIONS[engine][1]
-        d_qkv, d_weights = norm_rope_backward(
+        d_qkv, d_weights = qk_norm.IMPLEMENTATIONS[engine].norm_rope_backward(
             gradients,
             before,
             weights,

@@ -12,8 +12,8 @@ from common.kernels.quantize import AMAX_ONLY
 pytestmark = pytest.mark.quick
 
 EPS = 1e-3  # large enough that forgetting it shows
-FORWARDS = [engine[0] for engine in qk_norm.IMPLEMENTATIONS.values()]
-BACKWARDS = [engine[1] for engine in qk_norm.IMPLEMENTATIONS.values()]
+FORWARDS = [engine.norm_rope_ for engine in qk_norm.IMPLEMENTATIONS.values()]
+BACKWARDS = [engine.norm_rope_backward for engine in qk_norm.IMPLEMENTATIONS.values()]
 LONG = (1, 280, 1, 1, 16)  # more rows than one program takes
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 

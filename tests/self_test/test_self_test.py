@@ -140,13 +140,15 @@ def test_norms_of_query_and_key_heads_are_tested_where_the_model_has_them(monkey
     assert not result.bad, [str(each) for each in result.bad]
     ops = [each.op for each in result.results if "RoPE" in each.op]
     assert ops == ["triton QK norm + RoPE", "triton QK norm + RoPE backward"]
-    forward, backward = qk_norm.IMPLEMENTATIONS["triton"]
+    triton = qk_norm.IMPLEMENTATIONS["triton"]
 
     def wrong(gradients, *rest):
-        d_qkv, d_weights = backward(gradients, *rest)
+        d_qkv, d_weights = triton.norm_rope_backward(gradients, *rest)
         return d_qkv._replace(rowwise=d_qkv.rowwise * 0.5), d_weights
 
-    monkeypatch.setitem(qk_norm.IMPLEMENTATIONS, "triton", (forward, wrong))
+    monkeypatch.setitem(
+        qk_norm.IMPLEMENTATIONS, "triton", replace(triton, norm_rope_backward=wrong)
+    )
     assert bad_ops(sizes) == ["triton QK norm + RoPE backward"]
 
 
