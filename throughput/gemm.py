@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
-from throughput.result import Measured, Result
+from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
@@ -227,8 +227,8 @@ def preferred(library: str) -> Iterator[None]:
 
 def product(
     shape: tuple[int, int, int], precision: str, call: str, library: str, result: Result
-) -> Measured:
-    """Time one variant of a product. Return the values of its row, and the times in ms."""
+) -> TimedRow:
+    """Time one variant of a product."""
     m, k, n = shape
     work, width = launch_of(shape, precision, call, result.device)
     with preferred(library):
@@ -242,7 +242,7 @@ def product(
         "percent": result.percent(tflops, precision),
         "intensity": flops / moved,
     }
-    return values, times
+    return TimedRow(values, times)
 
 
 def launch_of(
@@ -284,7 +284,7 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
 def measure_copies(device: str, result: Result) -> None:
     """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
 
-    def add(name: str, size: int, work: Callable[[], Measured]) -> None:
+    def add(name: str, size: int, work: Callable[[], TimedRow]) -> None:
         result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, work)
 
     size = COPY_BYTES[device]
@@ -296,34 +296,34 @@ def measure_copies(device: str, result: Result) -> None:
     add("device to host", HOST_BYTES, copy_to_host)
 
 
-def copy_within(device: str, size: int) -> Measured:
+def copy_within(device: str, size: int) -> TimedRow:
     """Time a copy of `size` bytes within the memory of `device`. Each byte counts twice."""
     source = torch.randint(256, (size,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     return timed_copy(source, target, device, 2 * size)
 
 
-def copy_to_device() -> Measured:
+def copy_to_device() -> TimedRow:
     """Time a copy of HOST_BYTES from pinned host memory to the GPU."""
     source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True)
     target = torch.empty(HOST_BYTES, device="cuda", dtype=torch.uint8)
     return timed_copy(source, target, "cuda", HOST_BYTES)
 
 
-def copy_to_host() -> Measured:
+def copy_to_host() -> TimedRow:
     """Time a copy of HOST_BYTES from the GPU to pinned host memory."""
     source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True).to("cuda")
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
     return timed_copy(source, target, "cuda", HOST_BYTES)
 
 
-def timed_copy(source: Tensor, target: Tensor, device: str, moved: int) -> Measured:
-    """Time copies on `device`. Return the values of the row, and the times in ms.
+def timed_copy(source: Tensor, target: Tensor, device: str, moved: int) -> TimedRow:
+    """Time copies on `device`.
 
     `moved`: number of bytes that a copy counts as.
     """
     times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
-    return {"gbps": moved / spread(times)["ms"] / 1e6}, times
+    return TimedRow({"gbps": moved / spread(times)["ms"] / 1e6}, times)
 
 
 def summarize(result: Result) -> None:

@@ -33,7 +33,7 @@ from throughput.memory import (
     ran_out_of_memory,
     require_host_memory,
 )
-from throughput.result import Measured, Result
+from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
@@ -168,8 +168,8 @@ def state_bytes(size: Size) -> int:
     return STATE_BYTES * size.shape.num_parameters(size.sequence_length)
 
 
-def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
-    """Time the steps of one size. Return the values of its row, and the times in ms."""
+def run(size: Size, options: argparse.Namespace, result: Result) -> TimedRow:
+    """Time the steps of one size."""
     times, memory = timed_steps(size, options.device, options.warmup, options.steps)
     shape = size.shape
     length = size.sequence_length
@@ -183,7 +183,7 @@ def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
         "percent": result.percent(tflops_attention, PRECISION),
         "memory_gb": memory / 1e9 if memory else None,
     }
-    return values, times
+    return TimedRow(values, times)
 
 
 def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[float], int]:

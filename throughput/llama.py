@@ -42,7 +42,7 @@ from throughput import machine
 from throughput import options as shared_options
 from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
-from throughput.result import Measured, Result
+from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
@@ -449,13 +449,13 @@ def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
     """
     row = case.row()
     try:
-        values, times_ms = run(case, options, result)
+        timed = run(case, options, result)
     except RunError as error:
         if error.exit_code != OutOfMemory.exit_code:
             raise
         result.add(row | {"error": "out of memory"})
         return False
-    result.add(row | values, times_ms)
+    result.add(row | timed.values, timed.samples_ms)
     return True
 
 
@@ -468,7 +468,7 @@ def model_arguments(case: Case) -> list[str]:
     return arguments
 
 
-def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
+def run(case: Case, options: argparse.Namespace, result: Result) -> TimedRow:
     """Run the case with one process per GPU. Raises the RunError of the rank that failed."""
     config = case.config
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
@@ -485,7 +485,7 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
         )
     if error:
         raise error
-    return values_of(case, options, measured, result), measured["times_ms"]
+    return TimedRow(values_of(case, options, measured, result), measured["times_ms"])
 
 
 def values_of(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from common.command_line import count
 from throughput import options as shared_options
-from throughput.result import Measured, Result
+from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
@@ -81,8 +81,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 def run(
     sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result
-) -> Measured:
-    """Time the steps in one precision. Return the values of the row, and the times in ms.
+) -> TimedRow:
+    """Time the steps in one precision.
 
     `sizes`: sizes of the input and of the output of each layer.
     """
@@ -116,4 +116,4 @@ def run(
         "tflops": tflops,
         "percent": result.percent(tflops, precision),
     }
-    return values, times
+    return TimedRow(values, times)

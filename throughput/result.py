@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import ConfigError, RunError, StorageError
 from throughput import report
@@ -34,7 +34,13 @@ from throughput.timing import spread
 
 NAME = "result.json"
 FAILURE = "failure.json"
-Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in ms
+
+
+class TimedRow(NamedTuple):
+    """Values of a row, and the times that were measured for it."""
+
+    values: dict[str, Any]  # by key of the table's columns
+    samples_ms: list[float]
 
 
 def default_directory(what: str) -> Path:
@@ -110,7 +116,7 @@ class Result:
         self._write()
         print(line(row, self.tables[row["table"]]), flush=True)
 
-    def attempt(self, row: dict[str, Any], work: Callable[[], Measured]) -> bool:
+    def attempt(self, row: dict[str, Any], work: Callable[[], TimedRow]) -> bool:
         """Add `row` with the values of `work`, or with its error. Return whether it succeeded.
 
         The measurement continues after a failure, such as out of memory or a product that the
@@ -118,13 +124,13 @@ class Result:
         the user.
         """
         try:
-            values, samples_ms = work()
+            timed = work()
         except RunError:
             raise
         except Exception as error:  # libraries and drivers raise exceptions of any class
             self.add(row | {"error": why_failed(error)})
             return False
-        self.add(row | values, samples_ms)
+        self.add(row | timed.values, timed.samples_ms)
         return True
 
     def note(self, name: str, value: Any) -> None:

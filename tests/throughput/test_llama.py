@@ -16,7 +16,7 @@ from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micr
 from llama31_8b.rules import Config
 from throughput import __main__ as command
 from throughput import llama, memory
-from throughput.result import Result, read
+from throughput.result import Result, TimedRow, read
 
 pytestmark = pytest.mark.quick
 
@@ -205,7 +205,8 @@ def runs_up_to(batch: int, monkeypatch, fails=OutOfMemory):
         if case.config.micro_batch_size > batch:
             raise fails("rank 0: the GPU's memory is full")
         measured = {"times_ms": [900.0, 1000.0, 1200.0], "allocated": 3 * GIB, "reserved": 4 * GIB}
-        return llama.values_of(case, options, measured, result), measured["times_ms"]
+        values = llama.values_of(case, options, measured, result)
+        return TimedRow(values, measured["times_ms"])
 
     monkeypatch.setattr(llama, "run", run)
 

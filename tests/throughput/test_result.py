@@ -77,7 +77,7 @@ def test_a_failure_is_a_row_and_the_measurement_goes_on(tmp_path):
     assert not made.attempt(ROW, lambda: fails(NotImplementedError("no such product\nmore")))
     with pytest.raises(RunError, match="nothing was measured"):
         made.finish()
-    assert made.attempt(ROW, lambda: ({"samples_per_s": 1.0}, [1.0]))
+    assert made.attempt(ROW, lambda: result.TimedRow({"samples_per_s": 1.0}, [1.0]))
     made.finish()
     assert [row.get("error") for row in rows_on_disk(tmp_path / "a")] == [
         "out of memory",
