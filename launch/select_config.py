@@ -95,19 +95,9 @@ def select_config(
     if device == "cuda" or not gpus.devices:  # without a GPU, GPU_KIND must be valid too
         kind = identify(gpus, environment.get("GPU_KIND", ""))
     path, reason = config_file(root, benchmark, options, environment, kind, len(gpus.devices))
-    overrides = overrides_of(options.set)
-    if wants_miniature(options) and kind:
-        config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
-    else:
-        layers = getattr(options, "layers", None) or 0
-        count = requested_gpus(environment) or len(gpus.devices)
-        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
-    if wants_miniature(options) and not config.miniature:
-        raise ConfigError(
-            "--miniature with --set miniature=false",
-            "the toy model's config with the real model is neither of them",
-            "leave out one of them",
-        )
+    config, derived = _read_or_derive(
+        root, benchmark, path, options, environment, kind, len(gpus.devices)
+    )
     require_by_rules(benchmark, config, whole_run=not measurement)
     if config.gpu == "CPU" and not options.device:
         device = "cpu"
@@ -115,9 +105,7 @@ def select_config(
     notes = _mismatches(config, kind, options, environment)
     if kind:
         _require_visible(config, len(gpus.devices))
-        notes += _notes_on_kind(kind)
-        versions = known_issues.installed(gpus.driver)
-        notes += known_issues.notes(kind, versions, environment, refuse=not measurement)
+        notes += _notes_on_gpus(kind, gpus, environment, refuse=not measurement)
     if derived and not path.is_file():
         notes.append("the config is derived, not a file in configs/: not for submission")
     modification = _modification(root, benchmark, path, options)
@@ -134,6 +122,36 @@ def select_config(
         notes=tuple(notes),
         derived=derived,
     )
+
+
+def _read_or_derive(
+    root: Path,
+    benchmark: str,
+    path: Path,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    kind: GpuKind | None,
+    visible: int,
+) -> tuple[RunConfig, str]:
+    """Return the config in `path`, or one derived from the nearest file, and how it was derived.
+
+    The description is "" for a config that was not derived. `visible`: number of visible GPUs.
+    Raises ConfigError if --set contradicts --miniature.
+    """
+    overrides = overrides_of(options.set)
+    if wants_miniature(options) and kind:
+        config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
+    else:
+        layers = getattr(options, "layers", None) or 0
+        count = requested_gpus(environment) or visible
+        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
+    if wants_miniature(options) and not config.miniature:
+        raise ConfigError(
+            "--miniature with --set miniature=false",
+            "the toy model's config with the real model is neither of them",
+            "leave out one of them",
+        )
+    return config, derived
 
 
 def _log_name(path: Path, is_derived: bool, is_forced: bool, is_modified: bool) -> str:
@@ -246,14 +264,21 @@ def _require_visible(config: RunConfig, visible: int) -> None:
         )
 
 
-def _notes_on_kind(kind: GpuKind) -> list[str]:
-    """Return a note if the GPU kind is unknown and was derived from the driver's values."""
-    if kind.name in KINDS:
-        return []
-    return [
-        f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture are "
-        "those that the driver reports, and there is no MFU, since the peak is unknown"
-    ]
+def _notes_on_gpus(
+    kind: GpuKind, gpus: Probe, environment: Mapping[str, str], refuse: bool
+) -> list[str]:
+    """Return notes on an unknown GPU kind, and on known issues of the installed versions.
+
+    Raises PreflightError if `refuse`, and these versions are known to compute wrongly.
+    """
+    notes = []
+    if kind.name not in KINDS:
+        notes.append(
+            f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture "
+            "are those that the driver reports, and there is no MFU, since the peak is unknown"
+        )
+    versions = known_issues.installed(gpus.driver)
+    return notes + known_issues.notes(kind, versions, environment, refuse=refuse)
 
 
 def config_file(
