@@ -39,8 +39,11 @@ PACKAGE = "mlperf-llama-training"
 NEVER = "never"
 MAY = "may"
 ALWAYS = "always"
-# Packages whose parser is in their __main__ module.
-PACKAGES = ("launch.preflight", "throughput", "system_tuning")
+# Module of a command that each benchmark implements. A benchmark without this file has no such
+# command.
+IN_BENCHMARK = "<benchmark>/<command>.py"
+# Packages whose function `parser` is in __main__.py.
+PARSER_IN_MAIN = ("launch.preflight", "throughput", "system_tuning")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Command:
     """A command: its line in --help, and the module that executes it."""
 
     about: str
-    module: str  # {} is the benchmark; words after the module are its first arguments
+    module: str  # IN_BENCHMARK, or a module; words after it are its first arguments
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
 
@@ -57,7 +60,7 @@ COMMANDS = {
     "run": Command(
         "train to the target, then check the log (default)", "launch.commands run", ALWAYS
     ),
-    "prepare": Command("fetch, convert or verify data and weights", "{}.prepare", ALWAYS),
+    "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
     "bench": Command(
         "measure training throughput on synthetic tokens", "launch.commands bench", ALWAYS
     ),
@@ -72,10 +75,10 @@ COMMANDS = {
         "throughput.gemm_tuning.cli",
         ALWAYS,
     ),
-    "eval": Command("evaluate a trained model on token files", "{}.eval", ALWAYS),
-    "generate": Command("let a trained model continue text", "{}.generate", ALWAYS),
-    "export": Command("write a checkpoint as Hugging Face weights", "{}.export", ALWAYS),
-    "merge": Command("merge trained adapters into the base weights", "{}.merge", ALWAYS),
+    "eval": Command("evaluate a trained model on token files", IN_BENCHMARK, ALWAYS),
+    "generate": Command("let a trained model continue text", IN_BENCHMARK, ALWAYS),
+    "export": Command("write a checkpoint as Hugging Face weights", IN_BENCHMARK, ALWAYS),
+    "merge": Command("merge trained adapters into the base weights", IN_BENCHMARK, ALWAYS),
     "plan": Command(
         "calculate memory and time of a config or model (needs no GPU)",
         "launch.plan.command",
@@ -174,16 +177,26 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
         raise _command_of_others(benchmark, name)
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
-    module, *first_arguments = command.module.format(benchmark).split()
+    module, first_arguments = _module_of(name, benchmark)
     # A module in the benchmark's own package knows its benchmark.
-    if benchmark and not module.startswith(f"{benchmark}."):
+    if benchmark and command.module != IN_BENCHMARK:
         first_arguments.append(benchmark)
     return command.needs, ["-m", module, *first_arguments, *rest]
 
 
 def has_command(benchmark: str, name: str) -> bool:
     """Return whether the command `name` exists for `benchmark`."""
-    return COMMANDS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
+    if COMMANDS[name].module != IN_BENCHMARK:
+        return True
+    return (ROOT / benchmark / f"{name}.py").is_file()
+
+
+def _module_of(name: str, benchmark: str) -> tuple[str, list[str]]:
+    """Return the module of the command `name`, and the module's first arguments."""
+    if COMMANDS[name].module == IN_BENCHMARK:
+        return f"{benchmark}.{name}", []
+    module, *arguments = COMMANDS[name].module.split()
+    return module, arguments
 
 
 def _command_of_others(benchmark: str, name: str) -> ConfigError:
@@ -320,10 +333,10 @@ def _with_benchmark(name: str, benchmark: str) -> str:
 
 def parser_of(name: str, benchmark: str) -> Parser | None:
     """Return the parser of a command, None if packages that its module imports are missing."""
-    module, *arguments = COMMANDS[name].module.format(benchmark).split()
+    module, arguments = _module_of(name, benchmark)
     if COMMANDS[name].benchmark != NEVER:
         arguments.append(benchmark)
-    if module in PACKAGES:
+    if module in PARSER_IN_MAIN:
         module += ".__main__"
     try:
         command = importlib.import_module(module)
