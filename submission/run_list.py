@@ -87,6 +87,8 @@ def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -
     end = record.ends.get(attempt)
     run_dir = folder / start["run"]
     run = read_attempt(run_dir / "result.txt", attempt, start, end)
+    # In contrast to `Run.running`, a run whose log has a run_stop is still running until its end is
+    # in the ledger: only then does `report --watch` stop writing its page.
     if end is not None:
         state = str(end["kind"])
     else:
