@@ -25,7 +25,7 @@ from launch.processes.supervise import kill_processes_of, supervise
 from launch.run_directory import git
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, changed, memory_candidates, settings
-from launch.tune.search import Journal, Measurement, Search, identity, text_of, text_of_value
+from launch.tune.search import Journal, Measurement, Search, as_json, text_of, text_of_value
 from launch.tune.target import Target
 
 WARMUP_STEPS = {"short": 1, "long": 2}
@@ -101,7 +101,7 @@ def fastest(target: Target, minutes: float, resume: bool, command: str) -> resul
 def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
     """Return the search's directory and journal: new ones, or with `resume` the newest ones."""
     job = target.job
-    facts = {
+    identity = {
         "benchmark": job.benchmark,
         "config": job.config.as_toml(),
         "gpus": job.selection.gpus,
@@ -112,19 +112,19 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
     parent = job.log_dir / "tune"
     stem = f"{job.benchmark}_{job.selection.path.stem}"
     if resume:
-        return _resumed(parent, stem, facts)
+        return _resumed(parent, stem, identity)
     folder = parent / f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
     journal = Journal(folder)
-    journal.begin(facts)
+    journal.begin(identity)
     return folder, journal
 
 
-def _resumed(parent: Path, stem: str, facts: dict) -> tuple[Path, Journal]:
-    """Return the newest search in `parent` with equal facts. Raises ConfigError without one."""
+def _resumed(parent: Path, stem: str, identity: dict) -> tuple[Path, Journal]:
+    """Return the newest search in `parent` with this identity. Raises ConfigError without one."""
     for folder in sorted(parent.glob(f"{stem}_[0-9]*"), reverse=True):
         journal = Journal(folder)
-        if identity(journal.facts) == identity(facts):
+        if as_json(journal.identity) == as_json(identity):
             return folder, journal
     raise ConfigError(
         f"--resume: {parent} has no search that can be continued",

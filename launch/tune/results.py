@@ -78,7 +78,9 @@ class SearchResult:
     @property
     def machine(self) -> str:
         """The GPUs, or "a CPU"."""
-        return str(self.journal.facts["gpus"]) if self.job.selection.device == "cuda" else "a CPU"
+        if self.job.selection.device == "cuda":
+            return str(self.journal.identity["gpus"])
+        return "a CPU"
 
     def distinct(self) -> list[Measurement]:
         """Return the longest measurement of each candidate, the fastest candidate first."""
@@ -180,7 +182,7 @@ class SearchResult:
 
     def page(self) -> str:
         """Return the HTML page: time against memory, effect of each setting, all candidates."""
-        facts = self.journal.facts
+        identity = self.journal.identity
         failures = [
             [outcome_text(each), text_of(each.changes), str((each.error or {}).get("what", ""))]
             for each in self.distinct()
@@ -196,7 +198,7 @@ class SearchResult:
                         [
                             ["config", self.job.selection.path.name],
                             ["machine", self.machine],
-                            ["commit", str(facts["commit"])],
+                            ["commit", str(identity["commit"])],
                             ["command", self.command],
                         ],
                     ),
@@ -245,11 +247,11 @@ class SearchResult:
 
     def toml(self) -> str:
         """Return the best config in the form of configs/, with measurements in its comments."""
-        facts = self.journal.facts
+        identity = self.journal.identity
         config = self.config
         header = [
             f"# Tuned on {self.machine}, {time.strftime('%Y-%m-%d')}, "
-            f"commit {str(facts['commit'])[:12]}, from",
+            f"commit {str(identity['commit'])[:12]}, from",
             f"# {self.job.selection.path.name}, by: {self.command}",
             f"# {self.fastest.step_ms:,.1f} ms a step, median of {len(self.fastest.times_ms)}",
         ]

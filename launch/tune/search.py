@@ -72,19 +72,19 @@ Measure = Callable[[Changes, str, int, Callable[[float], bool]], Measurement]
 class Journal:
     """The measurements of a search, written as JSON lines to a file in `folder`.
 
-    `facts`: what must be equal to resume the search (config, commit, ...).
+    `identity`: what must be equal to resume the search (config, commit, ...).
     """
 
     def __init__(self, folder: Path):
         self.path = folder / JOURNAL
         lines, _ = json_lines.read(self.path)
-        self.facts = next((line for line in lines if "changes" not in line), {})
+        self.identity = next((line for line in lines if "changes" not in line), {})
         self.measurements = [_from_line(line) for line in lines if "changes" in line]
 
-    def begin(self, facts: dict) -> None:
-        """Write `facts` as the first line."""
-        self.facts = facts
-        self._append(facts)
+    def begin(self, identity: dict) -> None:
+        """Write `identity` as the first line."""
+        self.identity = identity
+        self._append(identity)
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
@@ -285,6 +285,6 @@ def text_of_value(value: Value) -> str:
     return "unset" if value is None else str(value)
 
 
-def identity(facts: Mapping[str, object]) -> str:
-    """Return `facts` as a text that is the same before and after a round trip through JSON."""
-    return json.dumps(facts, sort_keys=True)
+def as_json(identity: Mapping[str, object]) -> str:
+    """Return `identity` as a text that is the same before and after a round trip through JSON."""
+    return json.dumps(identity, sort_keys=True)

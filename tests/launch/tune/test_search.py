@@ -171,7 +171,7 @@ def test_a_resumed_search_measures_the_rest_only(tmp_path):
     assert finished and made.best == expected.best
     assert rest.measured == whole.measured[5:]
     assert len(Journal(two).measurements) == len(whole.measured)
-    assert Journal(two).facts == {"config": BASE.as_toml()}
+    assert Journal(two).identity == {"config": BASE.as_toml()}
 
 
 PROGRAM = """
@@ -184,7 +184,7 @@ class Slow(test_search.StandIn):
         return super().__call__(*arguments)
 folder = Path(sys.argv[1])
 journal = test_search.Journal(folder)
-if not journal.facts:
+if not journal.identity:
     journal.begin({"config": test_search.BASE.as_toml()})
 made, finished = test_search.search(journal, Slow())
 print(finished, made.best == test_search.reduced(test_search.BASE, test_search.OPTIMUM))

@@ -98,7 +98,7 @@ def test_resume_continues_the_same_search_only(benchmark_name, tmp_path, capsys)
     tune(benchmark_name, tmp_path, "--minutes", "0.05")
     (folder,) = (tmp_path / "results" / "tune").iterdir()
     before = (folder / "journal.jsonl").read_text()
-    assert len(before.splitlines()) == 4  # facts, and three measurements of a second
+    assert len(before.splitlines()) == 4  # identity, and three measurements of a second
     assert tune(benchmark_name, tmp_path, "--resume") == 0
     after = (folder / "journal.jsonl").read_text()
     assert after.startswith(before) and len(after) > len(before)
