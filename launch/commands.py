@@ -46,7 +46,7 @@ from launch.bench import (
     profile_directory,
 )
 from launch.console import header
-from launch.job import AUTO, Job, job_from, trainer_command
+from launch.job import AUTO, Job, job_from, note_on_one_node, trainer_command
 from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
@@ -289,8 +289,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     job = job_from(benchmark, options, measurement=False)
     if job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
-    inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir), job.cpus))
-    _print_engines(job)
+    _print_header(job, (job.data_dir, job.log_dir))
     if not job.config.miniature and names_mlperf(benchmark, job.config):
         for reason in refusal_reasons(ROOT, os.environ):
             inform(f"NOTE       {reason}: package will refuse these runs")
@@ -308,8 +307,7 @@ def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -
     """Start `bench`, `profile` or `tune`, or print its command or candidates with --print."""
     job = job_from(benchmark, options, measurement=True)
     require_layers(getattr(options, "layers", None) or 0, job.rules.shape.num_layers)
-    inform(*header(benchmark, job.selection, job.rules, None, job.cpus))
-    _print_engines(job)
+    _print_header(job, None)
     if name == "profile":
         options.out = profile_directory(job, options)
     if options.print and name == "tune":
@@ -323,6 +321,14 @@ def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -
     if name == "profile":
         return profile(job, options)
     return bench(job, options)
+
+
+def _print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
+    """Print the lines of `header`, notes, and the engines. Raise as `_print_engines` does."""
+    inform(*header(job.benchmark, job.selection, job.rules, directories, job.cpus))
+    if job.node.count == 1 and (note := note_on_one_node(job.environment)):
+        inform(f"NOTE       {note}")
+    _print_engines(job)
 
 
 def _print_engines(job: Job) -> None:

@@ -86,6 +86,19 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     return Node(int(rank), count, address, int(port))
 
 
+def note_on_one_node(environment: Mapping[str, str]) -> str:
+    """Return a note on variables of several nodes that a run on one node ignores, "" for none."""
+    names = [name for name in ("MASTER_ADDR", "NODE_RANK") if environment.get(name)]
+    # run.sub sets MASTER_ADDR for any number of nodes.
+    if not names or environment.get("SLURM_JOB_ID"):
+        return ""
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"the config is for 1 node, so {' and '.join(names)} {verb} not used; "
+        "DGXSYSTEM or --config selects a config for several nodes"
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """Settings that all runs of one command share."""

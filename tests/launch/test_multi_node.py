@@ -267,6 +267,18 @@ def test_nodes():
     )
 
 
+def test_a_run_on_one_node_says_that_it_ignores_the_variables_of_several(project, tmp_path):
+    one_node = {"DGXSYSTEM": "CPU_1x1", "SLURM_JOB_ID": ""}
+    code, _, error = finish(launch(project, tmp_path, 0, 7000, "--print", **one_node))
+    [note] = [line for line in error.splitlines() if "MASTER_ADDR" in line]
+    assert code == 0 and "NOTE" in note and "NODE_RANK" in note and "1 node" in note
+
+    several = finish(launch(project, tmp_path, 0, 7000, "--print"))
+    job_of_slurm = one_node | {"SLURM_JOB_ID": "7"}  # run.sub sets MASTER_ADDR in each job
+    slurm = finish(launch(project, tmp_path, 0, 7000, "--print", **job_of_slurm))
+    assert "MASTER_ADDR" not in several[2] + slurm[2]
+
+
 def test_the_command_of_a_node(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, 1, 7000, "--print"))
     where = "--rdzv-backend static --master-addr 127.0.0.1 --master-port 7000 --node-rank 1"

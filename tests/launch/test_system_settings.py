@@ -18,6 +18,7 @@ from common.hardware import Probe
 from common.paths import ROOT
 from launch import commands as program
 from launch import run_directory, system_settings
+from launch.job import Node
 from system_tuning.settings import KERNEL, value_of
 
 pytestmark = pytest.mark.quick
@@ -85,7 +86,10 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         order.append("put back")
 
     given = Namespace(
+        benchmark="llama31_8b",
         config=Namespace(miniature=False),
+        environment={},
+        node=Node(),
         continues=None,
         selection=Namespace(device="cpu"),
         rules=None,
