@@ -189,6 +189,8 @@ def examine(
         title = f"{division} division, ruleset {applied}"
         if not ruleset:
             title += " (detected)"
+        elif unofficial:
+            title += " (without --ruleset: checked by its own rules)"
         verdict = official_tools.closed_verdict(path, applied, log)
     findings = list(verdict.complaints)
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)

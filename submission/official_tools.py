@@ -136,8 +136,7 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict
             passed = mlp_compliance.main(str(path), config, checker)[0]
     # Any exception means that there is no verdict. The package checker would crash on it as well.
     except Exception as error:
-        why = f"{type(error).__name__} {str(error)[:200]}".strip()
-        message = f"the checker crashed without a verdict: {why}"
+        message = _no_verdict(error, rules)
         return LogVerdict(rules, False, (Finding(0, "broke_off", message, "CC mlp_compliance.py"),))
     finally:
         # After a crash, rule files are left in this list and would apply to the next log.
@@ -155,6 +154,20 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict
     for key, text, severity in texts:
         complaints += _complaints(log, rules, key, text, severity)
     return LogVerdict(rules, passed, tuple(complaints))
+
+
+def _no_verdict(error: Exception, rules: str) -> str:
+    """Return the message for a log on which the checker raised `error`."""
+    path = Path(getattr(error, "filename", None) or "")
+    if isinstance(error, FileNotFoundError) and path.suffix == ".yaml":
+        # A log selects two rule files: <division>_common.yaml and <division>_<benchmark>.yaml.
+        division, _, benchmark = path.stem.partition("_")
+        subject = f"the {division} division"
+        if benchmark != "common":
+            subject = f"{benchmark} in {subject}"
+        return f"no verdict: MLPerf ruleset {rules} has no rules for {subject}"
+    why = f"{type(error).__name__} {str(error)[:200]}".strip()
+    return f"the checker crashed without a verdict: {why}"
 
 
 class RepeatedLines:

@@ -190,11 +190,21 @@ def test_a_miniature_is_held_to_its_own_rules_unless_asked_otherwise(tmp_path, c
     path = write_records(tmp_path / "result.txt", log)
     assert check.main([str(path)]) == 0 and "a miniature" in capsys.readouterr().out
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
+    out = capsys.readouterr().out
+    assert "6.1.0 has no rules for the miniature division" in out and "crashed" not in out
+    assert "without --ruleset" in out
     closed = {
         (finding.line, finding.rule) for finding in check.examine(path, "6.1.0", None).findings
     }
     assert {(find(log, "submission_division") + 1, "constant"), (1, "cache_clear")} <= closed
     assert (find(log, "eval_accuracy") + 1, "eval_interval") in closed
+
+
+def test_a_ruleset_without_the_benchmark_is_named(tmp_path, capsys):
+    path = write_good(tmp_path / "result.txt", PRETRAINING.rules.CLOSED)
+    assert check.main([str(path), "--ruleset", "4.0.0"]) == 20
+    out = capsys.readouterr().out
+    assert "4.0.0 has no rules for llama31_8b in the closed division" in out
 
 
 def test_folders_and_several_logs(tmp_path, capsys):
