@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import meant
-from common.errors import ConfigError
+from common.errors import CheckFailed, ConfigError, listed
 from throughput import published, report
 from throughput.tables import Section, Table
 
@@ -232,6 +232,35 @@ def summary(verdicts: list[BaselineVerdict]) -> str:
     if counts[FAIL]:
         return f"FAIL: {counts[FAIL]} of {total} rows"
     return f"PASS: {total} rows"
+
+
+def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> CheckFailed | None:
+    """Return the error that names the rows that fail, or None if the comparison is a PASS.
+
+    `page`: path of the page with all rows.
+    """
+    if not any(verdict.verdict != NOT_MEASURED for verdict in verdicts):
+        return CheckFailed(
+            f"no row in common with the baseline of {baseline.gpu}",
+            "the options of this suite measure none of its rows",
+            "measure more, without --quick or on more GPUs, or name another baseline",
+        )
+    failing = []
+    for verdict in verdicts:
+        if verdict.verdict != FAIL:
+            continue
+        text = f"{verdict.name} failed ({verdict.value})"
+        if verdict.change is not None:
+            text = f"{verdict.name} has {verdict.column} {verdict.value} ({verdict.change:+.1%})"
+        failing.append(text)
+    if not failing:
+        return None
+    count = "1 row is" if len(failing) == 1 else f"{len(failing)} rows are"
+    return CheckFailed(
+        f"{count} below the baseline of {baseline.gpu}",
+        listed(failing),
+        f"see the comparison in {page}; --tolerance accepts a larger difference",
+    )
 
 
 def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: float) -> Section:

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import CheckFailed, ConfigError, Interrupted, RunError
+from common.errors import ConfigError, Interrupted, RunError
 from common.hardware import probe
-from common.terminal import Progress, print_stderr
+from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
 from throughput import baseline, report, result
 from throughput import options as shared_options
+from throughput.machine import kind_of
 from throughput.tables import Section, Table
 
 NAME = "suite.json"
@@ -106,13 +107,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the suite and return the exit code (see the top of this file). Raises RunError."""
+    """Run the suite and return the exit code (see the top of this file).
+
+    Raises CheckFailed if a row fails against the baseline, and other RunErrors.
+    """
     detected = probe(os.environ)
     device = shared_options.device_of(options.device, detected)
     shared_options.check_torch(device, detected)
     gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
     shared_options.check_gpus(gpus, device, detected)
     reference = baseline.find(options.against, declared_tables()) if options.against else None
+    if reference:
+        kind = "CPU" if device == "cpu" else kind_of(detected)
+        if kind != reference.gpu:
+            inform(f"NOTE       the baseline is of {reference.gpu}, but this suite measures {kind}")
     if options.save_baseline:
         require_new(options.save_baseline)
     folder = options.out or result.default_directory("suite")
@@ -136,8 +144,8 @@ def main(options: argparse.Namespace) -> int:
     if options.save_baseline:
         baseline.write(options.save_baseline, baseline.of_results(results.values()))
         print(f"baseline: {options.save_baseline}", flush=True)
-    if reference and not baseline.summary(verdicts).startswith(baseline.PASS):
-        return CheckFailed.exit_code
+    if reference and (error := baseline.failure(reference, verdicts, folder / "page.html")):
+        raise error
     return 0
 
 

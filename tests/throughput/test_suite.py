@@ -11,7 +11,7 @@ import pytest
 from pseudo_terminal import PseudoTerminal
 
 from common.command_line import Parser
-from common.errors import ConfigError, DataError, Interrupted
+from common.errors import CheckFailed, ConfigError, DataError, Interrupted
 from launch.processes.supervise import Ending
 from throughput import baseline, llama, result, suite
 from throughput.__main__ import MEASUREMENTS
@@ -230,13 +230,18 @@ def test_a_slower_row_fails_against_a_saved_baseline(tmp_path, on_gpus):
     assert on_gpus(tmp_path / "first", 100.0, save_baseline=file) == 0
     against = {"against": str(file)}
     assert on_gpus(tmp_path / "same", 98.0, **against) == 0, "2 % below, of 3 % tolerated"
-    assert on_gpus(tmp_path / "slow", 96.0, **against) == 20
+    with pytest.raises(CheckFailed, match="4 rows") as caught:
+        on_gpus(tmp_path / "slow", 96.0, **against)
+    for words in ("8x8x8", "96 (-4.0%)", "and 1 more"):
+        assert words in caught.value.why
+    assert f"{tmp_path}/slow/page.html" in caught.value.do
     assert on_gpus(tmp_path / "wide", 96.0, **against, tolerance=0.05) == 0
     assert on_gpus(tmp_path / "faster", 300.0, **against) == 0
     slow = (tmp_path / "slow" / "table.md").read_text()
     assert "FAIL: 4 of 4 rows" in slow and "-4.0%" in slow
     # The finished suite can be compared again without measuring.
-    assert suite.main(asked(tmp_path / "slow", **against)) == 20
+    with pytest.raises(CheckFailed):
+        suite.main(asked(tmp_path / "slow", **against))
 
 
 def test_a_row_that_failed_here_fails_and_one_that_was_not_measured_does_not(tmp_path, on_gpus):
@@ -247,11 +252,25 @@ def test_a_row_that_failed_here_fails_and_one_that_was_not_measured_does_not(tmp
     file.write_text(json.dumps(data))
     assert on_gpus(tmp_path / "same", 100.0, against=str(file)) == 0
     assert "not measured" in (tmp_path / "same" / "table.md").read_text()
-    assert on_gpus(tmp_path / "fails", 100.0, fails="llama", against=str(file)) == 20
+    with pytest.raises(CheckFailed, match="1 row ") as caught:
+        on_gpus(tmp_path / "fails", 100.0, fails="llama", against=str(file))
+    assert "llama3.1-8b" in caught.value.why and "out of memory" in caught.value.why
     assert "FAIL: 1 of 4 rows" in (tmp_path / "fails" / "table.md").read_text()
     data["rows"] = data["rows"][-1:]
     file.write_text(json.dumps(data))
-    assert on_gpus(tmp_path / "none", 100.0, against=str(file)) == 20, "nothing was compared"
+    with pytest.raises(CheckFailed, match="no row in common"):
+        on_gpus(tmp_path / "none", 100.0, against=str(file))
+
+
+def test_another_kind_of_device_than_that_of_the_baseline_is_noted_first(tmp_path, on_gpus, capsys):
+    file = tmp_path / "base.json"
+    on_gpus(tmp_path / "first", 100.0, save_baseline=file)
+    on_gpus(tmp_path / "same", 100.0, against=str(file))
+    [note] = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
+    assert "H200" in note and "CPU" in note, "these options ask for the CPU"
+    file.write_text(file.read_text().replace('"gpu": "H200"', '"gpu": "CPU"'))
+    on_gpus(tmp_path / "cpu", 100.0, against=str(file))
+    assert "NOTE" not in capsys.readouterr().err
 
 
 def test_a_kind_of_gpu_is_a_baseline(tmp_path, on_gpus):
