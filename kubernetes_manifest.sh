@@ -15,6 +15,11 @@
 #   GPU_VENDOR  amd or nvidia (default: by the GPU's name in DGXSYSTEM)
 #   JOB_NAME    name of the job (default: llama-training)
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    # Print the comment at the top of this file.
+    sed -n -e '1,/^set /s/^# //p' -e '1,/^set /s/^#$//p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 # shellcheck source=launch/container_variables.sh
 source "$root/launch/container_variables.sh"

@@ -13,6 +13,11 @@
 #   CONTAINER_OPTIONS  more options of the engine, separated by blanks, such as
 #                      --cap-add=SYS_PTRACE
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    # Print the comment at the top of this file.
+    sed -n -e '1,/^set /s/^# //p' -e '1,/^set /s/^#$//p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 
 fail() { # what, why, what to do

@@ -66,6 +66,24 @@ def test_every_shell_script_is_looked_at():
     } <= set(SCRIPTS)
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("run_with_docker.sh", ("--print", "CONTAINER_ENGINE")),
+        ("kubernetes_manifest.sh", ("DGXSYSTEM", "JOB_NAME")),
+        ("run.sub", ("sbatch -N", "LOGDIR")),
+    ],
+)
+def test_help_needs_neither_an_engine_nor_variables(script, words, option):
+    command = ["bash", str(ROOT / script), option]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    assert all(word in done.stdout for word in (f"{script} ", *words))
+    assert "#" not in done.stdout.replace("    # print", ""), "neither code nor comment signs"
+    assert not done.stdout.startswith("\n")
+
+
 # --- the image ------------------------------------------------------------------------------------
 
 
