@@ -32,7 +32,8 @@ PROBE_S = 60.0  # for the measurement of a link
 COLLECTIVE_S = 180.0  # for imports, the start of the process group and both collectives
 SECONDS = 2.0  # for which each link and each collective is measured
 QUICK_SECONDS = 0.5  # the same with --quick
-NO_ANSWER = "check that the node and its sshd run"  # advice
+# Advice for a node that does not answer.
+NO_ANSWER = "check that the node runs, and that ssh or --launcher reaches it without a password"
 # Variables of the user that the checks of one node read. They are sent to all nodes.
 SENT_VARIABLES = (
     "DATADIR",
@@ -154,15 +155,15 @@ def check_each(
 
     answers, failures = at_once(remotes, ask)
     for node, why in failures.items():
-        report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
+        report.rows[node].append(CheckRow("connection", "refuse", why, "an answer", NO_ANSWER))
     for node, answer in answers.items():
         rows = report.rows[node]
+        rows.append(CheckRow("connection", "ok", "answered"))
         error = answer["facts"].get("error") or answer["check"].get("error")
         if error:
             do = "run preflight on this node by itself, which prints all its messages"
-            rows.append(CheckRow("answer", "refuse", error, "", do))
+            rows.append(CheckRow("preflight", "refuse", error, "", do))
             continue
-        rows.append(CheckRow("answer", "ok", "answered"))
         facts = answer["facts"]
         report.facts[node] = facts
         if options.device == "cpu":
@@ -217,7 +218,7 @@ def measure_links(report: Report, remotes: Sequence[Remote], port: int, seconds:
         for node, answer in answers.items():
             report.links[node, targets[node].name] = answer
         for node, why in failures.items():
-            report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
+            report.rows[node].append(CheckRow("connection", "refuse", why, "an answer", NO_ANSWER))
 
 
 def add_link_rows(report: Report) -> None:
@@ -356,7 +357,7 @@ def collective(
 
     answers, failures = at_once([remote for group in groups for remote in group], ask)
     for node, why in failures.items():
-        report.rows[node].append(CheckRow("answer", "refuse", why, "an answer", NO_ANSWER))
+        report.rows[node].append(CheckRow("connection", "refuse", why, "an answer", NO_ANSWER))
     results = []
     for group in groups:
         names = [remote.name for remote in group]

@@ -25,6 +25,14 @@ from launch.preflight.nodes import under_torchrun
 END_S = 8.0  # for an agent to end its processes after its stdin was closed
 NODE = re.compile(r"[A-Za-z0-9_.:@-]+")  # name or address of a host
 CONNECT_S = 10  # for ssh to connect
+# Command of an agent -> what it does, for messages.
+TASKS = {
+    "facts": "reading versions and settings",
+    "check": "checking the node",
+    "listen": "opening its ports",
+    "probe": "measuring a link",
+    "collective": "measuring collectives",
+}
 
 
 class NodeFailed(Exception):
@@ -140,7 +148,7 @@ class Remote:
             answer = self.answers.get(timeout=limit_s)
         except queue.Empty:
             self.close()
-            raise NodeFailed(f"no answer to {do!r} within {limit_s:.0f} s") from None
+            raise NodeFailed(f"no answer within {limit_s:.0f} s while {TASKS[do]}") from None
         except OSError:
             answer = None
         if answer is None:
@@ -153,7 +161,7 @@ class Remote:
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines()
         reason = lines[-1] if lines else f"exit code {self.process.returncode}"
-        return f"{reason} (the agent ended before it answered {do!r})"
+        return f"{reason} (the connection ended while {TASKS[do]})"
 
     def close_stdin(self) -> None:
         """Close the agent's stdin. The agent then ends its processes and itself."""

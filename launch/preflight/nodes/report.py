@@ -38,7 +38,11 @@ class Report:
 
     def reasons(self, node: str) -> list[str]:
         """Return why `node` fails: the rows that refuse it."""
-        return [f"{row.check}: {row.value}" for row in self.rows[node] if row.verdict == "refuse"]
+        return [f"{row.check}: {row.value}" for row in self.refusing(node)]
+
+    def refusing(self, node: str) -> list[CheckRow]:
+        """Return the rows that refuse `node`."""
+        return [row for row in self.rows[node] if row.verdict == "refuse"]
 
     @property
     def rates(self) -> dict[Pair, float]:
@@ -76,14 +80,17 @@ def write(report: Report, folder: Path) -> None:
 
 
 def text(report: Report) -> str:
-    """Return the report as text: each node with its reasons and warnings, and the network's table.
+    """Return the report as text: each node with reasons, advice and warnings.
 
-    The last lines export the proposed variables.
+    Then follow the network's table and lines that export the proposed variables.
     """
     lines = []
     for node in report.nodes:
         lines.append(f"{'PASS' if report.passes(node) else 'FAIL'}  {node}")
-        lines += [f"      {reason}" for reason in report.reasons(node)]
+        for row in report.refusing(node):
+            lines.append(f"      {row.check}: {row.value}")
+            if row.do:
+                lines.append(f"      do: {row.do}")
         warnings = [row for row in report.rows[node] if row.verdict == "warn"]
         lines += [f"      warn: {row.check}: {row.value}" for row in warnings]
     proposed = [f"export {name}={shlex.quote(value)}" for name, value in report.proposal.items()]

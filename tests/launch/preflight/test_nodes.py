@@ -21,6 +21,7 @@ from launch.preflight.nodes import (
     kernel_log,
     links,
     remote,
+    report,
     under_torchrun,
 )
 
@@ -202,6 +203,7 @@ def test_a_node_that_hangs_or_ends_delays_nobody(monkeypatch):
         each.close()
     assert time.monotonic() - start < 10
     assert "no answer" in failures["hangs"] and "no route" in failures["ends"]
+    assert all("versions" in why and "facts" not in why for why in failures.values())
 
 
 @pytest.mark.parametrize("start_s", [0.0, 1.0])
@@ -250,6 +252,23 @@ def test_under_torchrun_no_other_launcher_is_needed_and_its_variables_are_not_in
     assert here[-1] == "launch.preflight.nodes.agent"
     assert remote.agent_command("", "198.51.100.1", environment)[-2:] == ["ask", "198.51.100.1"]
     assert examine.master_port(environment) == examine.PORT + under_torchrun.PORT_OFFSET
+
+
+@pytest.mark.quick
+def test_the_screen_shows_why_a_node_cannot_be_reached_and_what_to_do():
+    class Unreachable:
+        name = host = "down"
+
+        def ask(self, limit_s, do, /, **message):
+            raise remote.NodeFailed("ssh: Connection refused")
+
+    checked = examine.Report(["down"], {"down": []})
+    options = preflight_command.parser("").parse_args(["--nodes", "down,up"])
+    options.benchmark = ""
+    examine.check_each(checked, [Unreachable()], options, {})
+    lines = report.text(checked).splitlines()
+    reason = lines.index("      connection: ssh: Connection refused")
+    assert "do: " in lines[reason + 1] and "ssh" in lines[reason + 1]
 
 
 class Stub:
