@@ -1,6 +1,6 @@
 """`./run_and_time.sh series status [DIR]`: print the state of a series, during or after it.
 
-The command reads the ledger, the launcher's lock and the events of a running attempt. It writes
+The command reads the ledger, the launcher's lock and the events of the attempts. It writes
 nothing, so it can be used from another shell at any time. On a file system without locks, only the
 launcher's own machine can tell whether the launcher is alive.
 
@@ -44,7 +44,7 @@ class Attempt:
     started: str  # UTC, as in the ledger; "" if unknown
     minutes: float | None  # from run_start to run_stop
     samples: int | None  # training sequences (so far, if the attempt is running)
-    loss: float | None  # last training or evaluation loss of a running attempt
+    loss: float | None  # last training or evaluation loss
     reason: str  # why the attempt failed, or ""
 
 
@@ -154,11 +154,11 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
 def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Attempt:
     run = str(start["run"])
     started = str(start.get("started", ""))
+    last_samples, loss = progress(folder / run)
     if end is None:
-        samples, loss = progress(folder / run)
         state = RUNNING if running else LOST
         reason = "" if running else "its launcher ended without an entry in the ledger"
-        return Attempt(start["attempt"], run, state, started, None, samples, loss, reason)
+        return Attempt(start["attempt"], run, state, started, None, last_samples, loss, reason)
     minutes = end.get("minutes")
     samples = end.get("samples")
     return Attempt(
@@ -167,8 +167,8 @@ def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Atte
         state=str(end["kind"]),
         started=started,
         minutes=minutes if is_number(minutes) else None,
-        samples=samples if type(samples) is int else None,
-        loss=None,
+        samples=samples if type(samples) is int else last_samples,
+        loss=loss,
         reason=str(end["reason"]),
     )
 

@@ -46,6 +46,9 @@ def folder(tmp_path):
     lines.append({**lines[2], "event": "end", **missed, "minutes": None, "samples": None})
     for line in lines:
         ledger.append(path, line)
+    (folder / "run2").mkdir()
+    evaluation = {"event": "eval", "samples": 9216, "loss": 4.75}
+    write_json_lines(folder / "run2/events.jsonl", [step_event(1, 32), evaluation])
     (folder / "run3").mkdir()
     write_json_lines(
         folder / "run3/events.jsonl", [step_event(1, 32), step_event(9, 288, loss=2.5)]
@@ -75,8 +78,9 @@ def test_a_running_series(locked, capsys):
     found = as_json(capsys, locked)
     assert (found["good"], found["failed"], found["goal"], found["running"]) == (1, 1, 10, True)
     states = [(attempt["state"], attempt["samples"]) for attempt in found["attempts"]]
-    assert states == [("success", 4096), ("target_missed", None), ("running", 288)]
-    assert found["attempts"][2]["loss"] == 2.5
+    assert states == [("success", 4096), ("target_missed", 9216), ("running", 288)]
+    losses = [attempt["loss"] for attempt in found["attempts"]]
+    assert losses == [None, 4.75, 2.5], "the first one's directory is gone"
     text = printed(capsys, locked)
     assert "1 of 10" in text and "run3" in text and "target" in text
 
