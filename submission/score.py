@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common import benchmarks
 from common.benchmarks import OPEN
 from common.command_line import PROGRAM, Parser, complete, count, program
 from common.errors import CheckFailed, ConfigError
@@ -35,6 +36,7 @@ from submission.comparison import (
     find,
     listed,
     listing,
+    matching,
     where,
 )
 from submission.log_rules import REHEARSAL
@@ -170,6 +172,8 @@ def _compare_published(options: argparse.Namespace) -> int:
 
 def _score_series(options: argparse.Namespace) -> int:
     """Print the score of the series at the given paths, and a comparison; return the exit code."""
+    for name in options.logs:
+        _require_logs(name)
     series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
         run.gpu = options.gpu or run.gpu
@@ -197,6 +201,17 @@ def _score_series(options: argparse.Namespace) -> int:
         lines = ["", "comparison with another result", *comparison(mine, other)]
         print("\n".join([*report(series, ten), *lines]))
     return 0 if ten.passed else CheckFailed.exit_code
+
+
+def _require_logs(name: str) -> None:
+    """Raise ConfigError if `name` is not a path but words of a published result."""
+    if Path(name).exists() or name in benchmarks.names() or not matching(name):
+        return
+    raise ConfigError(
+        f"{name!r} names a published result, not a directory or log",
+        "a published result has a score already, and can only be compared with another one",
+        f'{PROGRAM} score "{name}" --against RESULT, or score --list for all results',
+    )
 
 
 # JSON output.

@@ -393,6 +393,16 @@ def test_logs_of_two_benchmarks_cannot_be_compared(amd, tmp_path, capsys):
     assert "llama31_8b" in error and "llama2_70b_lora" in error
 
 
+def test_words_of_a_published_result_need_another_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert score.main(["AMD MI355X 5.1"]) == 2
+    error = capsys.readouterr().err
+    assert "published result" in error and '"AMD MI355X 5.1" --against' in error
+    for path in (PRETRAINING.rules.BENCHMARK, "results/missing"):
+        assert score.main([path]) == 2
+        assert "does not exist" in capsys.readouterr().err
+
+
 def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, capsys):
     results = tmp_path / "results"
     shutil.copytree(organisation, results / "Org")
