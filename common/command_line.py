@@ -110,12 +110,18 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
     If none is similar, return `otherwise`, or all known words if that is empty.
     """
+    known = list(known)
+    if near := most_similar(word, known):
+        return f"did you mean {near}?"
+    return otherwise or f"choose one of: {', '.join(known)}"
+
+
+def most_similar(word: str, known: Iterable[str]) -> str:
+    """Return the most similar one of the `known` words, or "" if none is similar to `word`."""
     # Without the dashes, which would make all short options similar.
     names = {name.lower().lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word.lower().lstrip("-"), names, 1, 0.7)  # gpu is not cpu
-    if near:
-        return f"did you mean {names[near[0]]}?"
-    return otherwise or f"choose one of: {', '.join(names.values())}"
+    return names[near[0]] if near else ""
 
 
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:

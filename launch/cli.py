@@ -26,6 +26,7 @@ from common.command_line import (
     Parser,
     help_width,
     meant,
+    most_similar,
     reflow,
 )
 from common.errors import ConfigError
@@ -262,14 +263,18 @@ def _require_no_variable(words: list[str]) -> None:
 
 def _unknown_command(name: str, benchmark: str) -> ConfigError:
     """Return the error for a word after `benchmark` that is not a command."""
-    commands = [
-        each
-        for each, command in COMMANDS.items()
-        if command.benchmark != NEVER and has_command(benchmark, each)
-    ]
-    do = meant(name, COMMANDS, f"choose one of: {', '.join(commands)}")
-    if name.lower() in SYNONYMS:
-        do = f"did you mean {PROGRAM} {_with_benchmark(SYNONYMS[name.lower()], benchmark)}?"
+    known = [each for each in COMMANDS if has_command(benchmark, each)]
+    intended = SYNONYMS.get(name.lower()) or most_similar(name, known)
+    if intended:
+        line = _with_benchmark(intended, benchmark)
+        if intended in OF_RUNS:
+            line = f"{intended} results/{benchmark}"
+        elif COMMANDS[intended].benchmark == MAY:
+            line = f"{benchmark} {intended}"
+        do = f"did you mean {PROGRAM} {line}?"
+    else:
+        commands = [each for each in known if COMMANDS[each].benchmark != NEVER]
+        do = f"choose one of: {', '.join(commands)}"
     return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
 
 
@@ -325,7 +330,7 @@ def _example(known: Sequence[str]) -> str:
 
 
 def _with_benchmark(name: str, benchmark: str) -> str:
-    """Return the words of subcommand `name`, with `benchmark` if it accepts one."""
+    """Return the words of subcommand `name`, with `benchmark` if it needs one."""
     if name == "run":
         return benchmark
     return f"{benchmark} {name}" if COMMANDS[name].benchmark == ALWAYS else name

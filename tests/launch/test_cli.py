@@ -137,6 +137,11 @@ def test_what_reaches_the_module(line, words):
         ("train", "./run_and_time.sh BENCHMARK?"),
         ("llama31_8b train", "./run_and_time.sh llama31_8b?"),
         ("llama31_8b benchmark", "./run_and_time.sh llama31_8b bench?"),
+        ("llama31_8b bnech", "./run_and_time.sh llama31_8b bench?"),
+        ("llama31_8b scor", "./run_and_time.sh score results/llama31_8b?"),
+        ("llama31_8b validate", "./run_and_time.sh check results/llama31_8b?"),
+        ("llama31_8b plna", "./run_and_time.sh llama31_8b plan?"),
+        ("llama31_8b setpu", "./run_and_time.sh setup?"),
         ("ls", "./run_and_time.sh runs?"),
         ("llama31_8b --nexp 10", "NEXP=10 ./run_and_time.sh llama31_8b"),
         ("llama31_8b --seed=1", "SEED=1 ./run_and_time.sh llama31_8b"),
@@ -158,6 +163,7 @@ def test_the_likely_meaning_comes_first(line, suggestion):
     [
         ("llama31_8b --fast", "did you mean"),  # --set has the same dashes, and no more
         ("llama31_8b fly", "generate"),  # a command of open_llama
+        ("llama31_8b generat", "generate"),
         ("throughput gpt --gpus 2", "DGXNGPU"),  # which throughput does not read
         ("llama31_8b bench --steps x", "cannot be parsed"),
     ],
