@@ -193,6 +193,7 @@ def train(
     _collect_garbage_only_at_evaluations()
     meter.start()
     interval = TrainingInterval(reports.log, samples)
+    loss: float | None = None  # of the last evaluation
     while samples < goal.max_samples:
         lr = lr_at(step)
         loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, on_phase)
@@ -224,13 +225,17 @@ def train(
         interval = TrainingInterval(reports.log, samples)
     if checkpoints:
         checkpoints.finish()
-    raise _target_missed(goal, samples)
+    raise _target_missed(goal, samples, loss)
 
 
-def _target_missed(goal: Goal, samples: int) -> TargetMissed:
+def _target_missed(goal: Goal, samples: int, loss: float | None) -> TargetMissed:
+    """Return the error after `samples` training sequences. `loss`: of the last evaluation."""
+    why = "no evaluation took place before max_samples"
+    if loss is not None:
+        why = f"the last evaluation had loss {loss:.4f}, above the target of {goal.target_loss}"
     return TargetMissed(
-        f"target {goal.target_loss} not reached within {samples:,} samples",
-        f"the loss was still above the target after max_samples ({goal.max_samples:,}) sequences",
+        f"target {goal.target_loss} not reached within {samples:,} sequences",
+        why,
         "compare the loss curve in report.html with an earlier run; "
         "raise max_samples if it is still falling",
     )

@@ -264,7 +264,7 @@ def test_a_loss_just_above_the_target_does_not_end_the_run(plain, processes, tin
 
 def test_a_target_out_of_reach_is_missed_at_max_samples(plain):
     assert (plain.status, plain.error) == ("aborted", TargetMissed.kind)
-    assert "96 samples" in plain.message and len(plain.losses) == 96 // 8
+    assert "96 sequences" in plain.message and len(plain.losses) == 96 // 8
 
 
 def test_max_samples_that_are_no_whole_steps_end_with_a_whole_step_even_where_the_data_end(
@@ -361,6 +361,9 @@ def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(train
     record = json.loads((run_dir / "ranks" / "rank_0.json").read_text())
     assert code == TargetMissed.exit_code == record["exit_code"]
     assert (record["kind"], record["secondary"], record["step"]) == ("target_missed", False, 12)
+    last = [line["value"] for line in log if line["key"] == "eval_accuracy"][-1]
+    target = next(line["value"] for line in log if line["key"] == "target_accuracy")
+    assert f"{last:.4f}" in record["why"] and str(target) in record["why"]
     assert (
         log[-1]["key"] == "run_stop"
         and log[-1]["metadata"]["status"] == "aborted"
