@@ -47,10 +47,12 @@ def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]
 def print_candidates(job: Job) -> int:
     """Print what `tune` would try. Return the exit code."""
     candidates, values_of_settings = candidates_of(Target.of(job))
+    print("memory settings (one candidate per line):")
     for changes in [{}, *candidates]:
-        print(text_of(changes))
+        print(f"  {text_of(changes)}")
+    print("other settings (recommended value first):")
     for name, values in values_of_settings.items():
-        print(f"{name}: {', '.join(map(text_of_value, values))}")
+        print(f"  {name}: {', '.join(map(text_of_value, values))}")
     return 0
 
 

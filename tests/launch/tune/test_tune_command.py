@@ -124,7 +124,9 @@ def test_the_first_failure_is_the_exit_code_if_nothing_can_be_measured(
 def test_print_starts_nothing(benchmark_name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_measure", None)
     assert tune(benchmark_name, tmp_path, "--print") == 0
-    assert "micro_batch_size=8" in capsys.readouterr().out
+    memory, _, others = capsys.readouterr().out.partition("other settings")
+    assert memory.startswith("memory settings") and "micro_batch_size=8" in memory
+    assert "recommended" in others and "OMP_WAIT_POLICY: " in others
     assert not (tmp_path / "results").exists()
 
 
