@@ -1,9 +1,9 @@
-"""`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`
+"""Check MLPerf logs with the official checker and with additional rules.
 
-The command prints the verdict of the official compliance checker on each log, and the findings of
-additional rules. A log with an error is NOT CLEAN. A warning is a violation of the written rules
-that the official tools accept: a log with warnings and no errors is ACCEPTED. A log without either
-is CLEAN, whether it has notes or not. Each finding names its line, rule and source.
+Each log gets the verdict of the official compliance checker, and the findings of additional rules.
+A log with an error is NOT CLEAN. A warning is a violation of the written rules that the official
+tools accept: a log with warnings and no errors is ACCEPTED. A log without either is CLEAN, whether
+it has notes or not. Each finding names its line, rule and source.
 
 Logs that this project wrote must also follow its conventions (submission/own_log.py). The log names
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
@@ -11,8 +11,8 @@ miniature is checked by the miniature's rules. With --ruleset, every log is chec
 ruleset. A folder stands for all result*.txt below it. Files named result_*.txt are a result set,
 and are also checked together (submission/result_set.py).
 
-Exit code: 0 no errors (with --werror: nor warnings), 20 errors, 2 wrong usage or no readable log,
-18 no official checker.
+Exit code 0 if no log has an error (with --werror: nor a warning), 20 if one has, 2 for wrong usage
+or no readable log, 18 without the official checker. Nothing is written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parser() -> Parser:
     """Return the argument parser of `check`."""
     parser = Parser(
         "check",
-        "Check MLPerf logs with the official checker and with additional rules.",
+        __doc__,
         ["check results/llama31_8b/*/result.txt", "check DIR --json"],
     )
     parser.add_argument(

@@ -1,16 +1,16 @@
-"""`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`
+"""Write the MLPerf system description of this machine.
 
-The command writes the system description of this machine to FILE. It has the keys that the official
-checker requires and those that the policy adds. If FILE exists, its values are kept: only empty
-ones are filled in, and --set replaces a value. An error is a value that makes an official tool fail
-or crash. A warning names a key without a value that the policy asks for and no tool tests.
+FILE is the only file that is written. It has the keys that the official checker requires and those
+that the policy adds. If FILE exists, its values are kept: only empty ones are filled in, and --set
+replaces a value. An error is a value that makes an official tool fail or crash. A warning names a
+key without a value that the policy asks for and no tool tests.
 
-Exit code: 0 no errors and the official checker passes (warnings are allowed), 20 otherwise, 2 wrong
-usage, 17 FILE cannot be written, 18 no official checker.
-Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc, "System
-description".
-Standard library only.
+Exit code 0 if there are no errors and the official checker passes (warnings are allowed), 20
+otherwise, 2 for wrong usage, 17 if FILE cannot be written, 18 without the official checker.
 """
+
+# Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc,
+# "System description".
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def parser() -> Parser:
     """Return the argument parser of `describe`."""
     parser = Parser(
         "describe",
-        "Write the MLPerf system description of this machine.",
+        __doc__,
         [
             "describe --out H200_1x8.json --submitter Us --set status=onprem",
             "describe --out H200_1x8.json --set cooling=air",

@@ -1,18 +1,22 @@
-"""`./run_and_time.sh package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`
+"""Make a submission from series of ten runs, and run the official tools on it.
 
-The command makes a submission from series of ten runs. It writes DIR/ORG with systems/,
-results/<system>/<benchmark>/result_0.txt .. result_9.txt, and
-benchmarks/<benchmark>/implementations/ with the code of the commit that ran, from git. The ten runs
-are consecutive attempts of the series. submission/series.py selects them, and the command prints
-its choice. Then it runs the package checker, the summarizer and the repo checker on DIR/ORG, and
-keeps their output in DIR.
+The ten runs are consecutive attempts of the series. submission/series.py selects them, and the
+command prints its choice. With --rehearse, the logs are invented (submission/rehearsal.py), and
+nobody can submit the result. --benchmark may then name a series of miniatures, whose seeds and
+outcomes are used.
 
-With --rehearse, the logs are invented (submission/rehearsal.py), and nobody can submit the result.
---benchmark may then name a series of miniatures, whose seeds and outcomes are used.
+Files written, below the directory of --out:
 
-Exit code: 0 all official tools reported success, 20 a tool did not, or something must not be
-submitted, 2 wrong usage, 17 DIR cannot be written, 18 no official tools. If the submission cannot
-be completed, DIR is not created. Standard library only.
+    ORG/systems/                                 the system description
+    ORG/results/<system>/<benchmark>/            result_0.txt to result_9.txt
+    ORG/benchmarks/<benchmark>/implementations/  the code of the commit that ran, from git
+    <tool>_<ruleset>.txt                         output of each official tool: package checker,
+                                                 summarizer, repo checker
+    verdict_<ruleset>.json                       their verdicts
+
+Exit code 0 if all official tools reported success; 20 if a tool did not, or something must not be
+submitted; 2 for wrong usage, 17 if the directory cannot be written, 18 without the official tools.
+If the submission cannot be completed, the directory is not created.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def parser() -> Parser:
     """Return the argument parser of `package`."""
     parser = PackageParser(
         "package",
-        "Make a submission from series of ten runs, and run the official tools on it.",
+        __doc__,
         [
             "package --benchmark llama31_8b=results --system H200_1x8.json --org Us --out tree",
             "package --rehearse --out rehearsal",

@@ -1,17 +1,17 @@
-"""`./run_and_time.sh report DIR`: an HTML page about a run, a series or all runs, DIR/report.html.
+"""Write an HTML page about a run, a series or all runs, or a comparison of runs.
 
-A page is one file that includes its charts (common/html/page.py). Its subject depends on DIR:
+The page is DIR/report.html, one file that includes its charts. Its subject depends on DIR:
 
-    a run directory                                  the run
-    LOGDIR/<benchmark> with a series                 the series (submission/series.py)
-    LOGDIR, or LOGDIR/<benchmark> of single runs     a list of all runs (submission/run_list.py)
+    a run directory                                the run
+    LOGDIR/<benchmark> with a series               the series
+    LOGDIR, or LOGDIR/<benchmark> of single runs   a list of all runs
 
 With --watch, the page is rewritten periodically until the runs in DIR have ended. If DIR does not
 exist yet, --watch waits for a run to start in it. `report A B` compares the runs A and B and writes
 A/compared_with_B.html. Nothing is written into any other directory.
 
-Exit code: 0 success, 2 the directory has no runs, 17 the page cannot be written, 18 mlperf-logging,
-jinja2, or the package of --export is missing.
+Exit code 0 on success, 2 if the directory has no runs, 17 if the page cannot be written, 18 without
+mlperf-logging, jinja2 or the package of --export.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parser() -> Parser:
     """Return the argument parser of `report`."""
     parser = Parser(
         "report",
-        "Write an HTML page about a run, a series or all runs, or a comparison of runs.",
+        __doc__,
         [
             "report results/llama31_8b",
             "report results --watch",

@@ -1,9 +1,9 @@
-"""`./run_and_time.sh runs [LOGDIR] [--json]`: list all runs of LOGDIR, the newest last.
+"""List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.
 
-How a run ended comes from the ledger, everything else from its log, events and config. The command
-writes nothing, so it can be used during runs.
+The newest run is the last one. How a run ended comes from the ledger, everything else from its log,
+events and config. Nothing is written, so the command can be used during runs.
 
-Exit code: 0 success, even if there are no runs; 2 wrong usage or no such directory.
+Exit code 0, even if there are no runs; 2 for wrong usage or no such directory.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def parser() -> Parser:
     """Return the argument parser of `runs`."""
     parser = Parser(
         "runs",
-        "List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.",
+        __doc__,
         ["runs", "runs results/llama31_8b", "runs --json"],
     )
     parser.add_argument(

@@ -1,14 +1,14 @@
-"""`./run_and_time.sh score DIR_OR_LOGS... [--against B] [--json]`: score a series of runs.
+"""Score a series of runs and test it against the reference convergence points.
 
 The logs may be those of any submitter for our benchmarks: LOGDIR/<benchmark> with its ledger, a
-folder of result_*.txt, or single logs. B is another directory, or words that name a published
-result (`--against "AMD MI300X 5.1"`). With --against, the first argument may also be such words.
+folder of result_*.txt, or single logs. RESULT is another directory, or words that name a published
+result (--against "AMD MI300X 5.1"). With --against, the first argument may also be such words.
 Without it, the best published result on the same GPUs is used. submission/series.py selects the ten
 runs that count. The RCP test uses the pruned points, as the official tools do.
 
-Exit code: 0 the series has a score, or is a miniature whose runs converged, all but one at most; 20
-the RCP test failed or the series is not valid, 2 wrong usage, 18 no mlperf-logging. Needs
-mlperf-logging and the standard library.
+Exit code 0 if the series has a score, or is a miniature of which all runs but one at most
+converged; 20 if the RCP test failed or the series is not valid, 2 for wrong usage, 18 without
+mlperf-logging. Nothing is written.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parser() -> Parser:
     """Return the argument parser of `score`."""
     parser = ScoreParser(
         "score",
-        "Score a series of runs and test it against the reference convergence points.",
+        __doc__,
         [
             "score results/llama31_8b",
             "score results/llama31_8b --json",

@@ -1,11 +1,13 @@
-"""`./run_and_time.sh series status [DIR]`: print the state of a series, during or after it.
+"""Print the state of a series of runs, during or after it.
 
-The command reads the ledger, the launcher's lock and the events of the attempts. It writes
-nothing, so it can be used from another shell at any time. On a file system without locks, only the
+The command reads the ledger, the launcher's lock and the events of the attempts. Nothing is
+written, so it can be used from another shell at any time. On a file system without locks, only the
 launcher's own machine can tell whether the launcher is alive.
 
-Exit code: 0 success, 2 no ledger or no such series. Standard library only.
+Exit code 0 on success, 2 for wrong usage, no ledger or no such series.
 """
+
+# Standard library only: the command needs no package.
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def parser() -> Parser:
     """Return the argument parser of `series`."""
     parser = Parser(
         "series",
-        "Print the state of a series of runs, during or after it.",
+        __doc__,
         ["series status", "series status results/llama31_8b", "series status --json"],
     )
     parser.add_argument("command", choices=("status",), help="the only subcommand")

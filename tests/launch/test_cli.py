@@ -1,6 +1,7 @@
 """Test the command line: typos, missing or misplaced arguments, and what a command receives."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -248,6 +249,25 @@ def test_every_command_has_help_with_its_own_name(name, benchmark, capsys):
         cli.read([*words, "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0 and f" {name}" in text and RUN in text
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "files"),
+    [
+        ("check", (20, 2, 18), ()),
+        ("score", (20, 2, 18), ()),
+        ("package", (20, 2, 17, 18), ("verdict_<ruleset>.json", "result_9.txt")),
+        ("describe", (20, 2, 17, 18), ("FILE",)),
+        ("runs", (2,), ()),
+        ("series", (2,), ()),
+        ("report", (2, 17, 18), ("report.html", "compared_with_B.html")),
+    ],
+)
+def test_the_help_has_exit_codes_and_written_files(name, codes, files):
+    text = " ".join(cli.parser_of(name, "").format_help().split())
+    assert all(file in text for file in files)
+    after = text.partition("Exit code 0")[2]
+    assert all(re.search(rf"\b{code}\b", after) for code in codes)
 
 
 @pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora", "open_llama"])
