@@ -294,7 +294,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
         for reason in refusal_reasons(ROOT, os.environ):
             inform(f"NOTE       {reason}: package will refuse these runs")
         if not options.tune and (advice := system_settings.advice()):
-            inform(f"NOTE       {advice}: see ./run_and_time.sh tuning check, or use --tune")
+            inform(f"NOTE       {advice}: {system_settings.remedy()}")
     if options.print:
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))
         return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.terminal import inform
-from system_tuning.__main__ import HELD
+from system_tuning.__main__ import HELD, sign_of_container
 from system_tuning.settings import SETTINGS
 
 HOLD = [sys.executable, "-m", "system_tuning", "hold"]
@@ -36,6 +36,13 @@ def advice(root: Path = Path("/")) -> str:
     """Name the settings that could be better, "" if there are none."""
     names = ", ".join(name for name, text in state(root).items() if text == BETTER)
     return f"{names} {BETTER} on this host (AMD's MLPerf settings)" if names else ""
+
+
+def remedy(root: Path = Path("/")) -> str:
+    """Say how to get the settings of `advice`: --tune and `tuning apply` refuse a container."""
+    if sign_of_container(root):
+        return "see ./run_and_time.sh tuning check, and apply them on the host of this container"
+    return "see ./run_and_time.sh tuning check, or use --tune"
 
 
 @contextlib.contextmanager

@@ -5,8 +5,11 @@
 that `apply` writes]. It is in /run, because a reboot empties /run and resets the settings as well.
 If `apply` runs several times, the journal keeps the oldest value of each path.
 
+The settings are those of the whole host. In a container, `apply` and `hold` therefore change them
+only with --in-container. `revert` is always allowed.
+
 Exit codes, as in the whole project: 0 success, 2 wrong usage, 17 the journal cannot be read or
-written, 18 a file does not have the wanted value.
+written, 18 a file does not have the wanted value, or the command is refused in a container.
 """
 
 from __future__ import annotations
@@ -60,6 +63,15 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     journal = root / JOURNAL_PATH
     if options.command == "check":
         return check(settings, root, options.json)
+    if options.command in ("apply", "hold") and not options.in_container:
+        container = sign_of_container(root)
+        if container and _files_to_change(settings, root):
+            _print_error(
+                f"{options.command} is refused in a container",
+                "run it on the host, or accept this with --in-container",
+                f"{container} shows a container, and the settings change for the whole host",
+            )
+            return NOT_DONE
     if options.command == "hold":
         _ignore_signals()
     try:
@@ -106,8 +118,28 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _print_error(what: str, do: str) -> None:
-    print(f"error: {what}\n  do:  {do}", file=sys.stderr)
+def sign_of_container(root: Path = Path("/")) -> str:
+    """Return what shows that this process is in a container: a file or variable. "" outside."""
+    for name in (".dockerenv", "run/.containerenv"):  # of Docker and of Podman
+        if (root / name).exists():
+            return f"/{name}"
+    # Of systemd-nspawn, LXC and Podman.
+    return "the variable container" if os.environ.get("container") else ""  # noqa: SIM112
+
+
+def _files_to_change(settings: Sequence[Setting], root: Path) -> list[File]:
+    """Return the files of the settings that do not have the wanted value."""
+    files = []
+    for setting in settings:
+        files += [file for file in setting.look(root) if file.now != file.want]
+    return files
+
+
+def _print_error(what: str, do: str, why: str = "") -> None:
+    print(f"error: {what}", file=sys.stderr)
+    if why:
+        print(f"  why: {why}", file=sys.stderr)
+    print(f"  do:  {do}", file=sys.stderr)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -150,6 +182,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="settings to check, apply or hold (default: all)",
     )
+    parser.add_argument(
+        "--in-container",
+        action="store_true",
+        help="apply or hold also in a container, where the settings change for the whole host",
+    )
 
 
 def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
@@ -182,9 +219,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
 
 def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Change]:
     """Save the old values in the journal, then write the new ones."""
-    files = []
-    for setting in settings:
-        files += [file for file in setting.look(root) if file.now != file.want]
+    files = _files_to_change(settings, root)
     entries = _read_journal(journal)
     for file in files:
         entries.setdefault(str(file.path), [file.now, file.want])

@@ -153,7 +153,7 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
         "host tuning",
         advice or f"{len(system_settings.state(root))} settings are as AMD sets them",
         "the values of `tuning apply`; effect not measured",
-        "see `tuning check`, or run with --tune",
+        system_settings.remedy(root),
         warn=bool(advice),
     )
 

@@ -32,6 +32,7 @@ FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
+    monkeypatch.delenv("container", raising=False)
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -72,6 +73,15 @@ def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host,
     monkeypatch.setattr(system_settings, "HOLD", ["no-such-program"])
     with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
         pytest.fail("the run started")
+
+
+def test_in_a_container_a_run_with_tune_ends_and_the_advice_does_not_name_tune(host, capfd):
+    assert "--tune" in system_settings.remedy(host)
+    (host / ".dockerenv").touch()
+    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
+        pytest.fail("the run started")
+    assert values(host) == ["1", "0"] and "refused in a container" in capfd.readouterr().err
+    assert "--tune" not in system_settings.remedy(host)
 
 
 def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_better(

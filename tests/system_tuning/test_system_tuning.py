@@ -5,6 +5,7 @@ Kills, other programs, no root.
 
 import errno
 import fcntl
+import io
 import json
 import os
 import random
@@ -86,6 +87,11 @@ def _kernel_moves_brackets(monkeypatch):
 
 def plain_choices(text: str) -> list[str]:
     return text.replace("[", "").replace("]", "").split()
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_a_container(monkeypatch):
+    monkeypatch.delenv("container", raising=False)
 
 
 @pytest.fixture(params=[host, xeon], ids=["epyc", "xeon"])
@@ -186,6 +192,35 @@ def test_a_bare_container_supports_nothing_and_does_not_fail(call, tmp_path):
     (tmp_path / "host" / "run").mkdir(parents=True)
     assert call(tmp_path / "host", "check")[1].count("not supported") == 6
     code, printed = call(tmp_path / "host", "apply")
+    assert code == 0 and "nothing to do" in printed
+
+
+@pytest.mark.parametrize("sign", ["/.dockerenv", "/run/.containerenv", "variable container"])
+@pytest.mark.parametrize("command", ["apply", "hold"])
+def test_a_container_changes_its_host_only_if_this_is_accepted(
+    call, epyc, monkeypatch, sign, command
+):
+    if sign.startswith("/"):
+        write(epyc, sign[1:], "")
+    else:
+        monkeypatch.setenv("container", "oci")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # `hold` ends at once
+    before = contents(epyc)
+    code, printed = call(epyc, command)
+    assert code == 18 and contents(epyc) == before and not (epyc / cli.JOURNAL_PATH).exists()
+    for words in (f"{command} is refused", f"  why: {'the ' * (sign[0] != '/')}{sign}", "  do:  "):
+        assert words in printed
+    assert "on the host" in printed and "--in-container" in printed
+    code, printed = call(epyc, command, "--in-container")
+    assert code == 0 and " -> " in printed
+    assert (contents(epyc) == before) == (command == "hold"), "hold puts the values back"
+    assert call(epyc, "revert")[0] == 0 and contents(epyc) == before
+
+
+def test_a_container_whose_host_has_all_values_is_not_refused(call, epyc):
+    assert call(epyc, "apply")[0] == 0
+    write(epyc, ".dockerenv", "")
+    code, printed = call(epyc, "apply")
     assert code == 0 and "nothing to do" in printed
 
 
