@@ -1,9 +1,9 @@
 """Make a submission from series of ten runs, and run the official tools on it.
 
-The ten runs are consecutive attempts of the series. submission/series.py selects them, and the
-command prints its choice. With --rehearse, the logs are invented (submission/rehearsal.py), and
-nobody can submit the result. --benchmark may then name a series of miniatures, whose seeds and
-outcomes are used.
+The ten runs are consecutive attempts of the series. The command selects them by the rules in
+docs/submission.md and prints its choice. With --rehearse, the logs are invented, and nobody can
+submit the result. --benchmark may then name a series of miniatures, whose seeds and outcomes are
+used.
 
 Files written, below the directory of --out:
 

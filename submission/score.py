@@ -3,8 +3,8 @@
 The logs may be those of any submitter for our benchmarks: LOGDIR/<benchmark> with its ledger, a
 folder of result_*.txt, or single logs. RESULT is another directory, or words that name a published
 result (--against "AMD MI300X 5.1"). With --against, the first argument may also be such words.
-Without it, the best published result on the same GPUs is used. submission/series.py selects the ten
-runs that count. The RCP test uses the pruned points, as the official tools do.
+Without it, the best published result on the same GPUs is used. Which ten runs count is in
+docs/submission.md. The RCP test uses the pruned points, as the official tools do.
 
 Exit code 0 if the series has a score, or is a miniature of which all runs but one at most
 converged; 20 if the RCP test failed or the series is not valid, 2 for wrong usage, 18 without

@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         if container and _files_to_change(settings, root):
             _print_error(
                 f"{options.command} is refused in a container",
-                "run it on the host, or accept this with --in-container",
                 f"{container} shows a container, and the settings change for the whole host",
+                "run it on the host, or accept this with --in-container",
             )
             return NOT_DONE
     if options.command == "hold":
@@ -78,13 +78,21 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         with _locked(journal):
             changes = _change(options.command, settings, root, journal)
     except BlockingIOError:
-        _print_error(f"{_holder(journal)} holds the settings", "wait until it ends, or stop it")
+        _print_error(
+            f"{_holder(journal)} holds the settings",
+            "only one process at a time may change them",
+            "wait until it ends, or stop it",
+        )
         return JOURNAL
     except PermissionError:
-        _print_error("only root can write these files", "run the same command with sudo")
+        _print_error(
+            "only root can change these settings",
+            f"this process runs as user {os.geteuid()}",
+            "run the same command with sudo",
+        )
         return NOT_DONE
     except (OSError, ValueError) as error:
-        _print_error(f"cannot use the journal {journal}: {error}", "repair it, then try again")
+        _print_error(f"cannot use the journal {journal}", str(error), "repair it, then try again")
         return JOURNAL
     reverted = all(change.status in ("put back", "unchanged") for change in changes)
     if options.command == "hold" and reverted:
@@ -96,7 +104,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         return DONE
     _print_error(
         "some files do not have the wanted value",
-        "see the lines above; in a container, run this on the host",
+        "the lines above name each file and its reason",
+        "remove the reasons, then try again; in a container, run this on the host",
     )
     return NOT_DONE
 
@@ -135,11 +144,8 @@ def _files_to_change(settings: Sequence[Setting], root: Path) -> list[File]:
     return files
 
 
-def _print_error(what: str, do: str, why: str = "") -> None:
-    print(f"error: {what}", file=sys.stderr)
-    if why:
-        print(f"  why: {why}", file=sys.stderr)
-    print(f"  do:  {do}", file=sys.stderr)
+def _print_error(what: str, why: str, do: str) -> None:
+    print(f"error: {what}\n  why: {why}\n  do:  {do}", file=sys.stderr)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

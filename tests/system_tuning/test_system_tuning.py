@@ -205,6 +205,8 @@ def test_a_container_changes_its_host_only_if_this_is_accepted(
     else:
         monkeypatch.setenv("container", "oci")
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # `hold` ends at once
+    # This process, and so each one that a later test starts, would ignore SIGINT.
+    monkeypatch.setattr(cli, "_ignore_signals", lambda: None)
     before = contents(epyc)
     code, printed = call(epyc, command)
     assert code == 18 and contents(epyc) == before and not (epyc / cli.JOURNAL_PATH).exists()

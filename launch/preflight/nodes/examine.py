@@ -72,7 +72,8 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
         raise PreflightError(
             f"not ready: {', '.join([*failing, *refused])}",
             "these nodes or network checks fail",
-            f"see {options.out}/nodes.html; repair the nodes, or run on those in passing_nodes.txt",
+            f"follow the advice above or in {options.out}/nodes.html, or run on the nodes in "
+            "passing_nodes.txt",
         )
 
 
