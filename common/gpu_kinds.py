@@ -37,6 +37,7 @@ class GpuKind:
     efficiency: float = 0.0  # share of the dense peak that a whole FP8 step reaches, for `plan`
     # Values of DESCRIPTION_KEYS, most of which no driver reports.
     description: tuple[str, ...] = ()
+    board_watts: int = 0  # power limit of the card, from its data sheet; 0: no source was found
 
     @property
     def interconnect(self) -> str:
@@ -74,6 +75,7 @@ KINDS = {
             memory_bytes=192 * GIB,
             peak_bf16_tflops=1307.4,
             peak_fp8_tflops=2614.9,
+            board_watts=750,
             efficiency=0.326,
             description=("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", *_MESH),
         ),
@@ -96,6 +98,7 @@ KINDS = {
             memory_bytes=256 * GIB,
             peak_bf16_tflops=1307.4,
             peak_fp8_tflops=2614.9,
+            board_watts=1000,
             efficiency=0.393,
             description=("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", *_MESH),
         ),
@@ -107,6 +110,7 @@ KINDS = {
             memory_bytes=288 * GIB,
             peak_bf16_tflops=2306.9,
             peak_fp8_tflops=4613.7,
+            board_watts=1000,
             efficiency=0.376,
             description=("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
         ),
@@ -118,6 +122,7 @@ KINDS = {
             memory_bytes=288 * GIB,
             peak_bf16_tflops=2516.6,
             peak_fp8_tflops=5033.2,
+            board_watts=1400,
             efficiency=0.420,
             description=("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
         ),
@@ -129,6 +134,7 @@ KINDS = {
             memory_bytes=80 * GIB,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
+            board_watts=700,
             efficiency=0.566,
             description=("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK_4),
         ),
@@ -140,6 +146,7 @@ KINDS = {
             memory_bytes=141 * GIB,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
+            board_watts=700,
             efficiency=0.566,
             description=("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK_4),
         ),
@@ -151,6 +158,7 @@ KINDS = {
             memory_bytes=180 * GIB,
             peak_bf16_tflops=2250.0,
             peak_fp8_tflops=4500.0,
+            board_watts=1000,
             efficiency=0.422,
             description=("NVIDIA B200 SXM", "180 GB", "HBM3e", "", *_NVLINK_5),
         ),
@@ -162,6 +170,7 @@ KINDS = {
             memory_bytes=185 * GIB,
             peak_bf16_tflops=2500.0,
             peak_fp8_tflops=5000.0,
+            board_watts=1200,
             efficiency=0.391,
             description=("NVIDIA GB200", "185 GB", "HBM3e", "", *_NVLINK_RACK),
         ),

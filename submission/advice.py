@@ -63,7 +63,7 @@ def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
     highest = max(map(max, clocks.values()))
     median_of_gpus = median(list(medians.values()))
     fastest = max(medians.values())
-    board_w = TABLE["board_w"].get(run.gpu, 0)
+    board_w = KINDS[run.gpu].board_watts if run.gpu in KINDS else 0
     for gpu, clock in medians.items():
         facts = {
             "gpu": gpu,

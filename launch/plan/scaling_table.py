@@ -18,17 +18,6 @@ from launch.plan.derive_config import overrides_of
 from launch.plan.tables import table
 
 DAY = 24 * 60  # minutes
-# Watts of a card at its limit, from data sheets, without host and network.
-BOARD_WATTS = {
-    "MI300X": 750,
-    "MI325X": 1000,
-    "MI350X": 1000,
-    "MI355X": 1400,
-    "H100": 700,
-    "H200": 700,
-    "B200": 1000,
-    "GB200": 1200,
-}
 
 # Columns of a benchmark.
 HEAD = [
@@ -204,7 +193,10 @@ def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str] = HEA
         cells = {"GPUs": str(gpus), "minutes": "does not fit", "days": "does not fit"}
         return [cells.get(name, "-") for name in head]
     config = point.config
-    watts = BOARD_WATTS.get(config.gpu)
+    kind = KINDS.get(config.gpu)
+    energy = "-"  # of the cards at their power limit, without host and network
+    if kind and kind.board_watts:
+        energy = f"{point.gpu_hours * kind.board_watts / 1e3:,.1f}"
     star = "" if point.measured else "*"
     cells = {
         "GPUs": str(gpus),
@@ -217,6 +209,6 @@ def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str] = HEA
         "minutes": f"{point.minutes:,.1f}",
         "days": f"{point.minutes / DAY:.3g}",
         "GPU-hours": f"{point.gpu_hours:,.1f}",
-        "kWh": "-" if watts is None else f"{point.gpu_hours * watts / 1e3:,.1f}",
+        "kWh": energy,
     }
     return [cells[name] for name in head]

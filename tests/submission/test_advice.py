@@ -17,7 +17,7 @@ from synthetic_run import (
 
 from common.paths import ROOT
 from submission import report
-from submission.advice import TABLE, advice, planned_speed
+from submission.advice import advice, planned_speed
 from submission.run import read_attempt
 
 pytestmark = pytest.mark.quick
@@ -193,9 +193,3 @@ def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, caps
 def test_a_run_that_left_nothing_gets_none(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     assert advice(read_attempt(tmp_path / "result.txt")) == []
-
-
-def test_the_boards_have_a_power(run):
-    from common.gpu_kinds import KINDS
-
-    assert set(TABLE["board_w"]) <= set(KINDS)
