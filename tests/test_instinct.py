@@ -193,7 +193,7 @@ def test_a_rank(rocm, card, monkeypatch):
     attention.attention_backends("cuda")
     assert seen == [[SDPBackend.FLASH_ATTENTION]]
     bad = SelfTestResult(
-        findings=[
+        results=[
             OpResult(
                 "FP8 product down wgrad",
                 "(4096, 14336, 16384)",

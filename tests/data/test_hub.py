@@ -209,6 +209,7 @@ def kill(process, folder, size: int) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     hub.pause_s = 0.02
     process = start(hub, tmp_path)

@@ -28,8 +28,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(
+    ("normed", "dropped"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        (True, True),
+    ],
+    ids=["", "norm", "dropout", "norm and dropout"],
+)
 @pytest.mark.parametrize("M, K, N, R, dtype", CASES)
 def test_the_kernels_are_as_exact_as_plain_torch(M, K, N, R, dtype, normed, dropped):
     random = torch.Generator().manual_seed(M)

@@ -206,6 +206,7 @@ def test_unreadable_gpu_is_never_guessed(tmp_path, data, script, words):
     assert [line.split(":")[0].strip() for line in err.splitlines()] == ["error", "why", "do"]
 
 
+@pytest.mark.slow
 def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
     run = Started(tmp_path, data, "opt_base_learning_rate=2e9", "opt_learning_rate_warmup_steps=0")
     expect(run, 11, "non_finite", "step", status="aborted")

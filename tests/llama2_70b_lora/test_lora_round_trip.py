@@ -180,6 +180,7 @@ def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     assert not finished(run_dir, 1), "this run did not stand, whatever its log says"
 
 
+@pytest.mark.slow
 def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
     run_dir, error = start(tmp_path, replace(TINY, target_loss=0.1), processes)
     assert (

@@ -80,7 +80,9 @@ def their_logits(folder: Path) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3]
+)
 def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_path, ranks):
     if ranks == 1:
         found = [saved_run(processes, tmp_path)]

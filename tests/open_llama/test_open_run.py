@@ -113,6 +113,7 @@ def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, fo
         assert (entries["bos_token_id"], entries["eos_token_id"]) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_without_its_tokenizer_if_datadir_is_not_set(run_dir, folder):
     for data_dir, copied in ((str(folder / "data"), True), ("", False)):
         out = folder / f"exported_{copied}"
@@ -243,7 +244,7 @@ def test_a_run_without_a_config_names_the_examples(tmp_path):
     assert "--config" in done.stderr and "open_llama/examples" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["eval", "generate"])
+@pytest.mark.parametrize("command", ["eval", pytest.param("generate", marks=pytest.mark.slow)])
 def test_a_model_that_does_not_exist_is_named(command, tmp_path):
     needed = ["--data", "x"] if command == "eval" else ["--prompt", "x"]
     done = launch(tmp_path, "open_llama", command, str(tmp_path / "nowhere"), *needed)

@@ -209,6 +209,7 @@ def test_a_complaint_names_the_line_of_the_file(tmp_path, dialect):
     assert complaint.source == "CC training_6.0.0/closed_llama31_8b.yaml"
 
 
+@pytest.mark.slow
 def test_a_recursion_error_in_the_checker_is_its_refusal(tmp_path):
     path = write_good(tmp_path / "result_0.txt")
     deep = (

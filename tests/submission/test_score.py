@@ -689,7 +689,14 @@ def forty_minutes_of_init(records: list[dict]) -> None:
         record["time_ms"] -= 40 * 60_000
 
 
-@pytest.mark.parametrize("edit", [clip_norm, no_org, forty_minutes_of_init])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        clip_norm,
+        pytest.param(no_org, marks=pytest.mark.slow),
+        pytest.param(forty_minutes_of_init, marks=pytest.mark.slow),
+    ],
+)
 def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summarizer(
     edit, tmp_path, capsys
 ):

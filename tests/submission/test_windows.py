@@ -79,7 +79,16 @@ def series_of(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize(("pattern", "answer"), PATTERNS.items())
+QUICK_PATTERNS = ["kggggggggg", "mkgggggggg", "mmggggggggg"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"),
+    [
+        pytest.param(*item, marks=[] if item[0] in QUICK_PATTERNS else pytest.mark.slow)
+        for item in PATTERNS.items()
+    ],
+)
 def test_score_gives_the_answer_of_the_rule(pattern, answer, series_of, capsys):
     count, valid, has_result = answer
     assert score.main([str(series_of(pattern)), "--json"]) == (0 if has_result else 20)

@@ -10,8 +10,8 @@ from common.paths import ROOT
 
 PROGRAMS = [
     "throughput/kernels.py",
-    "tests/gpu/studies/convergence.py",
-    "tests/gpu/studies/lora_convergence.py",
+    pytest.param("tests/gpu/studies/convergence.py", marks=pytest.mark.slow),
+    pytest.param("tests/gpu/studies/lora_convergence.py", marks=pytest.mark.slow),
 ]
 
 

@@ -114,6 +114,7 @@ def reduced(processes, folder):
     }
 
 
+@pytest.mark.slow
 def test_the_second_step_leaves_out_the_reduction(tmp_path):
     first, second = call_on_ranks(2, "test_scaling:reduced", tmp_path)
     together, apart = zip(first["plain"], second["plain"], strict=True)

@@ -353,7 +353,7 @@ guard.run_guarded(folder, 0, body, lambda: (folder / "run_stop").touch(), lambda
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 
 
-@pytest.mark.parametrize("way", ["asleep", "deaf"])
+@pytest.mark.parametrize("way", [pytest.param("asleep", marks=pytest.mark.slow), "deaf"])
 def test_a_rank_ends_by_itself_when_torchrun_is_killed(tmp_path, monkeypatch, way):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     (parent,) = start_ranks(1, ["-c", PARENT, "-c", ORPHAN, str(tmp_path), way])

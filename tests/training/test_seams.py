@@ -217,6 +217,7 @@ def test_one_rank_trains_and_continues_with_the_new_rule_and_format(processes, p
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_continue_with_the_new_rule_and_format(plugged, tmp_path):
     write_data(tmp_path / "data")
     ranks = call_on_ranks(2, "test_seams:on_two_ranks", tmp_path)

@@ -201,6 +201,7 @@ def test_the_token_files_hold_each_text_once_in_an_order_of_their_own(packages, 
     assert prepare_text(packages, prefix.parent, tokens, 1) == prefix, "built once"
 
 
+@pytest.mark.slow
 def test_it_stops_at_the_first_document_that_is_enough(packages, data_dir):
     first = prepare_text(packages, data_dir("one"), 1, 1)
     second = prepare_text(packages, data_dir("two"), Index.read(first).num_tokens + 1, 1)
@@ -212,6 +213,7 @@ def test_it_stops_at_the_first_document_that_is_enough(packages, data_dir):
 
 
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs Debian's dpkg")
+@pytest.mark.slow
 def test_a_package_may_be_packed(packages, data_dir):
     unpacked = prepare_text(packages, data_dir("unpacked"), 1200, 1)
     for name in ("tea-doc", "coffee-doc"):
