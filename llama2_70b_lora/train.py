@@ -110,7 +110,14 @@ def run_rank(run: Run, reports: Reports) -> None:
         )
         open_tokens = partial(open_data, config, rules, data_dir, seed, processes)
         save = partial(
-            save_adapter, run, reports, assembly.model, adapter_settings(rules), base, before
+            save_adapter,
+            run,
+            reports,
+            assembly.model,
+            adapter_settings(rules),
+            base,
+            before,
+            folder,
         )
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save)
 

@@ -133,7 +133,8 @@ def run_rank(run: Run, reports: Reports) -> None:
         def save() -> None:
             if base:
                 settings = adapter_settings(config)
-                save_adapter(run, reports, assembly.model, settings, base, before)
+                folder = in_repository(config.weights)
+                save_adapter(run, reports, assembly.model, settings, base, before, folder)
             elif run.rank == 0:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
                 folder = saved_model.save_model(

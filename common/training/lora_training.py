@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from common.benchmarks import Rules, rules_of
+from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import RunError
 from common.kernels.fp8 import fp8_dtypes
@@ -156,10 +156,12 @@ def save_adapter(
     adapters: AdapterSettings,
     base: FrozenBase,
     base_before: list[int],
+    base_folder: Path,
 ) -> None:
     """Save the adapters in the format of peft, after run_stop.
 
     `base_before`: `base_fingerprints` before training.
+    `base_folder`: folder of the base weights, which the saved adapters name.
 
     Raises RunError if the frozen base has changed since then.
     """
@@ -173,9 +175,6 @@ def save_adapter(
         )
     if run.rank == 0:
         reports.heartbeat.write(reports.step, "save")
-        rules = rules_of(run.benchmark, run.config)
-        weights = rules.frozen_weights_folder(run.config, run.data_dir, os.environ)
-        assert weights is not None
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
@@ -186,5 +185,5 @@ def save_adapter(
             adapters.rank,
             adapters.alpha,
             adapters.dropout,
-            weights,
+            base_folder,
         )
