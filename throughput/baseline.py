@@ -239,20 +239,13 @@ def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> 
 
     `page`: path of the page with all rows.
     """
-    if not any(verdict.verdict != NOT_MEASURED for verdict in verdicts):
+    if all(verdict.verdict == NOT_MEASURED for verdict in verdicts):
         return CheckFailed(
             f"no row in common with the baseline of {baseline.gpu}",
             "the options of this suite measure none of its rows",
             "measure more, without --quick or on more GPUs, or name another baseline",
         )
-    failing = []
-    for verdict in verdicts:
-        if verdict.verdict != FAIL:
-            continue
-        text = f"{verdict.name} failed ({verdict.value})"
-        if verdict.change is not None:
-            text = f"{verdict.name} has {verdict.column} {verdict.value} ({verdict.change:+.1%})"
-        failing.append(text)
+    failing = [_failing_row(verdict) for verdict in verdicts if verdict.verdict == FAIL]
     if not failing:
         return None
     count = "1 row is" if len(failing) == 1 else f"{len(failing)} rows are"
@@ -261,6 +254,13 @@ def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> 
         listed(failing),
         f"see the comparison in {page}; --tolerance accepts a larger difference",
     )
+
+
+def _failing_row(verdict: BaselineVerdict) -> str:
+    """Describe a row that fails, for an error."""
+    if verdict.change is None:
+        return f"{verdict.name} failed ({verdict.value})"
+    return f"{verdict.name} has {verdict.column} {verdict.value} ({verdict.change:+.1%})"
 
 
 def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: float) -> Section:
