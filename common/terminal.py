@@ -95,6 +95,11 @@ def data_size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return "1 error", "2 errors" and the like."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """Return a duration as text, such as "4m16" or "1h05" (hours and minutes)."""
     minutes, seconds = divmod(int(seconds), 60)

@@ -17,7 +17,7 @@ from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError, WeightsError
 from common.hardware import Probe, probe
 from common.paths import ROOT
-from common.terminal import print_stderr, shown
+from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
@@ -61,7 +61,7 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     address = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
-        nodes = "1 node" if count == 1 else f"{count} nodes"
+        nodes = plural(count, "node")
         what = f"the config is for {nodes}, but NODE_RANK is not set"
         if rank:
             what = f"NODE_RANK={rank}, but the config is for {nodes}"

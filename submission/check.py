@@ -30,13 +30,13 @@ from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records.mlperf_log import Log, read
+from common.terminal import plural
 from submission import official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
 from submission.examined_log import ExaminedLog, errors
 from submission.findings import ERROR, NOTE, Finding, findings_of
 from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.output import plural
 
 CLEAN = "CLEAN"
 ACCEPTED = "ACCEPTED"

@@ -1,4 +1,4 @@
-"""Output that several commands share: files, tables, numbers and plurals."""
+"""Output that several commands share: files, tables and numbers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,3 @@ def number(value: float | None, form: str) -> str:
 def signed(minutes: float) -> str:
     """Return `minutes` with a sign and three decimals."""
     return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
-
-
-def plural(count: int, noun: str) -> str:
-    """Return "1 error", "2 errors" and the like."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

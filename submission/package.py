@@ -34,11 +34,11 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
+from common.terminal import plural
 from launch.run_directory import git, refusal_reasons
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
 from submission.options import add_series_option, parse_pairs
-from submission.output import plural
 from submission.package_checks import (
     PackageRequest,
     check_description,

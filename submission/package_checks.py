@@ -14,12 +14,12 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
+from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
 from submission import check, describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL
-from submission.output import plural
 from submission.run import INTERVALS, LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
 

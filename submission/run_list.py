@@ -22,8 +22,9 @@ from common.paths import ROOT
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD, LOST, RUNNING, words
+from common.terminal import plural
 from common.terminal import table as table_lines
-from submission.output import number, plural
+from submission.output import number
 from submission.run import Run, read_attempt
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table

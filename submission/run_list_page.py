@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from common.html import page
 from common.html.page import Block, Link, Section
+from common.terminal import plural
 from submission import run_list
-from submission.output import plural
 from submission.run_list import HEADS, TEXT_COLUMNS, RunRow
 
 NO_PAGE = "A run without a link has no page yet; ./run_and_time.sh report DIR writes it."

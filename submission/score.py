@@ -29,6 +29,7 @@ from common.gpu_kinds import KINDS
 from common.records import published
 from common.records.published import Published
 from common.records.rcp import SUBMISSION_RUNS
+from common.terminal import plural
 from submission.comparison import (
     best_published,
     comparison,
@@ -42,7 +43,7 @@ from submission.comparison import (
 from submission.log_rules import REHEARSAL
 from submission.official_tools import RULESETS
 from submission.options import add_series_option
-from submission.output import number, plural, table
+from submission.output import number, table
 from submission.run import NOT_STARTED, Run
 from submission.series import (
     Series,

@@ -12,8 +12,8 @@ from common.html import page
 from common.html.page import Block, Curve, Link, Section, banner, points, table
 from common.records.rcp import SUBMISSION_RUNS
 from common.records.windows import good_runs_needed
+from common.terminal import plural
 from submission import run_page
-from submission.output import plural
 from submission.run import GOOD, Run
 from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
 from submission.score import score_lines

@@ -27,6 +27,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
+from common.terminal import plural
 from launch.plan import scaling, scaling_table
 from launch.plan.arrangements import Arrangement, arrangements
 from launch.plan.memory import fits, gib, largest, usable_bytes
@@ -340,7 +341,7 @@ def speed_lines(request: ModelRequest, chosen: Arrangement) -> list[str]:
         return [f"Speed: unknown, because the peak FLOP/s of {request.kind.name} is unknown."]
     speed = chosen.tokens_per_s_per_gpu
     total = speed * request.gpus
-    counted = f"{request.gpus} GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+    counted = plural(request.gpus, "GPU")
     text = [f"Speed: {speed:,.0f} tokens/s per GPU, {total:,.0f} on {counted}."]
     if request.train_tokens:
         seconds = request.train_tokens / total
@@ -470,8 +471,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
     return [
         f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
-        f"{tokens / options.seconds:,.1f} tokens/s on {gpus} GPU"
-        f"{'s' if gpus > 1 else ''} of {peak / 1e12:,.1f} TFLOP/s each",
+        f"{tokens / options.seconds:,.1f} tokens/s on {plural(gpus, 'GPU')}"
+        f" of {peak / 1e12:,.1f} TFLOP/s each",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
         *filter(None, [remark(results)]),
