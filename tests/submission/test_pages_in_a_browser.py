@@ -9,6 +9,8 @@ import synthetic_series
 from PIL import Image
 from synthetic_run import write_run
 
+from common.html import page as html
+from common.html.page import Curve
 from submission import report
 from throughput import report as throughput_report
 from throughput.tables import Section
@@ -227,6 +229,23 @@ def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
     assert page.evaluate(count) < whole / 2
     over.dblclick()
     assert page.evaluate(count) == whole
+
+
+def test_separate_points_fill_their_chart(opened, tmp_path):
+    points = [(2183.2, 135.8), (2295.2, 129.8), (2664.9, 135.8)]
+    curves = [
+        Curve("candidates", points[1:], scatter=True),
+        Curve("best", points[:1], 1, True, True),
+    ]
+    chart = html.chart("peak memory, GiB", "ms per step", curves)
+    path = tmp_path / "page.html"
+    path.write_text(html.render("tune", [("Time against memory", [chart])]))
+    page = opened(path, 1280, "light")
+    x = page.evaluate(
+        "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
+    )
+    assert 2100 < x[0] < 2183.2 and 2664.9 < x[1] < 2750
+    assert not any(map(str.isdigit, "".join(page.locator(".u-value").all_inner_texts())))
 
 
 def test_charts_of_one_section_stand_beside_each_other_where_there_is_room(opened, pages):

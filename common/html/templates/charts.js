@@ -28,23 +28,26 @@ function levels(spec) {
   }};
 }
 
-// The legend shows the last value of each curve, except while the mouse is over the chart.
-function lastValues() {
-  const last = values => values.findLastIndex(value => value != null);
+// The legend shows the last value of each curve, except while the mouse is over the chart. Separate points have no last one.
+function lastValues(spec) {
+  const last = values => separatePoints(spec) ? null : values.findLastIndex(value => value != null);
   const show = plot => plot.cursor.idx == null && plot.setLegend({idxs: plot.data.map(last)});
   return {hooks: {ready: show, setCursor: show}};
 }
 
-// From 0 in x, unless a range is selected; the target lies within y.
+const separatePoints = spec => spec.series.every(curve => curve.scatter);
+
+// Curves begin at 0 in x. Separate points fill the chart. In both, a range can be selected. The target lies within y.
 function ranges(spec) {
-  const end = Math.max(...spec.series.flatMap(curve => curve.data[0]));
+  const xs = spec.series.flatMap(curve => curve.data[0]);
+  const [start, end] = [Math.min(...xs), Math.max(...xs)];
   const last = Math.max(end, ...(spec.band || []).filter(x => x < 2 * end));
-  const first = Math.min(0, ...spec.series.map(curve => curve.data[0][0]));
+  const whole = separatePoints(spec) ? uPlot.rangeNum(start, end, 0.08, false) : [Math.min(0, start), last * 1.02 || 1];
   const y = (plot, low, high) => {
     const all = [low, high, spec.target].filter(value => value != null);
     return uPlot.rangeNum(Math.min(...all), Math.max(...all), 0.08, false);
   };
-  return {x: {time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? [first, last * 1.02 || 1] : [low, high]}, y: {range: y}};
+  return {x: {time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? whole : [low, high]}, y: {range: y}};
 }
 
 function draw(figure) {
@@ -62,7 +65,7 @@ function draw(figure) {
   const room = (plot, values) => 14 + 7 * Math.max(...(values || [""]).map(text => text.length));
   const plot = figure.plot = new uPlot({
     ...size(), series: [{label: spec.x, value: (plot, value) => short(value)}, ...series], scales: ranges(spec),
-    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues()],
+    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues(spec)],
     cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
   }, uPlot.join(spec.series.map(curve => curve.data)), figure);
   new ResizeObserver(() => figure.clientWidth === plot.width || plot.setSize(size())).observe(figure);
