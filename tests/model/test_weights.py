@@ -16,7 +16,7 @@ from tiny import LORA, lora_config
 
 from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
-from common.model import checkpoint_loader, checkpoint_names, checkpoint_reader
+from common.model import checkpoint_loader, checkpoint_names, checkpoint_reader, initialization
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import rope_scaling_of, tensor_shapes
 from common.model.checkpoint_reader import open_checkpoint
@@ -48,6 +48,14 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_the_largest_tensors_are_drawn_first(monkeypatch):
+    monkeypatch.setattr(initialization, "thread_count", lambda: 1)
+    sizes = []
+    model = fused_llama(SHAPE, 16)
+    init_weights(model, 2, 5, 0.5, lambda parameter, full: sizes.append(full.numel()))
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
 
 
 @pytest.fixture(scope="module")
