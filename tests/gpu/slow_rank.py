@@ -102,6 +102,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--late", type=float, default=6.0, help="percent of a block's time")
     options = parser.parse_args()
+    if options.at < COMPARISONS * LOG_EVERY_STEPS:
+        parser.error(
+            f"--at must be at least {COMPARISONS * LOG_EVERY_STEPS}, for {COMPARISONS} comparisons"
+        )
     world_size = int(os.environ["WORLD_SIZE"])
     cpu = options.device == "cpu"
     name = "CPU_1x1" if cpu else f"H200_1x{world_size}"
