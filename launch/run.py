@@ -221,7 +221,7 @@ def judge(
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
         error = ending.hang
-        failed_rank = ending.culprit or {}
+        failed_rank = ending.failed_rank or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
         name = signal.Signals(-ending.returncode).name
         error = RankLost(

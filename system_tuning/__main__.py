@@ -129,11 +129,14 @@ def _ignore_signals() -> None:
 
 def sign_of_container(root: Path = Path("/")) -> str:
     """Return what shows that this process is in a container: a file or variable. "" outside."""
-    for name in (".dockerenv", "run/.containerenv"):  # of Docker and of Podman
+    for name in (".dockerenv", "run/.containerenv", ".singularity.d"):  # Docker, Podman, Apptainer
         if (root / name).exists():
             return f"/{name}"
-    # Of systemd-nspawn, LXC and Podman.
-    return "the variable container" if os.environ.get("container") else ""  # noqa: SIM112
+    # The first of systemd-nspawn, LXC and Podman; the second of every Kubernetes pod.
+    for variable in ("container", "KUBERNETES_SERVICE_HOST"):
+        if os.environ.get(variable):
+            return f"the variable {variable}"
+    return ""
 
 
 def _files_to_change(settings: Sequence[Setting], root: Path) -> list[File]:

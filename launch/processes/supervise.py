@@ -40,7 +40,7 @@ class Ending:
     returncode: int
     signal_number: int = 0  # signal that the launcher received
     hang: Hang | None = None
-    culprit: dict | None = None  # the last heartbeat of the rank that `hang` names
+    failed_rank: dict | None = None  # the last heartbeat of the rank that `hang` names
     stopped: bool = False  # because `stop` returned True
 
 
@@ -92,9 +92,9 @@ class HangWatch:
         return self.clock() - self.last_change > limit_s
 
     def explain(self) -> tuple[Hang, dict]:
-        """Return the error, and the last heartbeat of the culprit: the rank the others wait for.
+        """Return the error, and the last heartbeat of the failed rank: the one the others wait for.
 
-        The culprit is the first of these that exists:
+        The failed rank is the first of these that exists:
 
         - a rank that never reported
         - a rank that wrote no stack after `ask_for_stacks`: it is stopped, or blocked in the kernel
@@ -103,24 +103,24 @@ class HangWatch:
         silent_s = self.clock() - self.last_change
         unheard = [rank for rank in self.ranks if rank not in self.beats]
         if unheard:
-            culprit = {"rank": unheard[0], "step": 0}
+            failed_rank = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
-            culprit = min(self.beats.values(), key=self._order_of_suspicion)
+            failed_rank = min(self.beats.values(), key=self._order_of_suspicion)
             why = (
-                f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in "
-                f"{culprit['phase']!r}"
+                f"rank {failed_rank['rank']} stopped reporting, at step {failed_rank['step']} in "
+                f"{failed_rank['phase']!r}"
             )
         error = Hang(
-            f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the "
+            f"no rank made progress for {silent_s:.0f} s: rank {failed_rank['rank']} holds up the "
             "others",
             why,
             "see the stack of every rank in ranks/rank_*.stack, then start again",
         )
-        return error, culprit
+        return error, failed_rank
 
     def _order_of_suspicion(self, beat: dict) -> tuple[bool, int, float]:
-        """Return a sort key of heartbeats that puts the culprit first.
+        """Return a sort key of heartbeats that puts the failed rank first.
 
         Ranks that wait for each other in the same step report in any order, so time comes last.
         """
@@ -178,10 +178,10 @@ def supervise(
                     if watch:
                         watch.ask_for_stacks()
                     hang = None
-                    culprit = None
+                    failed_rank = None
                     if watch and not stopped:
-                        hang, culprit = watch.explain()
-                    return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
+                        hang, failed_rank = watch.explain()
+                    return Ending(-signal.SIGKILL, hang=hang, failed_rank=failed_rank, stopped=stopped)
             if received:
                 _stop(process, received)
             return Ending(process.poll() or 0, received[0] if received else 0)

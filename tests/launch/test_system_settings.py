@@ -32,7 +32,8 @@ FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    monkeypatch.delenv("container", raising=False)
+    for variable in ("container", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(variable, raising=False)
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")

@@ -91,7 +91,8 @@ def plain_choices(text: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _outside_of_a_container(monkeypatch):
-    monkeypatch.delenv("container", raising=False)
+    for variable in ("container", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture(params=[host, xeon], ids=["epyc", "xeon"])
@@ -195,7 +196,16 @@ def test_a_bare_container_supports_nothing_and_does_not_fail(call, tmp_path):
     assert code == 0 and "nothing to do" in printed
 
 
-@pytest.mark.parametrize("sign", ["/.dockerenv", "/run/.containerenv", "variable container"])
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "/.dockerenv",
+        "/run/.containerenv",
+        "/.singularity.d",
+        "variable container",
+        "variable KUBERNETES_SERVICE_HOST",
+    ],
+)
 @pytest.mark.parametrize("command", ["apply", "hold"])
 def test_a_container_changes_its_host_only_if_this_is_accepted(
     call, epyc, monkeypatch, sign, command
@@ -203,7 +213,7 @@ def test_a_container_changes_its_host_only_if_this_is_accepted(
     if sign.startswith("/"):
         write(epyc, sign[1:], "")
     else:
-        monkeypatch.setenv("container", "oci")
+        monkeypatch.setenv(sign.split()[1], "oci")
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # `hold` ends at once
     # This process, and so each one that a later test starts, would ignore SIGINT.
     monkeypatch.setattr(cli, "_ignore_signals", lambda: None)

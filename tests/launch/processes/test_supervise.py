@@ -91,7 +91,7 @@ def test_the_rank_furthest_behind_is_named(tmp_path):
         tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3
     )
     assert ending.hang and ending.hang.exit_code == 13
-    assert ending.culprit["rank"] == 1 and "step 2" in ending.hang.why
+    assert ending.failed_rank["rank"] == 1 and "step 2" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
     assert not alive(tmp_path)
 
@@ -106,7 +106,7 @@ def test_of_ranks_at_one_step_the_one_that_gives_no_stack_holds_up_the_others(tm
     ending = start(
         tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3
     )
-    assert ending.hang and ending.culprit["rank"] == 1, "rank 0 reported earlier, but it answers"
+    assert ending.hang and ending.failed_rank["rank"] == 1, "rank 0 reported earlier, but it answers"
 
 
 def test_hang_limits(tmp_path):
