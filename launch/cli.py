@@ -30,6 +30,7 @@ from common.command_line import (
     reflow,
 )
 from common.errors import ConfigError
+from common.hardware import config_names
 from common.paths import ROOT
 from launch.environment import ALL, CLI, LOGS
 from launch.run_directory import git
@@ -242,8 +243,9 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         asks_for_help = not second and {"-h", "--help"} & {*rest}
         if not asks_for_help:
             raise _missing_benchmark(name, second, known)
-        # Help without a benchmark: show that of the last benchmark that has the command.
-        benchmark = next(each for each in reversed(known) if has_command(each, name))
+        # Help without a benchmark: show that of the last one with configs that has the command.
+        having = [each for each in known if has_command(each, name)]
+        benchmark = max(reversed(having), key=lambda each: bool(config_names(ROOT, each)))
     if benchmark and second:  # both the first and the second word were read
         rest = rest[1:]
     return benchmark, name, rest

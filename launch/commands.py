@@ -97,11 +97,11 @@ def parser(name: str, benchmark: str) -> Parser:
     which.add_argument(
         "--miniature",
         action="store_true",
-        help="train the toy model, on one GPU of any kind or on the CPU"
+        help="use the toy model, on one GPU of any kind or on the CPU"
         if shipped
         else argparse.SUPPRESS,  # only a benchmark with configs has one
     )
-    note = "; such a run cannot be submitted" if shipped else ""
+    note = "; such a run cannot be submitted" if name == "run" and shipped else ""
     add_set_option(parser, config_keys(benchmark), note)
     parser.add_argument(
         "--device",

@@ -132,6 +132,13 @@ def test_what_reaches_the_module(line, words):
     assert cli.read(line.split())[1] == ["-m", *words.split()]
 
 
+@pytest.mark.parametrize("name", ["run", "bench", "profile", "tune"])
+def test_help_without_a_benchmark_is_that_of_one_with_configs(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.read([name, "--help"])
+    assert "llama31_8b" in (printed := capsys.readouterr().out) and "--miniature" in printed
+
+
 @pytest.mark.parametrize(
     ("line", "suggestion"),
     [
