@@ -152,7 +152,7 @@ class CheckFailed(RunError):
 
 
 class Interrupted(RunError):
-    """An interruption of this process by SIGINT or SIGTERM."""
+    """An interruption of this process by SIGHUP, SIGINT or SIGTERM."""
 
     kind = "interrupted"
 

@@ -362,9 +362,9 @@ def _download(log: str, count: int) -> tuple[str, int, int]:
 
 
 def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
-    """Install FlashAttention-4 in the project's .venv, once, if this machine has Hopper GPUs.
+    """Install FlashAttention-4 and QuACK in .venv, once, if this machine has Hopper GPUs.
 
-    A failure is printed as a note and raises nothing, because a run works without the package. Only
+    A failure is printed as a note and raises nothing, because a run works without them. Only
     a signal raises Interrupted. Nothing is done if the driver does not support CUDA 13, if the
     package index does not answer, or for a Python outside .venv.
     """
@@ -378,15 +378,19 @@ def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     if not answers_at(os.environ.get("PIP_INDEX_URL") or INDEX):
         return
     log_path = folder / "pip-hopper.log"
-    inform(f"installing FlashAttention-4 in {shown(folder)} (once; see {shown(log_path)})")
+    inform(
+        f"installing FlashAttention-4 and QuACK in {shown(folder)} (once; see {shown(log_path)})"
+    )
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             if _run_pip(folder, lock, log_path, []):
-                inform(f"NOTE       FlashAttention-4 was not installed; see {shown(log_path)}")
+                inform(
+                    f"NOTE       FlashAttention-4 and QuACK were not installed; see {shown(log_path)}"
+                )
                 return
             stamp.write_text(f"{digest} {NO_TORCH} {platform.machine()}")
     except OSError as error:
-        inform(f"NOTE       FlashAttention-4 was not installed: {error}")
+        inform(f"NOTE       FlashAttention-4 and QuACK were not installed: {error}")
 
 
 def _cpu_source(torch: str) -> list[str]:
