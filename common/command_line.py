@@ -217,7 +217,8 @@ def add_command(
 
     `text`: its help, also in the list of commands. `work`: attribute of its parsed arguments.
     """
-    command = commands.add_parser(name, parents=parents, help=text, description=text)
+    sentence = f"{text[0].upper()}{text[1:]}."
+    command = commands.add_parser(name, parents=parents, help=text, description=sentence)
     command.set_defaults(work=work)
     return command
 

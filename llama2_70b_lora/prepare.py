@@ -168,7 +168,7 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
         "--npy-dir", type=Path, required=True, help="directory of train.npy and validation.npy"
     )
     files = add_command(commands, "verify", "check data and weights", verify, data, weights, small)
-    files.add_argument("--manifest", type=Path, help="manifest written by write-manifest")
+    files.add_argument("--manifest", type=Path, help="manifest written by `prepare write-manifest`")
     files.add_argument("--full", action="store_true", help="also read every byte of the weights")
     hashes = add_command(
         commands,
