@@ -378,19 +378,16 @@ def add_hopper_packages(python: Path, root: Path, folder: Path) -> None:
     if not answers_at(os.environ.get("PIP_INDEX_URL") or INDEX):
         return
     log_path = folder / "pip-hopper.log"
-    inform(
-        f"installing FlashAttention-4 and QuACK in {shown(folder)} (once; see {shown(log_path)})"
-    )
+    what = "FlashAttention-4 and QuACK"
+    inform(f"installing {what} in {shown(folder)} (once; see {shown(log_path)})")
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             if _run_pip(folder, lock, log_path, []):
-                inform(
-                    f"NOTE       FlashAttention-4 and QuACK were not installed; see {shown(log_path)}"
-                )
+                inform(f"NOTE       {what} were not installed; see {shown(log_path)}")
                 return
             stamp.write_text(f"{digest} {NO_TORCH} {platform.machine()}")
     except OSError as error:
-        inform(f"NOTE       FlashAttention-4 and QuACK were not installed: {error}")
+        inform(f"NOTE       {what} were not installed: {error}")
 
 
 def _cpu_source(torch: str) -> list[str]:

@@ -181,7 +181,9 @@ def supervise(
                     failed_rank = None
                     if watch and not stopped:
                         hang, failed_rank = watch.explain()
-                    return Ending(-signal.SIGKILL, hang=hang, failed_rank=failed_rank, stopped=stopped)
+                    return Ending(
+                        -signal.SIGKILL, hang=hang, failed_rank=failed_rank, stopped=stopped
+                    )
             if received:
                 _stop(process, received)
             return Ending(process.poll() or 0, received[0] if received else 0)

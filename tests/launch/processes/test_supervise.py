@@ -106,7 +106,9 @@ def test_of_ranks_at_one_step_the_one_that_gives_no_stack_holds_up_the_others(tm
     ending = start(
         tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3
     )
-    assert ending.hang and ending.failed_rank["rank"] == 1, "rank 0 reported earlier, but it answers"
+    assert ending.hang and ending.failed_rank["rank"] == 1, (
+        "rank 0 reported earlier, but it answers"
+    )
 
 
 def test_hang_limits(tmp_path):
