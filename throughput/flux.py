@@ -17,8 +17,7 @@ import torch
 from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
-from throughput import options as shared_options
-from throughput import ranks
+from throughput import ranks, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory

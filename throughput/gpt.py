@@ -16,7 +16,7 @@ from common.command_line import complete
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from launch.plan.memory import largest
-from throughput import options as shared_options
+from throughput import shared_options
 from throughput.gpt_model import (
     SIZES,
     STAND_INS,

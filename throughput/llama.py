@@ -38,8 +38,7 @@ from launch.select_config import Selection, describe
 from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
-from throughput import machine
-from throughput import options as shared_options
+from throughput import machine, shared_options
 from throughput.memory import require_host_memory
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow

@@ -23,8 +23,7 @@ from common.command_line import complete, count
 from common.errors import Interrupted, OutOfMemory, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
-from throughput import links, ranks
-from throughput import options as shared_options
+from throughput import links, ranks, shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest

@@ -22,8 +22,7 @@ from common.errors import ConfigError, Interrupted, RunError
 from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
-from throughput import baseline, report, result
-from throughput import options as shared_options
+from throughput import baseline, report, result, shared_options
 from throughput.machine import kind_of
 from throughput.tables import Section, Table
 
@@ -74,13 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure fewer models and batches (ten minutes on one H200, two on a CPU)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
-    )
     shared_options.add(
         parser,
+        "device",
         gpus={
             "default": None,
             "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all GPUs)",
