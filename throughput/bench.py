@@ -32,6 +32,7 @@ from common import engines
 from common.benchmarks import config_class, require_layers, rules_of, trainer_of
 from common.command_line import count
 from common.config import RunConfig
+from common.gpu_kinds import GIB
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
@@ -167,7 +168,7 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
     if processes.rank == 0:
         print(
             f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, "
-            f"{saved / 2**30:.1f} GiB in total",
+            f"{saved / GIB:.1f} GiB in total",
             flush=True,
         )
 
@@ -322,7 +323,7 @@ def bench_line(
         free, total = torch.cuda.mem_get_info(processes.device)
         used = (
             f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, "
-            f"{(total - free) / 2**30:.1f} GiB of the GPU in use"
+            f"{(total - free) / GIB:.1f} GiB of the GPU in use"
         )
     layers = model.shape.num_layers
     batch = f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.gpu_kinds import GIB
 from common.kernels import accumulate, adamw, cross_entropy, qk_norm, rms_norm, rope, swiglu
 from common.kernels.quantize import quantize_triton
 from common.model.families import shape_of
@@ -29,7 +30,6 @@ FP32 = 4
 BF16 = 2
 FP8 = 1
 SEQUENCE = 8192  # tokens per sequence
-GIB = 1 << 30
 GPU = torch.device("cuda")
 SECONDS = 0.02  # time to measure for each kernel
 # Name, launch, and the bytes that the kernel must move if each value is read or written once.

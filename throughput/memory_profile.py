@@ -19,12 +19,13 @@ from torch import Tensor
 
 from common import benchmarks
 from common.errors import StorageError
+from common.gpu_kinds import GIB
 from common.html import page
 from common.html.page import Block, Section
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.report import date, write_text
+from throughput.report import date, date_and_time, write_text
 
 SNAPSHOT = "snapshot.pickle"
 SUMMARY = "memory.json"
@@ -42,7 +43,6 @@ ALLOCATED = {"alloc": 1, "free_completed": -1}
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 LARGEST = 40  # number of places in the files
 PRINTED = 12  # number of places on the terminal
-GIB = 2**30
 
 
 class Piece(NamedTuple):
@@ -322,7 +322,7 @@ def _tiles(profile: dict) -> list[tuple[str, str]]:
 
 def _run_facts(profile: dict) -> list[tuple[str, str]]:
     return [
-        ("Date", date(profile, "%Y-%m-%d %H:%M UTC")),
+        ("Date", date_and_time(profile)),
         ("Command", profile["command"]),
         ("Machine", profile["device"]),
         ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),

@@ -14,7 +14,7 @@ from typing import Any
 from throughput import report
 from throughput.tables import Section
 
-NAME = "profile.json"
+PROFILE = "profile.json"
 MAX_NAME = 90  # characters of a kernel's name, which may contain its template arguments
 MAX_TILE = 48  # characters of a kernel's name in the headline
 NEGLIGIBLE_MS = 0.0005  # smaller changes are not listed
@@ -53,7 +53,7 @@ class Change:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of profile.json. Raises DataError if it cannot be compared."""
-    path = folder / NAME
+    path = folder / PROFILE
 
     def parse(profile: dict[str, Any]) -> dict[str, Any]:
         for key in ("window_ms", "classes", "kernels", "device", "started"):
@@ -123,8 +123,7 @@ def _runs(before: dict[str, Any], after: dict[str, Any]) -> Section:
         "tokens_per_step_per_rank": "Tokens per step and rank",
         "torch": "torch",
     }
-    form = "%Y-%m-%d %H:%M UTC"
-    rows = [("Date", report.date(before, form), report.date(after, form))]
+    rows = [("Date", report.date_and_time(before), report.date_and_time(after))]
     for key, name in names.items():
         rows.append((name, str(before.get(key, "-")), str(after.get(key, "-"))))
     notes = []

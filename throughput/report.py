@@ -65,9 +65,14 @@ def machine_name(data: dict[str, Any]) -> str:
     return "CPU" if data.get("device") == "cpu" else data["machine"].get("gpu", "unknown GPU")
 
 
-def date(data: dict[str, Any], format: str = "%Y-%m-%d") -> str:
-    """Return the date on which a measurement started, in UTC. `format`: as for time.strftime."""
-    return time.strftime(format, time.gmtime(data["started"]))
+def date(data: dict[str, Any]) -> str:
+    """Return the date on which a measurement started, in UTC, such as 2026-11-26."""
+    return time.strftime("%Y-%m-%d", time.gmtime(data["started"]))
+
+
+def date_and_time(data: dict[str, Any]) -> str:
+    """Return when a measurement started, in UTC, such as 2026-11-26 14:03 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(data["started"]))
 
 
 def gpu_kind(data: dict[str, Any]) -> str:
@@ -118,7 +123,7 @@ def facts_of(data: dict[str, Any]) -> dict[str, str]:
     """Return date, command, machine and versions of a result, name -> text."""
     known: dict[str, Any] = {}
     if "started" in data:
-        known["started"] = date(data, "%Y-%m-%d %H:%M UTC")
+        known["started"] = date_and_time(data)
     known |= {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
     if data.get("status") != "finished":
         known["status"] = "the measurement did not finish: rows may be missing"
