@@ -174,7 +174,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
         error = f"out of memory: weights and optimizer state alone need {used}"
         result.add(row | {"error": error})
         return False
-    measured = run_ranks(request, gpus)
+    measured = run_request(request, gpus)
     if not request.batch:
         add_batches(row, measured.get("tried", ()), result)
     batch = measured.get("batch") or request.batch or 1
@@ -188,7 +188,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
         if request.batch or batch == 1:
             return True
         batch -= 1
-        measured = run_ranks(replace(request, batch=batch), gpus)
+        measured = run_request(replace(request, batch=batch), gpus)
     result.add(row | {"batch": batch} | rates(request, measured, result), measured["times_ms"])
     return True
 
@@ -299,7 +299,7 @@ def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dic
     }
 
 
-def run_ranks(request: FluxRequest, gpus: int) -> dict[str, Any]:
+def run_request(request: FluxRequest, gpus: int) -> dict[str, Any]:
     """Run throughput/flux_rank.py on `gpus` GPUs (or CPU processes) and return its measurements.
 
     They lack `times_ms` if memory ran out, and are {} if it ran out in the first attempt. Raises
