@@ -8,7 +8,6 @@ made from the snapshot in memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +24,8 @@ from common.html.page import Block, Section
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.report import date, date_and_time, write_text
+from throughput.files import write_json, write_text
+from throughput.report import date, date_and_time
 
 SNAPSHOT = "snapshot.pickle"
 SUMMARY = "memory.json"
@@ -266,7 +266,7 @@ def write(folder: Path, history: History, profile: dict) -> str:
 
     Raises StorageError.
     """
-    write_text(folder / SUMMARY, json.dumps(profile, indent=1) + "\n")
+    write_json(folder / SUMMARY, profile)
     config = f"{profile['benchmark']} {profile['config']}"
     title = f"memory · {config} · {profile['device']} · {date(profile)}"
     write_text(folder / PAGE, page.render(title, _page_sections(history, profile)))

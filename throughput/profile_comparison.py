@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from throughput import report
+from throughput.files import read_json
 from throughput.tables import Section
 
 PROFILE = "profile.json"
@@ -60,7 +61,7 @@ def read(folder: Path) -> dict[str, Any]:
             profile[key]  # raises KeyError if it is missing
         return profile
 
-    return report.read_json(
+    return read_json(
         path,
         parse,
         f"{path} cannot be compared",

@@ -23,6 +23,7 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
 from throughput import report, trace
+from throughput.files import write_json
 from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, Row, breakdown
 from throughput.profile_comparison import PROFILE
 from throughput.tables import Drawing, Plot, Section
@@ -107,7 +108,7 @@ def summarize(
         events, start_ns, end_ns, steps = trace.timeline(json.load(file), roles)
     profile = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
     profile |= {"clock_ms": clock_ms, "bench_ms": bench_ms}
-    report.write_text(folder / PROFILE, json.dumps(profile, indent=1) + "\n")
+    write_json(folder / PROFILE, profile)
     report.write(folder, title(profile), sections(profile))
     return text(profile)
 

@@ -21,7 +21,8 @@ from common.errors import ConfigError, Interrupted
 from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
-from throughput import baseline, report, result, shared_options, suite_page
+from throughput import baseline, result, shared_options, suite_page
+from throughput.files import read_json, write_json
 from throughput.machine import kind_of
 from throughput.tables import Section, Table
 
@@ -157,7 +158,7 @@ def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
         left = time_left(ended, asked["quick"])
         print(f"suite: part {number} of {len(parts)}, {part.name}{left}", flush=True)
         ended[part.name] = run(part, folder, asked)
-        result.write_json(folder / NAME, asked | {"parts": ended})
+        write_json(folder / NAME, asked | {"parts": ended})
     return {part.name: ended[part.name] for part in parts}
 
 
@@ -202,14 +203,14 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     path = folder / NAME
     if not path.is_file():
         result.claim(folder)
-        result.write_json(path, asked | {"parts": {}})
+        write_json(path, asked | {"parts": {}})
         return {}
 
     def parse(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict]]:
         parts = dict(data.pop("parts"))
         return data, parts
 
-    before, ended = report.read_json(
+    before, ended = read_json(
         path, parse, f"{path} cannot be read", "name a new directory with --out"
     )
     if before != asked:
