@@ -25,7 +25,7 @@ from common.training.metrics import Meter
 from launch.plan.memory import memory_peak
 from launch.plan.workload import benchmark_workload
 from launch.run_directory import git
-from throughput import memory_profile, profiling
+from throughput import memory_profile, time_profile
 
 
 def profiled(
@@ -48,10 +48,10 @@ def profiled(
     facts = facts_of(config, args, model, processes, meter)
     if args.of == "memory":
         return memory_profiled(config, args, assembly, processes, facts, step)
-    clock_ms = profiling.record(step, args.steps, args.profile, processes)
+    clock_ms = time_profile.record(step, args.steps, args.profile, processes)
     bench_ms = statistics.mean(meter.step_times_ms)
     tokens = config.micro_batch_size * model.max_sequence_length
-    return partial(profiling.summarize, args.profile, model, tokens, facts, clock_ms, bench_ms)
+    return partial(time_profile.summarize, args.profile, model, tokens, facts, clock_ms, bench_ms)
 
 
 def memory_profiled(

@@ -24,7 +24,7 @@ from common.sharding.processes import Processes
 from common.training.metrics import StepClock
 from throughput import report, trace
 from throughput.files import write_json
-from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, Row, breakdown
+from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
 from throughput.profile_comparison import PROFILE
 from throughput.tables import Drawing, Plot, Section
 
@@ -113,14 +113,14 @@ def summarize(
     return text(profile)
 
 
-def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
+def document(rows: dict[str, list[ProfileRow]], window_ns: int, steps: int, facts: dict) -> dict:
     """Return the content of profile.json.
 
     Times are milliseconds per step, unless the key names another unit. The classes sum to
     window_ms.
     """
 
-    def entry(row: Row) -> dict:
+    def entry(row: ProfileRow) -> dict:
         return {
             "name": row.name,
             "class": row.kind or row.name,
