@@ -1,6 +1,6 @@
 """Throughput of a config's training step on synthetic tokens, optimizer included.
 
-The steps run the code of the trainers, without data files, the clock of a run, and its log.
+The steps run the code of the trainers. They read no data files and write no MLPerf log.
 
     python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu
         [--steps N] [--layers N] [--profile DIR] ...
@@ -58,7 +58,10 @@ PROFILE_HELP = (
 
 
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
-    """Run the benchmark on one rank. `args`: the result of `parse`."""
+    """Measure the training steps of `config` on one rank. `args`: the result of `parse`.
+
+    Raises ConfigError for an unknown --model, or for more --layers than the model has.
+    """
     rules = rules_of(args.benchmark, config)
     if args.model:
         rules = replace(rules, shape=shape_of(args.model))
@@ -90,9 +93,10 @@ def measure(
     processes: Processes,
     meter: Meter,
 ) -> None:
-    """Run `args.warmup` steps and then `args.steps` timed steps, and print or write the result.
+    """Run `args.warmup` untimed and `args.steps` timed steps, and print the result on rank 0.
 
-    With `args.profile`, run another `args.steps` steps under a profiler.
+    With `args.result`, write the result to that file instead, and return. Otherwise the evaluation
+    of `args.eval_sequences` and the profile of `args.profile`, if they are given, follow.
     """
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)

@@ -285,14 +285,15 @@ def row_of(request: FluxRequest, gpus: int) -> dict[str, Any]:
 def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dict[str, Any]:
     """Return the columns that follow from the measured times."""
     times = spread(measured["times_ms"])
-    images = 1e3 * measured["batch"]  # images x milliseconds per second
+    batch = measured["batch"]
+    images_per_s = 1e3 * batch / times["ms"]
     image_tokens = request.rows * request.columns
     flops = request.shape.flops_per_image(image_tokens, request.text_tokens)
-    tflops = flops * images / times["ms"] / 1e12
+    tflops = flops * images_per_s / 1e12
     return {
-        "images_per_s_per_gpu": images / times["ms"],
-        "images_per_s_p10": images / times["ms_p90"],
-        "images_per_s_p90": images / times["ms_p10"],
+        "images_per_s_per_gpu": images_per_s,
+        "images_per_s_p10": 1e3 * batch / times["ms_p90"],
+        "images_per_s_p90": 1e3 * batch / times["ms_p10"],
         "tflops": tflops,
         "percent": result.percent(tflops, "bf16"),
         "memory_gib": measured["memory_bytes"] / GIB or None,

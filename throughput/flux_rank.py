@@ -69,6 +69,7 @@ class FluxRequest:
 
 
 def measure(folder: Path) -> None:
+    """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
     request = FluxRequest.read(folder / REQUEST)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # lets NCCL allocate its memory before any batch is tried

@@ -29,10 +29,10 @@ LINUX_FACTS = {  # key of a system description -> key of `facts`
 
 
 def facts(detected: Probe, device: str) -> dict[str, Any]:
-    """Return facts about the GPU, the CPU and the operating system.
+    """Return facts about the GPU (unless `device` is "cpu"), the CPU and the operating system.
 
-    Those of the GPU are name, kind, number, memory, dense peaks (of a kind in common/gpu_kinds.py),
-    power limit, boost slider and power profiles.
+    The GPU facts are name, kind, number, memory in GiB, dense peaks in TFLOP/s (of a kind in
+    common/gpu_kinds.py), power limit in W, boost slider and power profiles.
     """
     linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {name: linux[key] for key, name in LINUX_FACTS.items() if key in linux}

@@ -74,6 +74,7 @@ class ScalingRequest:
 
 
 def measure(folder: Path) -> None:
+    """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
     request = ScalingRequest.read(folder / REQUEST)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
     measured: dict[str, Any] = {}
