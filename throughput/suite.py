@@ -117,8 +117,8 @@ def main(options: argparse.Namespace) -> int:
     if options.save_baseline:
         require_new(options.save_baseline)
     folder = options.out or result.default_directory("suite")
-    asked = {"quick": options.quick, "device": device, "gpus": gpus}
-    ended = run_parts(folder, asked)
+    suite_options = {"quick": options.quick, "device": device, "gpus": gpus}
+    ended = run_parts(folder, suite_options)
     results = suite_page.read_results(folder, ended)
     failed = [part["exit_code"] for part in ended.values() if part["exit_code"]]
     verdicts: list[baseline.BaselineVerdict] = []
@@ -144,21 +144,21 @@ def note_other_kind(reference: baseline.Baseline, kind: str) -> None:
         inform(f"NOTE       the baseline is of {reference.gpu}, but this suite measures {kind}")
 
 
-def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+def run_parts(folder: Path, suite_options: dict[str, Any]) -> dict[str, dict]:
     """Run the parts that have not yet succeeded in `folder`. Return part -> command and outcome.
 
-    `asked`: the options that the parts depend on.
+    `suite_options`: quick, device and gpus, as suite.json records them.
     """
-    ended = resume(folder, asked)
-    parts = chosen(asked["quick"])
+    ended = resume(folder, suite_options)
+    parts = selected_parts(suite_options["quick"])
     for number, part in enumerate(parts, start=1):
         if part.name in ended:
             print(f"suite: {part.name} is done", flush=True)
             continue
-        left = time_left(ended, asked["quick"])
+        left = time_left(ended, suite_options["quick"])
         print(f"suite: part {number} of {len(parts)}, {part.name}{left}", flush=True)
-        ended[part.name] = run(part, folder, asked)
-        write_json(folder / NAME, asked | {"parts": ended})
+        ended[part.name] = run(part, folder, suite_options)
+        write_json(folder / NAME, suite_options | {"parts": ended})
     return {part.name: ended[part.name] for part in parts}
 
 
@@ -184,7 +184,7 @@ def require_new(path: Path) -> None:
         )
 
 
-def chosen(quick: bool) -> list[SuitePart]:
+def selected_parts(quick: bool) -> list[SuitePart]:
     return [part for part in PARTS if part.quick or not quick]
 
 
@@ -194,7 +194,7 @@ def doubled(count: int) -> list[int]:
     return sorted(powers | {count})
 
 
-def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+def resume(folder: Path, suite_options: dict[str, Any]) -> dict[str, dict]:
     """Return the parts that succeeded in `folder`, which is created if it is missing.
 
     Directories of interrupted or failed parts are renamed. Raises ConfigError if `folder` contains
@@ -203,7 +203,7 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     path = folder / NAME
     if not path.is_file():
         result.claim(folder)
-        write_json(path, asked | {"parts": {}})
+        write_json(path, suite_options | {"parts": {}})
         return {}
 
     def parse(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict]]:
@@ -213,8 +213,8 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     before, ended = read_json(
         path, parse, f"{path} cannot be read", "name a new directory with --out"
     )
-    if before != asked:
-        why = f"it was started with {before}, and now with {asked}"
+    if before != suite_options:
+        why = f"it was started with {before}, and now with {suite_options}"
         raise ConfigError(
             f"{folder} contains another suite",
             why,
@@ -229,15 +229,15 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     return good
 
 
-def run(part: SuitePart, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+def run(part: SuitePart, folder: Path, suite_options: dict[str, Any]) -> dict[str, Any]:
     """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
-    template = part.quick if asked["quick"] else part.arguments
+    template = part.quick if suite_options["quick"] else part.arguments
     arguments = template.format(
-        gpus=",".join(map(str, asked["gpus"])),
-        layers="--layers 8" if asked["device"] == "cuda" else "",
+        gpus=",".join(map(str, suite_options["gpus"])),
+        layers="--layers 8" if suite_options["device"] == "cuda" else "",
     )
     command = ["-m", "throughput", *arguments.split()]
-    command += ["--device", asked["device"], "--out", str(folder / part.name)]
+    command += ["--device", suite_options["device"], "--out", str(folder / part.name)]
     began = time.monotonic()
     run_directory = (folder / part.name).absolute()
     if sys.stdout.isatty():
@@ -279,7 +279,9 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
     The expected time of the remaining parts is multiplied by the ratio of actual to expected time
     of the finished parts.
     """
-    expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
+    expected = {
+        part.name: part.quick_seconds if quick else part.seconds for part in selected_parts(quick)
+    }
     spent = sum(ended[name]["seconds"] for name in ended)
     planned = sum(expected[name] for name in ended)
     left = sum(seconds for name, seconds in expected.items() if name not in ended)
