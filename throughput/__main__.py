@@ -24,7 +24,7 @@ from common.command_line import Parser, complete_below, exit_code_of
 from common.errors import RunError, failure_of
 from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
-from throughput import options
+from throughput import shared_options
 
 # Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),
 # measure(options, result), which adds rows to the Result, and TABLES, which describe the rows
@@ -82,11 +82,7 @@ def parser_of(name: str) -> Parser:
         help="new directory for the result (default: one in LOGDIR/throughput)",
     )
     if name not in WITHOUT_RESULT:
-        parser.add_argument(
-            "--device",
-            choices=("cpu", "cuda"),
-            help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
-        )
+        shared_options.add(parser, "device")
     return parser
 
 
@@ -96,23 +92,23 @@ def start(name: str, rest: list[str]) -> int:
     Raises RunError, which includes ConfigError.
     """
     module = importlib.import_module(f"throughput.{name}")
-    chosen = parser_of(name).parse_args(rest)  # the options
+    options = parser_of(name).parse_args(rest)
     if name in WITHOUT_RESULT:
-        return module.main(chosen)
+        return module.main(options)
     detected = probe(os.environ)
-    chosen.device = options.device_of(chosen.device, detected)
-    options.check_torch(chosen.device, detected)
-    if getattr(chosen, "gpus", None):
-        options.check_gpus(chosen.gpus, chosen.device, detected)
+    options.device = shared_options.device_of(options.device, detected)
+    shared_options.check_torch(options.device, detected)
+    if getattr(options, "gpus", None):
+        shared_options.check_gpus(options.gpus, options.device, detected)
     # These import torch, which --help must not need.
     from throughput import machine, result
 
-    facts = machine.facts(detected, chosen.device)
+    facts = machine.facts(detected, options.device)
     versions = machine.versions(detected)
-    folder = chosen.out or result.default_directory(name)
-    recorded = result.Result(name, module.TABLES, folder, chosen.device, facts, versions)
+    folder = options.out or result.default_directory(name)
+    recorded = result.Result(name, module.TABLES, folder, options.device, facts, versions)
     try:
-        module.measure(chosen, recorded)
+        module.measure(options, recorded)
         recorded.finish()
     except Exception as error:
         result.write_failure(folder, failure_of(error) or internal_error(error))

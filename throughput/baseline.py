@@ -8,7 +8,6 @@ baselines/<GPU>.json are measurements with this package. Standard library only.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from common.command_line import meant
 from common.errors import CheckFailed, ConfigError, listed
 from throughput import published, report
+from throughput.files import read_json, write_json
 from throughput.tables import Section, Table
 
 TOLERANCE = "3%"
@@ -149,7 +149,7 @@ def read(path: Path) -> Baseline:
         rows = tuple(BaselineRow(**row) for row in data["rows"])
         return Baseline(str(data["gpu"]), str(data["source"]), rows)
 
-    return report.read_json(
+    return read_json(
         path,
         parse,
         f"{path} is not a baseline",
@@ -159,7 +159,7 @@ def read(path: Path) -> Baseline:
 
 def write(path: Path, baseline: Baseline) -> None:
     """Write `baseline` to the file at `path`. Raises StorageError."""
-    report.write_text(path, json.dumps(asdict(baseline), indent=1) + "\n")
+    write_json(path, asdict(baseline))
 
 
 # --- comparison -----------------------------------------------------------------------------------

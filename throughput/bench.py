@@ -1,6 +1,6 @@
 """Throughput of a config's training step on synthetic tokens, optimizer included.
 
-The steps run the code of the trainers, without data files, the clock of a run, and its log.
+The steps run the code of the trainers. They read no data files and write no MLPerf log.
 
     python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu
         [--steps N] [--layers N] [--profile DIR] ...
@@ -17,8 +17,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +30,12 @@ from common import engines
 from common.benchmarks import config_class, require_layers, rules_of, trainer_of
 from common.command_line import count
 from common.config import RunConfig
+from common.gpu_kinds import GIB
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
 from common.model.families import shape_of
 from common.model.llama import Llama
-from common.paths import ROOT
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import check_engines, require_sound
 from common.sharding.processes import Processes, require_world_size, start_processes
@@ -48,10 +46,7 @@ from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
 from launch.bench import STEPS, WARMUP
-from launch.plan.memory import memory_peak
-from launch.plan.workload import benchmark_workload
-from launch.run_directory import git
-from throughput import memory_profile, profiling
+from throughput.bench_profile import precision_of, profiled
 from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
 
@@ -63,7 +58,10 @@ PROFILE_HELP = (
 
 
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
-    """Run the benchmark on one rank. `args`: the result of `parse`."""
+    """Measure the training steps of `config` on one rank. `args`: the result of `parse`.
+
+    Raises ConfigError for an unknown --model, or for more --layers than the model has.
+    """
     rules = rules_of(args.benchmark, config)
     if args.model:
         rules = replace(rules, shape=shape_of(args.model))
@@ -95,9 +93,10 @@ def measure(
     processes: Processes,
     meter: Meter,
 ) -> None:
-    """Run `args.warmup` steps and then `args.steps` timed steps, and print or write the result.
+    """Run `args.warmup` untimed and `args.steps` timed steps, and print the result on rank 0.
 
-    With `args.profile`, run another `args.steps` steps under a profiler.
+    With `args.result`, write the result to that file instead, and return. Otherwise the evaluation
+    of `args.eval_sequences` and the profile of `args.profile`, if they are given, follow.
     """
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
@@ -167,7 +166,7 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
     if processes.rank == 0:
         print(
             f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, "
-            f"{saved / 2**30:.1f} GiB in total",
+            f"{saved / GIB:.1f} GiB in total",
             flush=True,
         )
 
@@ -200,108 +199,6 @@ def measure_evaluation(
         )
 
 
-def profiled(
-    config: RunConfig,
-    args: argparse.Namespace,
-    assembly: Assembly,
-    processes: Processes,
-    meter: Meter,
-    step: Callable[[], object],
-) -> Callable[[], str] | None:
-    """Run `args.steps` more steps under the profiler that `args.of` selects.
-
-    Return a function that writes the files and returns the table. Only rank 0 calls it, after the
-    process group has ended. Return None if `args.of` is "outside".
-    """
-    model = assembly.model
-    if args.of == "outside":
-        run_marked_steps(step, args.steps, processes)
-        return None
-    facts = facts_of(config, args, model, processes, meter)
-    if args.of == "memory":
-        return memory_profiled(config, args, assembly, processes, facts, step)
-    clock_ms = profiling.record(step, args.steps, args.profile, processes)
-    bench_ms = statistics.mean(meter.step_times_ms)
-    tokens = config.micro_batch_size * model.max_sequence_length
-    return partial(profiling.summarize, args.profile, model, tokens, facts, clock_ms, bench_ms)
-
-
-def memory_profiled(
-    config: RunConfig,
-    args: argparse.Namespace,
-    assembly: Assembly,
-    processes: Processes,
-    facts: dict,
-    step: Callable[[], object],
-) -> Callable[[], str] | None:
-    """Record the allocations of `args.steps` steps, and compare their peak with `plan`.
-
-    `facts`: those of `facts_of`. On rank 0, return the function that `profiled` describes. On other
-    ranks, return None.
-    """
-    recorded = memory_profile.record(step, args.steps, args.profile, assembly, processes)
-    if recorded is None:  # not rank 0
-        return None
-    history, counted = recorded
-    model = assembly.model
-    work = replace(
-        benchmark_workload(args.benchmark, config),
-        shape=model.shape,
-        sequence_length=model.max_sequence_length,
-    )
-    # The profiled steps include no evaluation.
-    planned = memory_peak(replace(config, eval_micro_batch_size=1), work)
-    facts = facts | {"plan": planned.allocated, "moment": planned.moment}
-
-    def write() -> str:
-        document = memory_profile.document(history, counted, facts)
-        return memory_profile.write(args.profile, history, document)
-
-    return write
-
-
-def run_marked_steps(step: Callable[[], object], steps: int, processes: Processes) -> None:
-    """Run `steps` steps for a profiler that runs this process.
-
-    nsys and ncu wait for cudaProfilerStart. Each step is an NVTX range, on ROCm a ROCTx range.
-    """
-    on_gpu = processes.device.type == "cuda"
-    # HIP does not support hipProfilerStart; rocprofv3 records from the beginning.
-    starts_profiler = on_gpu and not torch.version.hip
-    processes.barrier()
-    if starts_profiler:
-        torch.cuda.profiler.start()
-    for number in range(steps):
-        with torch.cuda.nvtx.range(f"step {number}") if on_gpu else nullcontext():
-            step()
-    processes.barrier()
-    if starts_profiler:
-        torch.cuda.profiler.stop()
-
-
-def facts_of(
-    config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
-) -> dict:
-    """Return the facts of this run for profile.json and memory.json."""
-    device = "cpu"
-    if processes.device.type == "cuda":
-        device = torch.cuda.get_device_name(processes.device)
-    return {
-        "started": time.time(),
-        "command": args.command,
-        "commit": (git(ROOT, "rev-parse", "HEAD") or "unknown")[:12],
-        "benchmark": args.benchmark,
-        "config": Path(args.config).stem,
-        "precision": precision_of(config),
-        "layers": model.shape.num_layers,
-        "world_size": processes.world_size,
-        "device": device,
-        "torch": torch.__version__,
-        "steps": args.steps,
-        "tokens_per_step_per_rank": meter.tokens_per_step // processes.world_size,
-    }
-
-
 def bench_line(
     config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
 ) -> str:
@@ -322,7 +219,7 @@ def bench_line(
         free, total = torch.cuda.mem_get_info(processes.device)
         used = (
             f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, "
-            f"{(total - free) / 2**30:.1f} GiB of the GPU in use"
+            f"{(total - free) / GIB:.1f} GiB of the GPU in use"
         )
     layers = model.shape.num_layers
     batch = f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
@@ -349,13 +246,6 @@ def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str
         used.append(f"{operation} {choice.engine}")
         reasons += [str(engine) for engine in choice.faster]
     return "; ".join([f"ENGINES {benchmark}: {', '.join(used)}", *reasons])
-
-
-def precision_of(config: RunConfig) -> str:
-    """Return the precision of the config in words."""
-    if config.linear == "bf16":
-        return config.precision
-    return f"{config.precision}, linear layers in {config.linear}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -28,13 +28,13 @@ def main(options: argparse.Namespace) -> int:
 
     Raises DataError if a directory has no result, and ConfigError if the measurements differ.
     """
-    if all((folder / profile_comparison.NAME).is_file() for folder in options.folders):
+    if all((folder / profile_comparison.PROFILE).is_file() for folder in options.folders):
         return compare_profiles(options)
     for folder in options.folders:
-        if not any((folder / name).is_file() for name in (result.NAME, profile_comparison.NAME)):
+        if not any((folder / name).is_file() for name in (result.NAME, profile_comparison.PROFILE)):
             raise DataError(
                 f"{folder} is neither a measurement nor a profile",
-                f"it has no {result.NAME} and no {profile_comparison.NAME}",
+                f"it has no {result.NAME} and no {profile_comparison.PROFILE}",
                 "name the directory that a measurement or profile printed at its end",
             )
     results = [result.read(folder) for folder in options.folders]

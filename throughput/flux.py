@@ -17,8 +17,7 @@ import torch
 from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
-from throughput import options as shared_options
-from throughput import ranks
+from throughput import ranks, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory
@@ -175,7 +174,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
         error = f"out of memory: weights and optimizer state alone need {used}"
         result.add(row | {"error": error})
         return False
-    measured = run_ranks(request, gpus)
+    measured = run_request(request, gpus)
     if not request.batch:
         add_batches(row, measured.get("tried", ()), result)
     batch = measured.get("batch") or request.batch or 1
@@ -189,7 +188,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
         if request.batch or batch == 1:
             return True
         batch -= 1
-        measured = run_ranks(replace(request, batch=batch), gpus)
+        measured = run_request(replace(request, batch=batch), gpus)
     result.add(row | {"batch": batch} | rates(request, measured, result), measured["times_ms"])
     return True
 
@@ -286,21 +285,22 @@ def row_of(request: FluxRequest, gpus: int) -> dict[str, Any]:
 def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dict[str, Any]:
     """Return the columns that follow from the measured times."""
     times = spread(measured["times_ms"])
-    images = 1e3 * measured["batch"]  # images x milliseconds per second
+    batch = measured["batch"]
+    images_per_s = 1e3 * batch / times["ms"]
     image_tokens = request.rows * request.columns
     flops = request.shape.flops_per_image(image_tokens, request.text_tokens)
-    tflops = flops * images / times["ms"] / 1e12
+    tflops = flops * images_per_s / 1e12
     return {
-        "images_per_s_per_gpu": images / times["ms"],
-        "images_per_s_p10": images / times["ms_p90"],
-        "images_per_s_p90": images / times["ms_p10"],
+        "images_per_s_per_gpu": images_per_s,
+        "images_per_s_p10": 1e3 * batch / times["ms_p90"],
+        "images_per_s_p90": 1e3 * batch / times["ms_p10"],
         "tflops": tflops,
         "percent": result.percent(tflops, "bf16"),
         "memory_gib": measured["memory_bytes"] / GIB or None,
     }
 
 
-def run_ranks(request: FluxRequest, gpus: int) -> dict[str, Any]:
+def run_request(request: FluxRequest, gpus: int) -> dict[str, Any]:
     """Run throughput/flux_rank.py on `gpus` GPUs (or CPU processes) and return its measurements.
 
     They lack `times_ms` if memory ran out, and are {} if it ran out in the first attempt. Raises

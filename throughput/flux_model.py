@@ -218,6 +218,10 @@ class DoubleBlock(FluxBlock):
         self.text = Stream(shape)
 
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new image [B, S, D] and text [B, T, D].
+
+        c: [B, D]. rope: from `rope_table`.
+        """
         image_modulation = self.image.modulation(c)
         text_modulation = self.text.modulation(c)
         text_qkv = self.text.project(text, text_modulation)
@@ -243,6 +247,7 @@ class SingleBlock(FluxBlock):
         self.out = nn.Linear(hidden + self.mlp_size, hidden)
 
     def run(self, x: Tensor, c: Tensor, rope: Tensor) -> Tensor:
+        """Return the new x [B, N, D], text tokens first. c: [B, D]. rope: from `rope_table`."""
         shift, scale, gate = self.modulation(c)
         sizes = (3 * x.shape[-1], self.mlp_size)
         qkv, up = self.into(normalize(x, shift, scale)).split(sizes, dim=-1)
@@ -279,6 +284,7 @@ class Inputs(nn.Module):
     def forward(
         self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return image [B, S, D], text [B, T, D] and c [B, D]. Arguments: see `Flux.forward`."""
         c = self.time(sinusoids(time))
         c = c + self.guidance(sinusoids(guidance))
         c = c + self.pooled(pooled)

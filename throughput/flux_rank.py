@@ -69,6 +69,7 @@ class FluxRequest:
 
 
 def measure(folder: Path) -> None:
+    """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
     request = FluxRequest.read(folder / REQUEST)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # lets NCCL allocate its memory before any batch is tried
@@ -118,7 +119,7 @@ def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> d
 
 
 @dataclass(frozen=True)
-class Batch:
+class FluxBatch:
     """Random inputs in bf16, in place of the encoders' outputs. Shapes: see `Flux.forward`."""
 
     latents: Tensor
@@ -127,7 +128,7 @@ class Batch:
     rope: Tensor
 
 
-def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> Batch:
+def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> FluxBatch:
     device = processes.device
     shape = request.shape
     generator = torch.Generator(device).manual_seed(
@@ -135,7 +136,7 @@ def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> Ba
     )
     draw = partial(torch.randn, device=device, dtype=DTYPE, generator=generator)
     positions = image_positions(request.rows, request.columns, request.text_tokens)
-    return Batch(
+    return FluxBatch(
         draw(size, request.rows * request.columns, shape.in_channels),
         draw(size, request.text_tokens, shape.context_size),
         draw(size, shape.pooled_size),
@@ -143,7 +144,7 @@ def synthetic_batch(request: FluxRequest, processes: Processes, size: int) -> Ba
     )
 
 
-def flow_loss(model: Flux, batch: Batch) -> Tensor:
+def flow_loss(model: Flux, batch: FluxBatch) -> Tensor:
     """Return the rectified flow loss (Liu et al., arXiv:2209.03003), fp32 [].
 
     It is the mean squared error of the predicted velocity, whose true value is noise - latents, at
@@ -161,7 +162,7 @@ def flow_loss(model: Flux, batch: Batch) -> Tensor:
 
 
 def train_step(
-    model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rate: float = LEARNING_RATE
+    model: Flux, optimizer: ZeroOptimizer, batch: FluxBatch, learning_rate: float = LEARNING_RATE
 ) -> Tensor:
     """Run forward, backward with reduction, clipping and AdamW.
 
@@ -211,7 +212,7 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
     Return None if a rank runs out of memory. Model, optimizer and batch are newly allocated.
     """
     free_memory(processes.device)
-    built: list[tuple[Flux, ZeroOptimizer, Batch]] = []
+    built: list[tuple[Flux, ZeroOptimizer, FluxBatch]] = []
 
     def build_all() -> None:
         model, optimizer = build(request, processes)

@@ -16,7 +16,7 @@ from common.command_line import complete
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from launch.plan.memory import largest
-from throughput import options as shared_options
+from throughput import shared_options
 from throughput.gpt_model import (
     SIZES,
     STAND_INS,
@@ -191,12 +191,12 @@ def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[
 
     Return the milliseconds of each step and the peak memory in bytes, which is 0 on a CPU.
     """
-    place = torch.device(device)
-    free_memory(place)
+    torch_device = torch.device(device)
+    free_memory(torch_device)
     with attention_backends(device):
-        step = train_step(build_gpt(size.shape, size.sequence_length, place), size)
+        step = train_step(build_gpt(size.shape, size.sequence_length, torch_device), size)
         times = step_ms(step, device, warmup, steps)
-    return times, peak_bytes(place)
+    return times, peak_bytes(torch_device)
 
 
 # --- the largest batch ----------------------------------------------------------------------------

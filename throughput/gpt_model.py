@@ -97,7 +97,7 @@ STEPS = {"cuda": 10, "cpu": 3}  # timed steps if --steps is omitted
 STEPS_HELP = f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})"
 
 
-class GPTBlock(nn.Module):
+class GptBlock(nn.Module):
     def __init__(self, shape: GptShape):
         super().__init__()
         hidden = shape.hidden_size
@@ -122,7 +122,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.positions = nn.Embedding(sequence_length, shape.hidden_size)
-        self.blocks = nn.ModuleList(GPTBlock(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(GptBlock(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.hidden_size)
         for table in (self.embedding, self.positions):
             # As in GPT-2. The embedding is also the head: torch's default N(0, 1) would give huge

@@ -95,7 +95,7 @@ class TraceEvent:
 
 
 @dataclass
-class Row:
+class ProfileRow:
     """Sums over the events with one name inside the window."""
 
     name: str
@@ -132,7 +132,9 @@ def class_of(event: TraceEvent) -> str:
     return vague
 
 
-def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
+def breakdown(
+    events: Sequence[TraceEvent], start_ns: int, end_ns: int
+) -> dict[str, list[ProfileRow]]:
     """Attribute the window [start_ns, end_ns) to `events`. Parts outside the window do not count.
 
     Return four tables, of which the last three are sorted, longest first:
@@ -144,13 +146,13 @@ def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[
     """
     kinds = [class_of(event) for event in events]
     exposed, idle_ns = exposed_ns(events, kinds, start_ns, end_ns)
-    classes = {name: Row(name) for name in CLASSES}
-    kernels: dict[tuple[str, str], Row] = {}
+    classes = {name: ProfileRow(name) for name in CLASSES}
+    kernels: dict[tuple[str, str], ProfileRow] = {}
     for event, kind, own in zip(events, kinds, exposed, strict=True):
         if not (inside := _inside(event, start_ns, end_ns)):
             continue
         name = event.label or event.name
-        for row in (classes[kind], kernels.setdefault((kind, name), Row(name, kind))):
+        for row in (classes[kind], kernels.setdefault((kind, name), ProfileRow(name, kind))):
             row.exposed_ns += own
             row.kernel_ns += own if event.kind == "op" else inside
             row.launches += 1
@@ -161,7 +163,7 @@ def breakdown(events: Sequence[TraceEvent], start_ns: int, end_ns: int) -> dict[
         "classes": list(classes.values()),
         "products": [row for row in rows if row.kind == GEMM],
         "others": [row for row in rows if row.kind == OTHER],
-        "kernels": [*rows, Row(IDLE, IDLE, exposed_ns=idle_ns)],
+        "kernels": [*rows, ProfileRow(IDLE, IDLE, exposed_ns=idle_ns)],
     }
 
 

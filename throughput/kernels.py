@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.gpu_kinds import GIB
 from common.kernels import accumulate, adamw, cross_entropy, qk_norm, rms_norm, rope, swiglu
 from common.kernels.quantize import quantize_triton
 from common.model.families import shape_of
@@ -29,11 +30,10 @@ FP32 = 4
 BF16 = 2
 FP8 = 1
 SEQUENCE = 8192  # tokens per sequence
-GIB = 1 << 30
 GPU = torch.device("cuda")
 SECONDS = 0.02  # time to measure for each kernel
 # Name, launch, and the bytes that the kernel must move if each value is read or written once.
-Case = tuple[str, Callable[[], object], int]
+TimedKernel = tuple[str, Callable[[], object], int]
 
 
 def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -70,7 +70,7 @@ class Fp8Quantizers:
         return partial(launch, *arguments)
 
 
-def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Case]:
+def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[TimedKernel]:
     """Yield kernels with a result in FP8, and the same kernels with a result in bf16.
 
     `transposed`: write both layouts where products need them.
@@ -81,7 +81,7 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     yield from swiglus(shape, tokens, fp8)
 
 
-def norms(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
+def norms(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[TimedKernel]:
     """Yield the quantization of an activation, and the RMS norms."""
     hidden = shape.hidden_size
     n = tokens * hidden
@@ -107,7 +107,7 @@ def norms(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
     yield "norm backward, bf16", launch, n * 4 * BF16
 
 
-def ropes(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
+def ropes(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[TimedKernel]:
     """Yield RoPE and its backward."""
     heads = shape.num_heads
     kv_heads = shape.num_kv_heads
@@ -125,7 +125,7 @@ def ropes(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
     yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
 
-def swiglus(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case]:
+def swiglus(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[TimedKernel]:
     """Yield SwiGLU and its backward, with the input kept in bf16 or in FP8 for the backward."""
     ffn = shape.ffn_hidden_size
     n = tokens * ffn
@@ -145,7 +145,7 @@ def swiglus(shape: ModelShape, tokens: int, fp8: Fp8Quantizers) -> Iterator[Case
     yield "swiglu backward, FP8, input kept in FP8", launch, n * (BF16 + 2 * FP8 + 2 * out)
 
 
-def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
+def head_norms(shape: ModelShape, tokens: int) -> Iterator[TimedKernel]:
     """Yield the norms of query and key heads with RoPE. `shape` must have such norms."""
     heads = shape.num_heads
     kv_heads = shape.num_kv_heads
@@ -178,7 +178,7 @@ def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
     yield "q/k norm + rope backward, bf16", backward, BF16 * (2 * qkv.numel() + before.numel())
 
 
-def loss(shape: ModelShape) -> Iterator[Case]:
+def loss(shape: ModelShape) -> Iterator[TimedKernel]:
     """Yield cross-entropy and its backward, for one sequence."""
     logits = draw(1, SEQUENCE, shape.vocab_size)
     labels = torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
@@ -199,7 +199,7 @@ def loss(shape: ModelShape) -> Iterator[Case]:
     yield "cross entropy backward", backward, logits.numel() * 2 * BF16
 
 
-def update(shape: ModelShape) -> Iterator[Case]:
+def update(shape: ModelShape) -> Iterator[TimedKernel]:
     """Yield the optimizer's kernels, for half of one layer's gate_up matrix (a shard of two)."""
     size = (shape.ffn_hidden_size, shape.hidden_size)
     weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
@@ -228,12 +228,12 @@ def title_of(shape: ModelShape, layouts: str = "") -> str:
     return f"D {shape.hidden_size} {layouts:16}"
 
 
-def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
-    """Print a line for each case whose name contains `only`.
+def report(kernels: Iterator[TimedKernel], title: str, copy: float, only: str) -> None:
+    """Print a line for each kernel whose name contains `only`.
 
     `title`: beginning of the line. `copy`: bytes/s of a copy.
     """
-    for name, launch, moved in cases:
+    for name, launch, moved in kernels:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
             rate = moved / seconds

@@ -8,47 +8,28 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import config as configs
-from common.benchmarks import config_class, divisions, measured_in
 from common.command_line import complete, count, minutes
-from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import Probe, config_path, probe
-from common.model.families import FAMILIES, Family, family_of
-from common.paths import ROOT
+from common.hardware import Probe, probe
+from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
-from launch.plan.derive_config import fitting, moved, nearest_file
-from launch.plan.memory import (
-    Memory,
-    fits,
-    gib,
-    largest_micro_batch,
-    memory_peak,
-    usable_bytes,
-    with_micro_batch,
-)
-from launch.plan.workload import Workload, model_workload
+from launch.plan.memory import gib, with_micro_batch
 from launch.processes.ranks import cpus_of_ranks
 from launch.select_config import Selection, describe
 from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
-from throughput import machine
-from throughput import options as shared_options
-from throughput.memory import require_host_memory
+from throughput import machine, shared_options
+from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
-
-TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
-SEQUENCES = {"cuda": 8192, "cpu": 128}
-SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
 
 TABLES = (
     Table(
@@ -150,62 +131,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model on one number of GPUs, with its settings."""
-
-    family: Family
-    mode: str  # "full" or "lora"
-    config: RunConfig
-    work: Workload
-    kind: GpuKind | None  # None: a CPU
-    source: str  # origin of the settings, "" if they are those of a file in configs/
-
-    @property
-    def benchmark(self) -> str:
-        return measured_in(self.mode)
-
-    @property
-    def planned(self) -> Memory | None:
-        """The calculated memory on a GPU, or None for a CPU."""
-        if self.kind is None:
-            return None
-        # There is no evaluation: its micro-batch is set to the smallest.
-        return memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
-
-    def row(self) -> dict[str, Any]:
-        """Return the columns that are known before the measurement."""
-        config = self.config
-        settings = []
-        if config.recompute_layers:
-            settings.append(f"{config.recompute_layers} layers recomputed")
-        if config.offload_layers:
-            settings.append(f"{config.offload_layers} layers offloaded")
-        if config.frozen_base:
-            settings.append(f"base {config.frozen_base}")
-        if config.moment_precision == "bf16":
-            settings.append("moments bf16")
-        notes = []
-        window = self.family.sliding_window
-        if window is not None and self.work.sequence_length > window:
-            notes.append(f"without the sliding window of {window}: attention sees all tokens")
-        if self.source:
-            notes.append(self.source)
-        return {
-            "model": self.family.name,
-            "mode": self.mode,
-            "precision": "fp8" if config.linear_format.in_fp8 else config.precision,
-            "layers": self.work.shape.num_layers,
-            "seq": self.work.sequence_length,
-            "gpus": config.world_size,
-            "batch": config.micro_batch_size,
-            "micro_batches": config.gradient_accumulation_steps,
-            "settings": ", ".join(settings),
-            "note": "; ".join(notes),
-            "planned_gib": gib(self.planned.allocated) if self.planned else None,
-        }
-
-
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure each number of GPUs.
 
@@ -228,19 +153,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             case = replace(case, config=with_micro_batch(case.config, smaller))
 
 
-def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
-    """Return the case that a search starts from. Raises the errors of `case_of`.
-
-    The value of --batch need not fit as one micro-batch, because the search may divide it.
-    """
-    if options.batch in (None, shared_options.MAX):
-        return case_of(options, kind, gpus)
-    smallest = argparse.Namespace(**vars(options) | {"batch": 1})
-    case = case_of(smallest, kind, gpus)
-    return replace(case, config=changed(case.config, "global_batch_size", options.batch * gpus))
-
-
-def tuned(case: Case, options: argparse.Namespace, result: Result) -> Case:
+def tuned(case: LlamaCase, options: argparse.Namespace, result: Result) -> LlamaCase:
     """Return the case with the settings that a search finds fastest for the same step.
 
     Raises the errors of `launch.tune.command.fastest`.
@@ -284,165 +197,7 @@ def gpu_kind() -> GpuKind:
     )
 
 
-def model_of(options: argparse.Namespace) -> Family:
-    """Return the model of --model with the layers of --layers. Raises ConfigError."""
-    name = options.model or (TINY if options.device == "cpu" else "llama3.1-8b")
-    if name == TINY and options.device != "cpu":
-        raise ConfigError(
-            f"--model {TINY}",
-            "it is only for a CPU: on a GPU its steps would measure the time of kernel launches",
-            "name another model, with --layers 1 if it must be small",
-        )
-    if name == TINY:
-        family = Family(TINY, divisions(measured_in("full"))["miniature"].shape)
-    else:
-        family = family_of(name)
-    layers = options.layers or family.shape.num_layers
-    if layers > family.shape.num_layers:
-        raise ConfigError(
-            f"--layers {layers} is too large",
-            f"{family.name} has {family.shape.num_layers} layers",
-            f"use --layers {family.shape.num_layers} or less",
-        )
-    return replace(family, shape=replace(family.shape, num_layers=layers))
-
-
-def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
-    """Return the case for `gpus` GPUs, with its batch and the settings that fit.
-
-    `kind`: None for a CPU. Raises ConfigError, and OutOfMemory if no batch fits by calculation.
-    """
-    family = model_of(options)
-    mode = "lora" if options.lora else "full"
-    rules = divisions(measured_in(mode))["closed"]
-    length = options.seq or SEQUENCES[options.device]
-    work = model_workload(family.shape, length, rules.lora_rank)
-    config, source = config_of(measured_in(mode), kind, gpus, options.precision)
-    case = Case(family, mode, config, work, kind, source)
-    if kind is None:
-        return _case_on_cpu(case, options.batch or 1)
-    # The benchmark's model with fewer layers counts as well, as for `bench --layers`.
-    as_benchmark = (
-        replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
-        and length == rules.sequence_length
-    )
-    if as_benchmark and not options.batch and fits(memory_peak(config, work), kind):
-        return case
-    largest = options.batch in (None, shared_options.MAX)
-    config = with_micro_batch(config, 1 if largest else options.batch)
-    config = replace(config, eval_micro_batch_size=1)
-    config = settings_that_fit(replace(case, config=config), as_benchmark)
-    if largest:
-        config = with_micro_batch(config, largest_micro_batch(config, work, kind))
-    return replace(case, config=config)
-
-
-def _case_on_cpu(case: Case, batch: int | str) -> Case:
-    """Return the case with this batch.
-
-    Raises ConfigError for "max", and OutOfMemory if the host has too little memory.
-    """
-    if batch == shared_options.MAX:
-        raise ConfigError(
-            "--batch max needs a GPU",
-            "the largest batch is calculated from the memory of a GPU",
-            "give a number, such as --batch 1",
-        )
-    case = replace(case, config=with_micro_batch(case.config, int(batch)))
-    require_host_memory(case_name(case), host_bytes(case.config, case.work))
-    return case
-
-
-def config_of(
-    benchmark: str, kind: GpuKind | None, gpus: int, linear: str
-) -> tuple[RunConfig, str]:
-    """Return a config for `gpus` GPUs of this kind in precision `linear`, and its origin.
-
-    The origin is "" if configs/ has a file for them, otherwise text that names the nearest file.
-    """
-    name = kind.name if kind else "CPU"
-    path = config_path(ROOT, benchmark, "CPU_1x1")
-    if kind:
-        path = nearest_file(ROOT, benchmark, kind, gpus)
-    file = configs.load(path, config_class(benchmark))
-    changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
-    if file.gpus_per_node != gpus:
-        changes["global_batch_size"] = file.micro_batch_size * gpus
-    if file.gpu != name:
-        changes["env"] = {}
-    origin = "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
-    return replace(file, **changes), origin
-
-
-def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
-    """Return a config that fits by calculation, with as few changes as possible.
-
-    It recomputes or offloads only as many layers as necessary. LoRA shards the base only if
-    necessary. A benchmark's config that fits (`as_benchmark`) is returned unchanged. Raises
-    OutOfMemory if no settings fit.
-    """
-    config = case.config
-    work = case.work
-    kind = case.kind
-    key = SAVES_MEMORY[case.mode]
-    assert kind is not None
-    if as_benchmark and fits(memory_peak(config, work), kind):
-        return config
-    starts = [changed(config, key, 0)]
-    if case.mode == "full":
-        starts.append(changed(starts[0], "moment_precision", "bf16"))
-    kept = {"micro_batch_size": str(config.micro_batch_size)}
-    for start in starts:
-        if fitted := fitting(start, start, work, kind, kept):
-            return fitted
-    smallest = starts[-1]
-    most_layers = work.shape.num_layers
-    if case.mode == "lora":
-        smallest = changed(smallest, "frozen_base", "sharded")
-        if not config.linear_format.in_fp8:
-            most_layers = 0  # LoRA in bf16 offloads no layers
-    raise does_not_fit(replace(case, config=changed(smallest, key, most_layers)))
-
-
-def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
-    """Return `config` with another value of `key`, which only some benchmarks' configs have."""
-    return replace(config, **{key: value})
-
-
-def case_name(case: Case) -> str:
-    """Return model, mode, batch and number of GPUs (on a CPU: of processes), for an error."""
-    config = case.config
-    kind = case.kind.name if case.kind else "CPU"
-    batch = f"batch {config.micro_batch_size} of {case.work.sequence_length} tokens"
-    return f"{case.family.name}, {case.mode}, {batch} on {config.world_size} x {kind}"
-
-
-def host_bytes(config: RunConfig, work: Workload) -> float:
-    """Return the bytes that all processes on a CPU need together, by calculation."""
-    config = replace(config, eval_micro_batch_size=1)
-    return config.world_size * memory_peak(config, work).allocated
-
-
-def does_not_fit(case: Case) -> OutOfMemory:
-    """Return the error for a case that does not fit, with its four largest parts of memory."""
-    memory = case.planned
-    kind = case.kind
-    assert memory is not None and kind is not None
-    usable = usable_bytes(kind)
-    largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
-    parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in largest)
-    needed = f"{gib(memory.needed):.0f} of {gib(usable):.0f} GiB"
-    why = f"by calculation the smallest settings need {needed} on each GPU: {parts} GiB"
-    do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
-    if case.mode == "full" and memory.parts.get("gathered weights", 0) > usable / 2:
-        do = (
-            "use --lora or fewer --layers; more GPUs do not help, "
-            "because ZeRO-2 keeps all weights in bf16 on each GPU"
-        )
-    return OutOfMemory(f"{case_name(case)} does not fit", why, do)
-
-
-def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
+def attempt(case: LlamaCase, options: argparse.Namespace, result: Result) -> bool:
     """Run the case and add its row. Return False if memory ran out.
 
     Raises RunError for any other failure.
@@ -459,7 +214,7 @@ def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
     return True
 
 
-def model_arguments(case: Case) -> list[str]:
+def model_arguments(case: LlamaCase) -> list[str]:
     """Return the options of throughput.bench that describe the model and its sequence length."""
     arguments = ["--seq", str(case.work.sequence_length)]
     arguments += ["--layers", str(case.work.shape.num_layers)]
@@ -468,7 +223,7 @@ def model_arguments(case: Case) -> list[str]:
     return arguments
 
 
-def run(case: Case, options: argparse.Namespace, result: Result) -> TimedRow:
+def run(case: LlamaCase, options: argparse.Namespace, result: Result) -> TimedRow:
     """Run the case with one process per GPU. Raises the RunError of the rank that failed."""
     config = case.config
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
@@ -489,7 +244,7 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> TimedRow:
 
 
 def values_of(
-    case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result
+    case: LlamaCase, options: argparse.Namespace, measured: dict[str, Any], result: Result
 ) -> dict[str, Any]:
     """Return the columns that follow from the measurements."""
     shape = case.work.shape

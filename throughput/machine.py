@@ -19,7 +19,7 @@ from common.hardware import Probe, identify
 from common.paths import ROOT
 from launch import run_directory
 
-OF_LINUX = {  # key of a system description -> key of `facts`
+LINUX_FACTS = {  # key of a system description -> key of `facts`
     "host_processor_model_name": "cpu",
     "host_processors_per_node": "cpu_sockets",
     "host_processor_core_count": "cpu_cores_per_socket",
@@ -29,15 +29,13 @@ OF_LINUX = {  # key of a system description -> key of `facts`
 
 
 def facts(detected: Probe, device: str) -> dict[str, Any]:
-    """Return facts about the GPU, the CPU and the operating system.
+    """Return facts about the GPU (unless `device` is "cpu"), the CPU and the operating system.
 
-    Those of the GPU are name, kind, number, memory, dense peaks (of a kind in common/gpu_kinds.py),
-    power limit, boost slider and power profiles.
+    The GPU facts are name, kind, number, memory in GiB, dense peaks in TFLOP/s (of a kind in
+    common/gpu_kinds.py), power limit in W, boost slider and power profiles.
     """
-    of_linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
-    known: dict[str, Any] = {
-        name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux
-    }
+    linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
+    known: dict[str, Any] = {name: linux[key] for key, name in LINUX_FACTS.items() if key in linux}
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
     gpu: dict[str, Any] = {

@@ -8,7 +8,6 @@ made from the snapshot in memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -19,12 +18,14 @@ from torch import Tensor
 
 from common import benchmarks
 from common.errors import StorageError
+from common.gpu_kinds import GIB
 from common.html import page
 from common.html.page import Block, Section
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.report import date, write_text
+from throughput.files import write_json, write_text
+from throughput.report import date, date_and_time
 
 SNAPSHOT = "snapshot.pickle"
 SUMMARY = "memory.json"
@@ -42,7 +43,6 @@ ALLOCATED = {"alloc": 1, "free_completed": -1}
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 LARGEST = 40  # number of places in the files
 PRINTED = 12  # number of places on the terminal
-GIB = 2**30
 
 
 class Piece(NamedTuple):
@@ -266,7 +266,7 @@ def write(folder: Path, history: History, profile: dict) -> str:
 
     Raises StorageError.
     """
-    write_text(folder / SUMMARY, json.dumps(profile, indent=1) + "\n")
+    write_json(folder / SUMMARY, profile)
     config = f"{profile['benchmark']} {profile['config']}"
     title = f"memory · {config} · {profile['device']} · {date(profile)}"
     write_text(folder / PAGE, page.render(title, _page_sections(history, profile)))
@@ -322,7 +322,7 @@ def _tiles(profile: dict) -> list[tuple[str, str]]:
 
 def _run_facts(profile: dict) -> list[tuple[str, str]]:
     return [
-        ("Date", date(profile, "%Y-%m-%d %H:%M UTC")),
+        ("Date", date_and_time(profile)),
         ("Command", profile["command"]),
         ("Machine", profile["device"]),
         ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.command_line import count
-from throughput import options as shared_options
+from throughput import shared_options
 from throughput.result import Result, TimedRow
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms

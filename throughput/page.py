@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from common.html import page
 from common.html.page import COLORS, Block
-from throughput import links
+from throughput import links_drawing
 from throughput.tables import Drawing, Section
 
 # Color of axes and text in the SVG. It is replaced by the page's text color, which depends on the
@@ -155,7 +155,7 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
 
 
 def _links(axes: Axes, drawing: Drawing) -> None:
-    links.draw(axes, drawing.points, COLORS)
+    links_drawing.draw(axes, drawing.points, COLORS)
 
 
 def _roofline(axes: Axes, drawing: Drawing) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from throughput import report
+from throughput.files import read_json
 from throughput.tables import Section
 
-NAME = "profile.json"
+PROFILE = "profile.json"
 MAX_NAME = 90  # characters of a kernel's name, which may contain its template arguments
 MAX_TILE = 48  # characters of a kernel's name in the headline
 NEGLIGIBLE_MS = 0.0005  # smaller changes are not listed
@@ -53,14 +54,14 @@ class Change:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of profile.json. Raises DataError if it cannot be compared."""
-    path = folder / NAME
+    path = folder / PROFILE
 
     def parse(profile: dict[str, Any]) -> dict[str, Any]:
         for key in ("window_ms", "classes", "kernels", "device", "started"):
             profile[key]  # raises KeyError if it is missing
         return profile
 
-    return report.read_json(
+    return read_json(
         path,
         parse,
         f"{path} cannot be compared",
@@ -123,8 +124,7 @@ def _runs(before: dict[str, Any], after: dict[str, Any]) -> Section:
         "tokens_per_step_per_rank": "Tokens per step and rank",
         "torch": "torch",
     }
-    form = "%Y-%m-%d %H:%M UTC"
-    rows = [("Date", report.date(before, form), report.date(after, form))]
+    rows = [("Date", report.date_and_time(before), report.date_and_time(after))]
     for key, name in names.items():
         rows.append((name, str(before.get(key, "-")), str(after.get(key, "-"))))
     notes = []

@@ -5,22 +5,19 @@ Standard library only, except for the page.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common import text_tables
-from common.errors import DataError, StorageError, write_whole
 from throughput import published
+from throughput.files import write_text
 from throughput.tables import Column, Drawing, Plot, Section, Table
 
 NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # jinja2 brings markupsafe
 MAX_BARS = 20  # a comparison with more rows has no plot
-
-Content = TypeVar("Content")
 
 
 # --- one result -----------------------------------------------------------------------------------
@@ -65,9 +62,14 @@ def machine_name(data: dict[str, Any]) -> str:
     return "CPU" if data.get("device") == "cpu" else data["machine"].get("gpu", "unknown GPU")
 
 
-def date(data: dict[str, Any], format: str = "%Y-%m-%d") -> str:
-    """Return the date on which a measurement started, in UTC. `format`: as for time.strftime."""
-    return time.strftime(format, time.gmtime(data["started"]))
+def date(data: dict[str, Any]) -> str:
+    """Return the date on which a measurement started, in UTC, such as 2026-11-26."""
+    return time.strftime("%Y-%m-%d", time.gmtime(data["started"]))
+
+
+def date_and_time(data: dict[str, Any]) -> str:
+    """Return when a measurement started, in UTC, such as 2026-11-26 14:03 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(data["started"]))
 
 
 def gpu_kind(data: dict[str, Any]) -> str:
@@ -118,7 +120,7 @@ def facts_of(data: dict[str, Any]) -> dict[str, str]:
     """Return date, command, machine and versions of a result, name -> text."""
     known: dict[str, Any] = {}
     if "started" in data:
-        known["started"] = date(data, "%Y-%m-%d %H:%M UTC")
+        known["started"] = date_and_time(data)
     known |= {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
     if data.get("status") != "finished":
         known["status"] = "the measurement did not finish: rows may be missing"
@@ -325,33 +327,6 @@ def write(folder: Path, title: str, sections: list[Section]) -> None:
         return
     write_text(folder / "page.html", page.html(title, sections))
     print(f"result: {folder}, table.md, page.html")
-
-
-def read_json(path: Path, parse: Callable[[Any], Content], what: str, do: str) -> Content:
-    """Return `parse` of the JSON value in the file at `path`.
-
-    Raises DataError, with the texts `what` and `do`, if the file cannot be read or is not JSON, or
-    if `parse` raises ValueError, KeyError or TypeError.
-    """
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(what, f"{type(error).__name__}: {error}", do) from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` atomically, so that no reader sees a part of it.
-
-    Raises StorageError.
-    """
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}",
-            error.strerror or str(error),
-            "free space, or name another directory",
-        ) from None
 
 
 def markdown(title: str, sections: list[Section]) -> str:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from common.errors import ConfigError, RunError, StorageError
 from throughput import report
+from throughput.files import read_json, write_json
 from throughput.memory import ran_out_of_memory
 from throughput.tables import Table
 from throughput.timing import spread
@@ -204,11 +205,6 @@ def claim(folder: Path) -> None:
     )
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON. Raises StorageError."""
-    report.write_text(path, json.dumps(value, indent=1) + "\n")
-
-
 def write_failure(folder: Path, error: RunError) -> None:
     """Write failure.json, the error that ended a measurement, if `folder` can be written."""
     with contextlib.suppress(OSError, StorageError):
@@ -239,7 +235,7 @@ def read(folder: Path) -> dict[str, Any]:
             raise KeyError("what, machine, versions, rows or notes")
         return data
 
-    return report.read_json(
+    return read_json(
         path,
         parse,
         f"{path} is not the result of a measurement",

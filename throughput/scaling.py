@@ -1,7 +1,7 @@
 """Training steps on 1, 2, 4 and 8 GPUs, collectives by size, and the links between GPUs.
 
-The models are a GPT with data parallelism and a sharded Llama with few layers. For each number of
-GPUs, a separate torchrun starts one process per GPU (throughput/scaling_rank.py). On a CPU, a
+Two strategies are measured: DDP trains a GPT, and ZeRO-2 a Llama with few layers. For each number
+of GPUs, a separate torchrun starts one process per GPU (throughput/scaling_rank.py). On a CPU, a
 process takes the place of a GPU.
 """
 
@@ -23,11 +23,10 @@ from common.command_line import complete, count
 from common.errors import Interrupted, OutOfMemory, RunError
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
-from throughput import links, ranks
-from throughput import options as shared_options
+from throughput import links, ranks, shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
-from throughput.scaling_rank import ScalingRequest
+from throughput.scaling_rank import DDP, STRATEGIES, ScalingRequest
 from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
@@ -41,8 +40,6 @@ COLLECTIVE_BYTES = {
     "cpu": (2**16, 2**18, 2**20),
 }
 REPEATS = {"cuda": 20, "cpu": 5}
-# Strategy -> key of its part in the measurements of throughput/scaling_rank.py.
-PART_OF_STRATEGY = {"DDP": "plain", "ZeRO-2": "sharded"}
 MIB = 2**20
 
 SCALING = Table(
@@ -171,8 +168,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     for gpus in sorted(counts):
         processes = "process" if gpus == 1 else "processes"
         print(f"starting {gpus} {processes} ...", file=sys.stderr, flush=True)
-        measured, error = run_ranks(request, gpus)
-        for strategy in PART_OF_STRATEGY:
+        measured, error = run_request(request, gpus)
+        for strategy in STRATEGIES:
             add_steps(strategy, model, request, gpus, measured, error, result)
         add_collectives(gpus, measured.get("collectives", []), result)
     if options.device == "cuda" and available > 1:
@@ -208,7 +205,7 @@ def default_gpt(memory_bytes: int) -> str:
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
 
 
-def run_ranks(request: ScalingRequest, gpus: int) -> tuple[dict[str, Any], RunError | None]:
+def run_request(request: ScalingRequest, gpus: int) -> tuple[dict[str, Any], RunError | None]:
     """Measure on `gpus` ranks. Return their measurements and error as `ranks.run_ranks` does.
 
     On a CPU each rank has one thread. Raises Interrupted.
@@ -236,7 +233,7 @@ def add_steps(
     """
     described, flops = describe_steps(strategy, model, request)
     row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus, **described}
-    part = measured.get(PART_OF_STRATEGY[strategy])
+    part = measured.get(strategy)
     if part is None:
         result.add(row | {"error": reason(error)})
         return
@@ -268,7 +265,7 @@ def describe_steps(
     strategy: str, model: str, request: ScalingRequest
 ) -> tuple[dict[str, Any], int]:
     """Return the columns that describe the model and its batch, and the FLOPs per token."""
-    if strategy == "DDP":
+    if strategy == DDP:
         length = request.gpt.sequence_length
         gpt = {"model": model, "precision": "bf16", "batch": request.gpt.batch, "seq": length}
         return gpt, request.gpt.shape.training_flops_per_token(length)

@@ -2,8 +2,8 @@
 
 torchrun starts one process per GPU. FOLDER/request.json contains the ScalingRequest. Rank 0 writes
 FOLDER/measured.json after each part, so that the parts before one that runs out of memory are not
-lost. The order is collectives by size, the sharded Llama, and the GPT with data parallelism, which
-needs the most memory.
+lost. The order is collectives by size, the Llama with ZeRO-2, and the GPT with DDP, which needs the
+most memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels
 COLLECTIVES = ("all-reduce", "all-gather")
+# Strategies, whose names are keys of the measurements.
+DDP = "DDP"
+ZERO_2 = "ZeRO-2"
+STRATEGIES = (DDP, ZERO_2)
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,14 @@ class ScalingRequest:
 
 
 def measure(folder: Path) -> None:
+    """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
     request = ScalingRequest.read(folder / REQUEST)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
     measured: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
         "collectives": partial(measure_collectives, request, processes),
-        "sharded": partial(measure_sharded, request, processes),
-        "plain": partial(measure_plain, request, processes),
+        ZERO_2: partial(measure_zero_2, request, processes),
+        DDP: partial(measure_ddp, request, processes),
     }
     with attention_backends(processes.device.type):
         for name, part in parts.items():
@@ -90,7 +95,7 @@ def measure(folder: Path) -> None:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
+def measure_ddp(request: ScalingRequest, processes: Processes) -> dict:
     """Measure the steps of the GPT, which is replicated on each rank.
 
     torch's DistributedDataParallel averages the gradients during the backward. A single rank runs
@@ -110,7 +115,7 @@ def measure_plain(request: ScalingRequest, processes: Processes) -> dict:
     return measure_steps(request, processes, step, without_reduction)
 
 
-def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
+def measure_zero_2(request: ScalingRequest, processes: Processes) -> dict:
     """Measure the steps of the Llama that this package trains, with ZeRO-2 and fused blocks.
 
     The reduction of gradients and the gathering of weights overlap with the computation.
@@ -134,7 +139,7 @@ def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
         rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size
     )
     step = partial(llama_step, assembly, batches, Batching(ranks, 1), LEARNING_RATE, processes)
-    unsent = LocalReduceScatter(
+    local = LocalReduceScatter(
         processes.shard_group,
         None,
         optimizer.shards[0].parameter.dtype,
@@ -142,7 +147,7 @@ def measure_sharded(request: ScalingRequest, processes: Processes) -> dict:
     )
 
     def without_reduction() -> None:
-        optimizer.reduce_scatter = unsent
+        optimizer.reduce_scatter = local
         step()
 
     return measure_steps(request, processes, step, without_reduction if ranks > 1 else None)

@@ -125,7 +125,7 @@ def main(options: argparse.Namespace) -> int:
     if options.only in "attention":
         for line in attention_lines(sizes, device):
             print(line, flush=True)
-    for line in lines(sizes, device, options.only):
+    for line in kernel_lines(sizes, device, options.only):
         print(line, flush=True)
     return 0
 
@@ -187,7 +187,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     )
 
 
-def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
+def kernel_lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
     """Yield one line for each op, followed by a line for each candidate."""
     arch = architecture(device)
     for op, shape, case in kernel_cases(sizes, Draw(device)):

@@ -8,7 +8,6 @@ exit code is 0 if every part succeeded, otherwise that of the first part that fa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import shlex
@@ -18,18 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, Interrupted, RunError
+from common.errors import ConfigError, Interrupted
 from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
-from throughput import baseline, report, result
-from throughput import options as shared_options
+from throughput import baseline, result, shared_options, suite_page
+from throughput.files import read_json, write_json
 from throughput.machine import kind_of
 from throughput.tables import Section, Table
 
 NAME = "suite.json"
 LOG_LINES = 10  # number of lines of a failed part's log that a terminal shows
-NOT_MEASURED = "not measured"
 SHORTEST_REPORTED = 60.0  # seconds; less remaining time is not reported
 
 
@@ -74,13 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure fewer models and batches (ten minutes on one H200, two on a CPU)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
-    )
     shared_options.add(
         parser,
+        "device",
         gpus={
             "default": None,
             "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all GPUs)",
@@ -116,28 +110,23 @@ def main(options: argparse.Namespace) -> int:
     shared_options.check_torch(device, detected)
     gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
     shared_options.check_gpus(gpus, device, detected)
-    reference = baseline.find(options.against, declared_tables()) if options.against else None
-    if reference:
-        kind = "CPU" if device == "cpu" else kind_of(detected)
-        if kind != reference.gpu:
-            inform(f"NOTE       the baseline is of {reference.gpu}, but this suite measures {kind}")
+    reference = None
+    if options.against:
+        reference = baseline.find(options.against, declared_tables())
+        note_other_kind(reference, "CPU" if device == "cpu" else kind_of(detected))
     if options.save_baseline:
         require_new(options.save_baseline)
     folder = options.out or result.default_directory("suite")
-    asked = {"quick": options.quick, "device": device, "gpus": gpus}
-    ended = run_parts(folder, asked)
-    results = read_results(folder, ended)
+    suite_options = {"quick": options.quick, "device": device, "gpus": gpus}
+    ended = run_parts(folder, suite_options)
+    results = suite_page.read_results(folder, ended)
     failed = [part["exit_code"] for part in ended.values() if part["exit_code"]]
     verdicts: list[baseline.BaselineVerdict] = []
     comparison: list[Section] = []
     if reference:
         verdicts = baseline.compare(reference, list(results.values()), options.tolerance)
         comparison = [baseline.section(reference, verdicts, options.tolerance)]
-    tiles = headline(ended, results, verdicts)
-    page = [tiles, *comparison, *sections(folder, ended, results)]
-    report.write(folder, suite_title(results), page)
-    for name, value in tiles.rows:
-        print(f"{name}: {value}", flush=True)
+    suite_page.write(folder, ended, results, verdicts, comparison)
     if failed:
         # A shell reports a process that signal N ended as 128 + N.
         return 128 - failed[0] if failed[0] < 0 else failed[0]
@@ -149,21 +138,27 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_parts(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+def note_other_kind(reference: baseline.Baseline, kind: str) -> None:
+    """Print a note if the baseline is of another GPU kind than `kind`, which is measured."""
+    if kind != reference.gpu:
+        inform(f"NOTE       the baseline is of {reference.gpu}, but this suite measures {kind}")
+
+
+def run_parts(folder: Path, suite_options: dict[str, Any]) -> dict[str, dict]:
     """Run the parts that have not yet succeeded in `folder`. Return part -> command and outcome.
 
-    `asked`: the options that the parts depend on.
+    `suite_options`: quick, device and gpus, as suite.json records them.
     """
-    ended = resume(folder, asked)
-    parts = chosen(asked["quick"])
+    ended = resume(folder, suite_options)
+    parts = selected_parts(suite_options["quick"])
     for number, part in enumerate(parts, start=1):
         if part.name in ended:
             print(f"suite: {part.name} is done", flush=True)
             continue
-        left = time_left(ended, asked["quick"])
+        left = time_left(ended, suite_options["quick"])
         print(f"suite: part {number} of {len(parts)}, {part.name}{left}", flush=True)
-        ended[part.name] = run(part, folder, asked)
-        result.write_json(folder / NAME, asked | {"parts": ended})
+        ended[part.name] = run(part, folder, suite_options)
+        write_json(folder / NAME, suite_options | {"parts": ended})
     return {part.name: ended[part.name] for part in parts}
 
 
@@ -189,7 +184,7 @@ def require_new(path: Path) -> None:
         )
 
 
-def chosen(quick: bool) -> list[SuitePart]:
+def selected_parts(quick: bool) -> list[SuitePart]:
     return [part for part in PARTS if part.quick or not quick]
 
 
@@ -199,7 +194,7 @@ def doubled(count: int) -> list[int]:
     return sorted(powers | {count})
 
 
-def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+def resume(folder: Path, suite_options: dict[str, Any]) -> dict[str, dict]:
     """Return the parts that succeeded in `folder`, which is created if it is missing.
 
     Directories of interrupted or failed parts are renamed. Raises ConfigError if `folder` contains
@@ -208,18 +203,18 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     path = folder / NAME
     if not path.is_file():
         result.claim(folder)
-        result.write_json(path, asked | {"parts": {}})
+        write_json(path, suite_options | {"parts": {}})
         return {}
 
     def parse(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict]]:
         parts = dict(data.pop("parts"))
         return data, parts
 
-    before, ended = report.read_json(
+    before, ended = read_json(
         path, parse, f"{path} cannot be read", "name a new directory with --out"
     )
-    if before != asked:
-        why = f"it was started with {before}, and now with {asked}"
+    if before != suite_options:
+        why = f"it was started with {before}, and now with {suite_options}"
         raise ConfigError(
             f"{folder} contains another suite",
             why,
@@ -234,15 +229,15 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
     return good
 
 
-def run(part: SuitePart, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+def run(part: SuitePart, folder: Path, suite_options: dict[str, Any]) -> dict[str, Any]:
     """Run a part. Return its command, exit code and seconds. Raises Interrupted."""
-    template = part.quick if asked["quick"] else part.arguments
+    template = part.quick if suite_options["quick"] else part.arguments
     arguments = template.format(
-        gpus=",".join(map(str, asked["gpus"])),
-        layers="--layers 8" if asked["device"] == "cuda" else "",
+        gpus=",".join(map(str, suite_options["gpus"])),
+        layers="--layers 8" if suite_options["device"] == "cuda" else "",
     )
     command = ["-m", "throughput", *arguments.split()]
-    command += ["--device", asked["device"], "--out", str(folder / part.name)]
+    command += ["--device", suite_options["device"], "--out", str(folder / part.name)]
     began = time.monotonic()
     run_directory = (folder / part.name).absolute()
     if sys.stdout.isatty():
@@ -284,122 +279,12 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
     The expected time of the remaining parts is multiplied by the ratio of actual to expected time
     of the finished parts.
     """
-    expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
+    expected = {
+        part.name: part.quick_seconds if quick else part.seconds for part in selected_parts(quick)
+    }
     spent = sum(ended[name]["seconds"] for name in ended)
     planned = sum(expected[name] for name in ended)
     left = sum(seconds for name, seconds in expected.items() if name not in ended)
     if planned:
         left *= spent / planned
     return f"; about {max(left / 60, 1):.0f} min left" if left > SHORTEST_REPORTED else ""
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-
-def read_results(folder: Path, ended: dict[str, dict]) -> dict[str, dict[str, Any]]:
-    """Return the result of each part that wrote one."""
-    results: dict[str, dict[str, Any]] = {}
-    for name in ended:
-        with contextlib.suppress(RunError):  # without a result, the part's row says how it ended
-            results[name] = result.read(folder / name)
-    return results
-
-
-def suite_title(results: dict[str, dict[str, Any]]) -> str:
-    """Return the title of the page, with machine and date if a part wrote a result."""
-    first = next(iter(results.values()), None)
-    return report.title("suite", first) if first else "suite"
-
-
-def sections(
-    folder: Path, ended: dict[str, dict], results: dict[str, dict[str, Any]]
-) -> list[Section]:
-    """Return the sections of the page below the headline and the comparison.
-
-    They are the machine, the parts, each part's tables, and the published tables of the same GPU.
-    """
-    command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
-    made = []
-    if results:
-        made.append(
-            report.facts_section([("", next(iter(results.values())) | {"command": command})])
-        )
-    made.append(parts_section(folder, ended, results))
-    for name, data in results.items():
-        made += report.with_prefix(report.measured_sections(data), name)
-    tables = [table for data in results.values() for table in data["tables"]]
-    gpus = {report.gpu_kind(data) for data in results.values()}
-    return made + report.published_sections(tables, gpus)
-
-
-def headline(
-    ended: dict[str, dict],
-    results: dict[str, dict[str, Any]],
-    verdicts: list[baseline.BaselineVerdict],
-) -> Section:
-    """Return the section with the few numbers that summarize the machine."""
-    succeeded = sum(part["exit_code"] == 0 for part in ended.values())
-    tiles = [("Parts that succeeded", f"{succeeded} of {len(ended)}")]
-    if verdicts:
-        tiles.append(("Against the baseline", baseline.summary(verdicts)))
-    rows: list[dict[str, Any]] = []
-    for data in results.values():
-        rows += [row for row in data["rows"] if "error" not in row]
-    for precision in ("bf16", "fp8"):
-        products = [row for row in rows if row["table"] == "gemm" and row["precision"] == precision]
-        best = max((row["tflops"] for row in products), default=None)
-        text = NOT_MEASURED if best is None else f"{best:,.4g} TFLOP/s"
-        tiles.append((f"Best {precision.upper()} product", text))
-    tiles.append(llama_tile(rows))
-    reductions = [
-        row["bus_gb_per_s"]
-        for row in rows
-        if row["table"] == "collectives" and row["name"].startswith("all-reduce")
-    ]
-    text = f"{max(reductions):,.4g} GB/s" if reductions else NOT_MEASURED
-    tiles.append(("All-reduce, bus bandwidth", text))
-    return Section("Headline", "", ("", ""), (False, False), tuple(tiles), tiles=True)
-
-
-def llama_tile(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return the model and the tokens/s of the fastest step of full training."""
-    steps = [row for row in rows if row["table"] == "llama" and row["mode"] == "full"]
-    if not steps:
-        return "Llama 3.1 8B", NOT_MEASURED
-    best = max(steps, key=lambda row: row["tokens_per_s"])
-    name = f"{best['model']}, {best['precision']}, {best['layers']} layers"
-    if best["gpus"] > 1:
-        name += f", {best['gpus']} GPUs"
-    return name, f"{best['tokens_per_s']:,.0f} tokens/s"
-
-
-def parts_section(
-    folder: Path, ended: dict[str, dict], results: dict[str, dict[str, Any]]
-) -> Section:
-    """Return the section that says how each part ended and, if it failed, why."""
-    rows = []
-    for name, part in ended.items():
-        measured = results.get(name, {}).get("rows", [])
-        failed = sum("error" in row for row in measured)
-        rows.append(
-            (
-                name,
-                outcome(part["exit_code"], result.read_failure(folder / name)),
-                f"{part['seconds']:,.0f}",
-                str(len(measured) - failed),
-                str(failed),
-                part["command"],
-            )
-        )
-    heads = ("Part", "Outcome", "Seconds", "Rows measured", "Rows failed", "Command")
-    return Section("Parts", "", heads, (False, False, True, True, True, False), tuple(rows))
-
-
-def outcome(exit_code: int, why: str) -> str:
-    """Return how a part ended, in words. `why`: its error, or "" if it wrote none."""
-    if exit_code == 0:
-        return "succeeded"
-    text = f"failed, exit code {exit_code}"
-    if exit_code < 0:
-        text = f"failed, killed by signal {-exit_code}"
-    return f"{text}: {why}" if why else text

@@ -40,9 +40,9 @@ def kernel_ms(
 
 def step_ms(step: Callable[[], object], device: str, warmup: int, steps: int) -> list[float]:
     """Return the time of each of `steps` consecutive calls, after `warmup` untimed calls."""
-    place = torch.device(device)
-    times_s(step, warmup, place)
-    return [1e3 * seconds for seconds in times_s(step, steps, place)]
+    torch_device = torch.device(device)
+    times_s(step, warmup, torch_device)
+    return [1e3 * seconds for seconds in times_s(step, steps, torch_device)]
 
 
 def spread(samples_ms: list[float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from launch.torch_build import (
     require_fitting_torch,
     suitable_builds,
 )
-from throughput import options
+from throughput import shared_options
 
 
 def fake_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
@@ -160,7 +160,7 @@ def test_torch_for_cpus_beside_a_gpu_is_refused_before_anything_starts(tmp_path,
 
 
 def test_a_measurement_on_the_cpu_asks_for_no_torch_of_the_gpu():
-    options.check_torch("cpu", h200s())
+    shared_options.check_torch("cpu", h200s())
 
 
 # --- what Triton compiles with --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.cli import read
-from throughput import options, published
+from throughput import published, shared_options
 from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main
 
 pytestmark = pytest.mark.quick
@@ -139,7 +139,7 @@ def test_what_a_measurement_declares_fits_together(what):
 
 def test_options_of_all_measurements():
     parser = Parser("throughput x")
-    options.add(parser, "precision", "steps", seq={"default": 1024}, batch={}, gpus={})
+    shared_options.add(parser, "precision", "steps", seq={"default": 1024}, batch={}, gpus={})
     chosen = parser.parse_args(["--batch", "max", "--gpus", "1,2,4"])
     assert (chosen.precision, chosen.steps, chosen.seq, chosen.batch, chosen.gpus) == (
         "bf16",
@@ -161,10 +161,11 @@ def test_options_of_all_measurements():
 
 def test_gpus_and_device_must_be_there():
     two = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 2**37),) * 2)
-    options.check_gpus([1, 2], "cuda", two)
+    shared_options.check_gpus([1, 2], "cuda", two)
     with pytest.raises(ConfigError, match="--gpus 4"):
-        options.check_gpus([1, 4], "cuda", two)
-    assert options.device_of(None, two) == "cuda" and options.device_of("cpu", two) == "cpu"
-    assert options.device_of(None, Probe("none")) == "cpu"
+        shared_options.check_gpus([1, 4], "cuda", two)
+    assert shared_options.device_of(None, two) == "cuda"
+    assert shared_options.device_of("cpu", two) == "cpu"
+    assert shared_options.device_of(None, Probe("none")) == "cpu"
     with pytest.raises(ConfigError):
-        options.device_of("cuda", Probe("none"))
+        shared_options.device_of("cuda", Probe("none"))

@@ -211,7 +211,7 @@ def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
         "times_ms": [200.0, 100.0, 400.0],
         "memory_bytes": 2**31,
     }
-    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: found)
+    monkeypatch.setattr(flux, "run_request", lambda request, gpus: found)
     result = result_of(tmp_path / "out", gpu_memory_gib=140.0, peak_tflops_16_bits=989.4)
     flux.measure(options(batch="max", gpus=[2]), result)
     first, second, row = result.rows
@@ -229,7 +229,7 @@ def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
         100 * row["tflops"] / 989.4
     )
     monkeypatch.setattr(
-        flux, "run_ranks", lambda request, gpus: {"tried": [(10, None)], "batch": 0}
+        flux, "run_request", lambda request, gpus: {"tried": [(10, None)], "batch": 0}
     )
     flux.measure(options(gpus=[2]), result)
     assert (result.rows[-1]["batch"], result.rows[-1]["error"]) == (10, "out of memory") and len(
@@ -248,7 +248,7 @@ def test_a_search_goes_down_where_the_timed_steps_run_out(tmp_path, monkeypatch)
     }
     monkeypatch.setattr(
         flux,
-        "run_ranks",
+        "run_request",
         lambda request, gpus: asked.append(request.batch) or answers[request.batch],
     )
     result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
@@ -277,7 +277,7 @@ def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
     found = {"tried": [(10, 1)], "batch": 10, "times_ms": [1.0], "memory_bytes": 1}
     monkeypatch.setattr(
         flux,
-        "run_ranks",
+        "run_request",
         lambda request, gpus: (
             started.append((gpus, request.shape.blocks, request.recompute_blocks)) or found
         ),

@@ -15,7 +15,7 @@ from common.paths import ROOT
 from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
-from throughput import llama, memory
+from throughput import llama, llama_case, memory
 from throughput.result import Result, TimedRow, read
 
 pytestmark = pytest.mark.quick
@@ -42,8 +42,8 @@ def options(**changes) -> argparse.Namespace:
     return argparse.Namespace(**default | changes)
 
 
-def case(kind: GpuKind | None = H200, gpus: int = 8, **changes) -> llama.Case:
-    return llama.case_of(options(**changes), kind, gpus)
+def case(kind: GpuKind | None = H200, gpus: int = 8, **changes) -> llama_case.LlamaCase:
+    return llama_case.case_of(options(**changes), kind, gpus)
 
 
 def shipped(name: str) -> RunConfig:

@@ -12,7 +12,7 @@ from launch.tune import command as tune_command
 from launch.tune.candidates import changed, memory_candidates
 from launch.tune.search import Measurement
 from throughput import __main__ as command
-from throughput import llama
+from throughput import llama_case
 from throughput.result import read
 
 MODEL = {
@@ -28,7 +28,7 @@ MODEL = {
 }
 
 
-def case_to_tune(batch: int | str | None, gpus: int = 1) -> llama.Case:
+def case_to_tune(batch: int | str | None, gpus: int = 1) -> llama_case.LlamaCase:
     options = argparse.Namespace(
         model="qwen3-8b",
         lora=False,
@@ -39,7 +39,7 @@ def case_to_tune(batch: int | str | None, gpus: int = 1) -> llama.Case:
         gpus=[gpus],
         device="cuda",
     )
-    return llama.case_to_tune(options, KINDS["H200"], gpus)
+    return llama_case.case_to_tune(options, KINDS["H200"], gpus)
 
 
 @pytest.fixture

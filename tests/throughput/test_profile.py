@@ -25,7 +25,7 @@ from common.kernels import fp8
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 from throughput import __main__ as command
-from throughput import profile_comparison, profiling, report
+from throughput import profile_comparison, report, time_profile
 from throughput.kernel_time import (
     CLASSES,
     TraceEvent,
@@ -34,7 +34,7 @@ from throughput.kernel_time import (
     class_of_name,
     exposed_ns,
 )
-from throughput.profiling import TRACE, document
+from throughput.time_profile import TRACE, document
 from throughput.trace import Roles, timeline
 
 GEMM, NCCL, COPY, ADD = (
@@ -636,21 +636,25 @@ def test_the_document_is_per_step():
 
 
 def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
-    shown = profiling.text(table())
+    shown = time_profile.text(table())
     assert (
         "<new>" in shown
         and "NOTE" not in shown
         and "qkv: 1 x 2 x 3" in shown
         and "costs +25.0%" in shown
     )
-    assert "NOTE: trace" in profiling.text(table(clock_ms=0.0506))
+    assert "NOTE: trace" in time_profile.text(table(clock_ms=0.0506))
 
 
 def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
     made = table(clock_ms=0.0506)
-    report.write(tmp_path, profiling.title(made), profiling.sections(made))
+    report.write(tmp_path, time_profile.title(made), time_profile.sections(made))
     text = read_page(tmp_path / "page.html")
-    assert [text.count(f"<h2>By {title}</h2>") for title in profiling.PARTS.values()] == [1, 1, 1]
+    assert [text.count(f"<h2>By {title}</h2>") for title in time_profile.PARTS.values()] == [
+        1,
+        1,
+        1,
+    ]
     assert "&lt;new&gt;" in text and '<td class="n">60.0%</td>' in text and "NOTE: trace" in text
     assert "NVIDIA H200 · 2023-11-14</h1>" in text and "./run_and_time.sh x profile" in text
     assert 'class="tiles"' in text and "us_per_token" not in text

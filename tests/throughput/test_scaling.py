@@ -43,9 +43,9 @@ def result(tmp_path):
 
 
 def test_two_ranks_measure_all_parts():
-    found, error = scaling.run_ranks(REQUEST, 2)
+    found, error = scaling.run_request(REQUEST, 2)
     assert error is None
-    for part in ("plain", "sharded"):
+    for part in ("DDP", "ZeRO-2"):
         assert (
             len(found[part]["times_ms"]) == len(found[part]["alone_ms"]) == 2
             and found[part]["memory_bytes"] == 0
@@ -60,15 +60,15 @@ def test_two_ranks_measure_all_parts():
 @pytest.mark.slow
 def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
-    found, error = scaling.run_ranks(replace(REQUEST, gpt=impossible), 1)
-    assert found.keys() == {"collectives", "sharded"} and isinstance(error, RunError)
+    found, error = scaling.run_request(replace(REQUEST, gpt=impossible), 1)
+    assert found.keys() == {"collectives", "ZeRO-2"} and isinstance(error, RunError)
     # One rank sends nothing.
-    assert found["collectives"] == [] and found["sharded"]["alone_ms"] == []
+    assert found["collectives"] == [] and found["ZeRO-2"]["alone_ms"] == []
     for strategy in ("DDP", "ZeRO-2"):
         scaling.add_steps(strategy, "7b", REQUEST, 1, found, error, result)
-    plain, sharded = result.rows
-    assert plain["error"] and "tokens_per_s" not in plain
-    assert sharded["tokens_per_s"] > 0 and "error" not in sharded
+    ddp, zero_2 = result.rows
+    assert ddp["error"] and "tokens_per_s" not in ddp
+    assert zero_2["tokens_per_s"] > 0 and "error" not in zero_2
 
 
 def reduced(processes, folder):
@@ -109,17 +109,17 @@ def reduced(processes, folder):
     )
     request = replace(REQUEST, gpt=replace(GPT, batch=4))
     return {
-        "sharded": scaling_rank.measure_sharded(request, processes),
-        "plain": scaling_rank.measure_plain(request, processes),
+        "ZeRO-2": scaling_rank.measure_zero_2(request, processes),
+        "DDP": scaling_rank.measure_ddp(request, processes),
     }
 
 
 @pytest.mark.slow
 def test_the_second_step_leaves_out_the_reduction(tmp_path):
     first, second = call_on_ranks(2, "test_scaling:reduced", tmp_path)
-    together, apart = zip(first["plain"], second["plain"], strict=True)
+    together, apart = zip(first["DDP"], second["DDP"], strict=True)
     assert torch.equal(together[0][0], together[1][0]) and not torch.equal(apart[0][0], apart[1][0])
-    assert int(first["sharded"][0][1]) > 0 and int(first["sharded"][1][1]) == 0
+    assert int(first["ZeRO-2"][0][1]) > 0 and int(first["ZeRO-2"][1][1]) == 0
 
 
 def own_rows(processes, folder):
@@ -152,7 +152,7 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
         return assembly
 
     monkeypatch.setattr(trainer, "assemble_random", watch)
-    scaling_rank.measure_sharded(REQUEST, start_processes("cpu", 60.0))
+    scaling_rank.measure_zero_2(REQUEST, start_processes("cpu", 60.0))
     gc.collect()
     assert len(left) > 20 and not any(reference() is not None for reference in left)
 
@@ -167,7 +167,7 @@ def found_in(step_ms: float, alone_ms: float | None = None, spread_ms: float = 0
         "alone_ms": [alone_ms] * 3 if alone_ms else [],
         "memory_bytes": 3 * 10**9,
     }
-    return {"plain": part, "sharded": part}
+    return {"DDP": part, "ZeRO-2": part}
 
 
 def rows_of(
@@ -332,11 +332,11 @@ def test_the_counts_are_measured_one_after_the_other(result, monkeypatch):
     counts = []
     times = itertools.count(100)
 
-    def run_ranks(request, count):
+    def run_request(request, count):
         counts.append(count)
         return found_in(next(times)) | {"collectives": []}, None
 
-    monkeypatch.setattr(scaling, "run_ranks", run_ranks)
+    monkeypatch.setattr(scaling, "run_request", run_request)
     scaling.measure(options(gpus=[2, 1]), result)
     assert counts == [1, 2] and [(row["strategy"], row["gpus"]) for row in result.rows] == [
         *(("DDP", 1), ("ZeRO-2", 1), ("DDP", 2), ("ZeRO-2", 2))

@@ -62,7 +62,7 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
 
     tried = []
     monkeypatch.setattr(settings, "against_reference", against_reference)
-    found = list(settings.lines(SIZES, torch.device("cpu"), "RoPE backward"))
+    found = list(settings.kernel_lines(SIZES, torch.device("cpu"), "RoPE backward"))
     assert (
         found[0].startswith("RoPE backward")
         and "10.0 us" in found[1]

@@ -13,7 +13,7 @@ from pseudo_terminal import PseudoTerminal
 from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted
 from launch.processes.supervise import Ending
-from throughput import baseline, llama, result, suite
+from throughput import baseline, llama, llama_case, result, suite
 from throughput.__main__ import MEASUREMENTS
 from throughput.suite import SuitePart
 
@@ -162,7 +162,7 @@ def test_the_quick_parts_of_a_cpu_ask_for_layers_that_its_model_has(tmp_path, mo
     parser.add_argument("--device")
     parser.add_argument("--out")
     words = next(command for command in started if "llama" in command)[4:]
-    assert llama.model_of(parser.parse_args(words)).shape.num_layers == 4
+    assert llama_case.model_of(parser.parse_args(words)).shape.num_layers == 4
     part = next(part for part in suite.PARTS if part.name == "llama_full")
     gpu = {"quick": True, "device": "cuda", "gpus": [1]}
     assert "--layers 8" in suite.run(part, tmp_path, gpu)["command"]

@@ -29,7 +29,7 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from launch.plan.derive_config import overrides_of
 from launch.select_config import select_config
-from throughput.gemm_tuning.file import (
+from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     configured,
     per_gpu,

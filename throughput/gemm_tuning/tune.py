@@ -20,7 +20,7 @@ import torch.cuda.tunable as tunable
 from torch import Tensor
 
 from common.errors import PreflightError
-from throughput.gemm_tuning.file import (
+from throughput.gemm_tuning.tunable_op_files import (
     Key,
     TunedFile,
     per_gpu,

@@ -19,9 +19,9 @@ from tiny import run_config
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe
 from common.paths import ROOT
-from throughput.gemm_tuning import cli, file
+from throughput.gemm_tuning import cli, tunable_op_files
 from throughput.gemm_tuning import tune as tuner
-from throughput.gemm_tuning.file import (
+from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     TunedFile,
     configured,
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(self, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(file.Path, "write_text", full)
+    monkeypatch.setattr(tunable_op_files.Path, "write_text", full)
     with pytest.raises(StorageError, match="No space left"):
         write_tuned(path, TunedFile(VERSIONS, {WGRAD: ("Default", "")}))
     assert path.read_text() == old and list(tmp_path.iterdir()) == [path]

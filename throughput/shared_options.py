@@ -27,6 +27,10 @@ def counts(text: str) -> list[int]:
 
 
 COMMON: dict[str, dict[str, Any]] = {
+    "device": {
+        "choices": ("cpu", "cuda"),
+        "help": "device to measure; cuda includes ROCm (default: cuda if there is a GPU)",
+    },
     "precision": {
         "choices": ("bf16", "fp8"),
         "default": "bf16",

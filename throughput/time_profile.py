@@ -15,18 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
 
 from common.errors import StorageError
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
 from throughput import report, trace
-from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, Row, breakdown
+from throughput.files import write_json
+from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
+from throughput.profile_comparison import PROFILE
 from throughput.tables import Drawing, Plot, Section
 
 TRACE = "trace.json.gz"
-TABLE = "profile.json"
 # Key of a row -> head of its column, and format.
 COLUMNS = {
     "ms": ("ms", ",.3f"),
@@ -57,7 +59,9 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
     activities = [ProfilerActivity.CPU]
     if processes.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    profiler = profile(activities=activities, record_shapes=True) if processes.rank == 0 else None
+    profiler = (
+        torch_profile(activities=activities, record_shapes=True) if processes.rank == 0 else None
+    )
     clock = StepClock(processes.device)
     processes.barrier()
     with profiler or contextlib.nullcontext():
@@ -73,7 +77,9 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / TRACE))
         except OSError as error:
-            raise _cannot_write(folder / TRACE, error) from error
+            raise StorageError(
+                f"cannot write {folder / TRACE}", str(error), "free space, or choose another --out"
+            ) from error
     processes.barrier()  # no rank may leave the group before rank 0 has written
     return statistics.mean(times_ms)
 
@@ -91,7 +97,7 @@ def summarize(
     `facts`: benchmark, config, precision, layers, world_size, device, torch, steps,
     tokens_per_step_per_rank, started (Unix time), command and commit. They become part of
     profile.json. `clock_ms`: time of a step under the profiler, from `record`. `bench_ms`: time of
-    a step without the profiler, measured earlier in the same process.
+    a step without the profiler, measured earlier in the same process. Raises StorageError.
     """
     roles = trace.Roles(
         model.shape,
@@ -100,28 +106,21 @@ def summarize(
     )
     with gzip.open(folder / TRACE, "rt", encoding="utf-8") as file:
         events, start_ns, end_ns, steps = trace.timeline(json.load(file), roles)
-    table = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
-    table |= {"clock_ms": clock_ms, "bench_ms": bench_ms}
-    try:
-        (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _cannot_write(folder / TABLE, error) from error
-    report.write(folder, title(table), sections(table))
-    return text(table)
+    profile = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
+    profile |= {"clock_ms": clock_ms, "bench_ms": bench_ms}
+    write_json(folder / PROFILE, profile)
+    report.write(folder, title(profile), sections(profile))
+    return text(profile)
 
 
-def _cannot_write(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}", str(error), "free space, or choose another --out")
-
-
-def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
+def document(rows: dict[str, list[ProfileRow]], window_ns: int, steps: int, facts: dict) -> dict:
     """Return the content of profile.json.
 
     Times are milliseconds per step, unless the key names another unit. The classes sum to
     window_ms.
     """
 
-    def entry(row: Row) -> dict:
+    def entry(row: ProfileRow) -> dict:
         return {
             "name": row.name,
             "class": row.kind or row.name,
@@ -235,7 +234,7 @@ def _headline(profile: dict) -> Section:
 def _run_facts(profile: dict) -> Section:
     ranks = f"rank 0 of {profile['world_size']}"
     rows = (
-        ("Date", report.date(profile, "%Y-%m-%d %H:%M UTC")),
+        ("Date", report.date_and_time(profile)),
         ("Command", profile["command"]),
         ("Machine", profile["device"]),
         ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
