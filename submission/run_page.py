@@ -108,7 +108,7 @@ def run_page(run: Run, advised: list[Advice], refresh_s: float | None = None) ->
         ("Where the time went", [page.shares(phases(run))]),
         ("Training", training_charts(run)),
         ("GPUs during the run", gpu_samples.blocks(samples)),
-        ("Comparison of ranks", gpu_samples.ranks_compared(run)),
+        ("Comparison of ranks", gpu_samples.rank_blocks(run)),
         ("Verdict of the checker", verdict),
         *provenance([("", run)]),
         files(run.folder),
