@@ -31,7 +31,7 @@ from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records.mlperf_log import Log, read
 from common.terminal import plural
-from submission import official_tools, own_log, result_set
+from submission import compliance_checker, official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
 from submission.examined_log import ExaminedLog, errors
 from submission.findings import ERROR, NOTE, Finding, findings_of
@@ -183,7 +183,7 @@ def examine(
         title = "a miniature, not a benchmark result"
         if division == OPEN:
             title = "open division, checked by its config.toml; not an MLPerf benchmark"
-        verdict = official_tools.own_verdict(path, str(benchmark), rules, log)
+        verdict = compliance_checker.own_verdict(path, str(benchmark), rules, log)
     else:
         applied = ruleset or ruleset_of(log, ours)
         title = f"{division} division, ruleset {applied}"
@@ -191,7 +191,7 @@ def examine(
             title += " (detected)"
         elif unofficial:
             title += " (without --ruleset: checked by its own rules)"
-        verdict = official_tools.closed_verdict(path, applied, log)
+        verdict = compliance_checker.closed_verdict(path, applied, log)
     findings = list(verdict.complaints)
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)

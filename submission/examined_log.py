@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.records.mlperf_log import Event
+from submission.compliance_checker import LogVerdict
 from submission.findings import ERROR, Finding
-from submission.official_tools import LogVerdict
 
 
 @dataclass(frozen=True)

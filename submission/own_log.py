@@ -21,7 +21,7 @@ from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
-from submission import official_tools
+from submission import compliance_checker
 from submission.findings import (
     WARNING,
     OnAllRecords,
@@ -99,7 +99,7 @@ def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
 
     They are the keys in the division's rule file, and two that no checker requires.
     """
-    template = official_tools.rule_template(benchmark, division).template
+    template = compliance_checker.rule_template(benchmark, division).template
     keys = []
     for key in re.findall(r"NAME: (\w+)", template):
         if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy"):

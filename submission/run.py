@@ -32,7 +32,7 @@ from common.errors import ConfigError
 from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
-from submission import intervals, official_tools, rcp
+from submission import compliance_checker, intervals, rcp
 from submission.check import ruleset_of
 from submission.intervals import Interval
 
@@ -144,7 +144,7 @@ class Run:
         unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
         if self.is_miniature or unofficial:
             return ()
-        return official_tools.closed_verdict(self.path, self.ruleset).messages
+        return compliance_checker.closed_verdict(self.path, self.ruleset).messages
 
     @cached_property
     def state(self) -> str:
