@@ -16,8 +16,8 @@ from common.paths import ROOT
 from common.records import ledger
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
-from submission import check, describe, official_tools, rehearsal
-from submission.examined_log import ExaminedLog
+from submission import describe, official_tools, rehearsal
+from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL
 from submission.run import INTERVALS, LOST, Run
@@ -350,7 +350,7 @@ def check_log(request: PackageRequest, run: Run) -> None:
         "a log must be the file that the run wrote",
         "submit run directories as the launcher wrote them",
     )
-    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
+    examined = examine(run.path, request.ruleset, request.root, ours=True)
     complaints = []
     for finding in examined.errors(werror=True):
         if _is_unavoidable(run, finding, examined):

@@ -33,7 +33,7 @@ from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
 from submission import compliance_checker, intervals, rcp
-from submission.check import ruleset_of
+from submission.examined_log import ruleset_of
 from submission.intervals import Interval
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)

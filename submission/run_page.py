@@ -19,6 +19,7 @@ from common.html.page import Block, Curve, Section, banner, number, points, tabl
 from common.records.run_states import words
 from submission import check, gpu_samples, provenance
 from submission.advice import Advice
+from submission.examined_log import examine
 from submission.figures import FORMS, evaluations, figures_of, of_steps, phases, shown, unit_of
 from submission.run import GOOD, Run
 
@@ -217,7 +218,7 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
     """
     # A missing or unreadable log is already among the notes of the run.
     with contextlib.suppress(ConfigError):
-        examined = check.examine(run.path)
+        examined = examine(run.path)
         findings: Block = {"text": "\n".join(check.finding_lines(run.path.name, examined.findings))}
         if run.state != GOOD and run.status != "success":
             return False, [findings | {"title": "findings in the log of a run without a result"}]

@@ -10,7 +10,8 @@ from synthetic_run import LORA, find, project_root, records, write_good, write_r
 from common.paths import ROOT
 from common.records import mlperf_log
 from common.records.mlperf_log import TOKEN
-from submission import check, compliance_checker
+from submission import compliance_checker
+from submission.examined_log import examine, rule_findings
 
 pytest.importorskip("mlperf_logging")
 
@@ -67,7 +68,7 @@ def test_a_line_of_a_large_log_takes_no_memory(tmp_path):
 
 
 def verdict_of(path):
-    return check.examine(path, project_root=project_root(path.parent)).findings
+    return examine(path, project_root=project_root(path.parent)).findings
 
 
 def test_records_that_are_not_in_memory_are_checked(tmp_path, monkeypatch):
@@ -86,7 +87,7 @@ def test_rules_for_every_record_share_one_pass(tmp_path, monkeypatch):
     passes = []
     read_events = mlperf_log.events
     monkeypatch.setattr(mlperf_log, "events", lambda path: passes.append(path) or read_events(path))
-    assert {"finite", "time"} <= {finding.rule for finding in check.rule_findings(log, ours=True)}
+    assert {"finite", "time"} <= {finding.rule for finding in rule_findings(log, ours=True)}
     assert passes == [path]
 
 

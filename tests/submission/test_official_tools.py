@@ -24,7 +24,7 @@ from common import benchmarks
 from common.errors import PreflightError
 from llama31_8b import rules
 from submission import compliance_checker, official_tools
-from submission.check import examine
+from submission.examined_log import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick
