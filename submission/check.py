@@ -113,8 +113,8 @@ def _check_set(folder: Path, members: list[ExaminedLog], werror: bool, as_json: 
     """Print the findings about the logs of `folder` as a result set; return the exit code."""
     findings = result_set.findings(members)
     if as_json:
-        facts = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
-        print(json.dumps(facts))
+        report = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
+        print(json.dumps(report))
     elif findings:
         print(f"\n{folder}", *finding_lines(folder.name, findings, werror), sep="\n")
     return CheckFailed.exit_code if errors(findings, werror) else 0
@@ -138,15 +138,16 @@ def _logs(path: Path) -> list[Path]:
 
 
 def _json_line(examined: ExaminedLog, werror: bool) -> str:
+    """Return the JSON object of --json about one log."""
     verdict = verdict_of(examined.findings, werror)
-    facts = {
+    report = {
         "path": str(examined.path),
         "title": examined.title,
         "verdict": verdict,
         "clean": verdict != NOT_CLEAN,
         "findings": [_as_dict(finding) for finding in examined.findings],
     }
-    return json.dumps(facts)
+    return json.dumps(report)
 
 
 def _as_dict(finding: Finding) -> dict:

@@ -5,8 +5,8 @@ on it. This tests every step except the runs, before a series is started. The at
 outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
 
 Nobody can submit the result. The names of the organization and of the system begin with MARK. Every
-log has the record KEY, which `check` and `package` refuse. The submission has the file NOTICE.
-Standard library only.
+log has the record REHEARSAL_KEY, which `check` and `package` refuse. The submission has the file
+NOTICE. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from common.records.rcp import SUBMISSION_RUNS, mean_samples
 from common.training.log_keys import hyperparameters
 from common.training.mllog import END, POINT, START
 from submission import describe
-from submission.log_rules import REHEARSAL as KEY
+from submission.log_rules import REHEARSAL_KEY
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
-from submission.series import Series, counted
+from submission.series import Series, started_runs
 
 MARK = "REHEARSAL-"
 NOTICE = "NOT_A_SUBMISSION.txt"
@@ -70,7 +70,7 @@ def attempts_like(series: Series | None) -> list[RehearsedRun]:
     started = 0
     if series is not None:
         attempts = [_attempt_like(run) for run in series.runs]
-        started = len(counted(series))
+        started = len(started_runs(series))
     missing = max(0, SUBMISSION_RUNS - started)
     return attempts + [RehearsedRun(GOOD, secrets.randbits(32), MINUTES) for _ in range(missing)]
 
@@ -257,7 +257,7 @@ class InventedLog:
         samples = self.rules.fixed_log_values().get("train_samples", self.config.max_samples)
         for key, value in hyperparameters(self.config, self.rules, int(samples), config_name):
             yield self._record(POINT, key, value)
-        yield self._record(POINT, KEY, True)
+        yield self._record(POINT, REHEARSAL_KEY, True)
         self.time_ms += 60_000
         yield self._record(END, "init_stop")
         yield self._record(START, "run_start")

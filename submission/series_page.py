@@ -18,7 +18,7 @@ from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, 
 from submission.provenance import Labeled
 from submission.run import GOOD, Run
 from submission.score import score_lines
-from submission.series import Series, TenRuns, counted, ten_runs, windows
+from submission.series import Series, TenRuns, started_runs, ten_runs, windows
 
 # Figures that the table of attempts shows.
 ATTEMPT_FIGURES = (
@@ -183,7 +183,7 @@ def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, st
     if series.first.is_miniature:
         return [(run_page.PLAN_TEXT, f"{command} {benchmark} plan")]
     if ten.invalid:
-        needed = good_runs_needed([run.converged for run in counted(series)])
+        needed = good_runs_needed([run.converged for run in started_runs(series)])
         runs = max(len(series.good) + needed, SUBMISSION_RUNS)
         text = "Continue until the median window is valid:"
         return [(text, f"NEXP={runs} {command} {benchmark} --resume")]
