@@ -254,7 +254,7 @@ class Run:
             # The launcher writes the page between failure.json and the entry in the ledger.
             if what := self.failure.get("what"):
                 return str(what)
-            return "its launcher ended without an entry in the ledger"
+            return run_states.NO_END
         return str(self.end.get("reason") or "")
 
     @cached_property
