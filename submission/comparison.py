@@ -100,6 +100,8 @@ def _others(mine: Published) -> list[str]:
 
 
 def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
+    """Return table rows with the quantities that make up the minutes of both results."""
+
     def row(name: str, form: str, value: Callable[[Published], float | None]) -> Sequence[str]:
         return (name, number(value(mine), form), number(value(other), form), "")
 

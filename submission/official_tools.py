@@ -3,6 +3,8 @@
 Their exit code is always 0, so a tool passed if its output says so and contains no error. The
 programs write log files into their working directory, so each runs in a temporary one.
 submission/compliance_checker.py and submission/rcp.py call the checkers of logs.
+
+Each function that runs a tool raises PreflightError if mlperf-logging is missing or too old.
 """
 
 from __future__ import annotations
@@ -84,10 +86,7 @@ class ToolVerdict:
 
 
 def system_description(path: Path, ruleset: str) -> ToolVerdict:
-    """Return the verdict of the system description checker on the file at `path`.
-
-    This function and those below raise PreflightError if mlperf-logging is missing or too old.
-    """
+    """Return the verdict of the system description checker on the file at `path`."""
     text = run_tool("system_desc_checker", str(path.resolve()), "training", ruleset)
     return _tool_verdict("system_desc_checker", text, "System description checker passed" in text)
 

@@ -143,13 +143,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     sources = _rehearsal_sources(options)
     for reason in refusal_reasons(root, os.environ):
         print(f"note: a run that is started now could not be submitted: {reason}")
-    commit = git(root, "rev-parse", "HEAD")
-    if commit is None:
-        raise CheckFailed(
-            f"{root} has no commit",
-            "a submission contains the code of the commit that ran",
-            "rehearse in a git clone of this project",
-        )
+    commit = _current_commit(root)
     org = rehearsal.marked(options.org or "Org")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -180,6 +174,18 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
                 commit=commit,
             )
         return package(request)
+
+
+def _current_commit(root: Path) -> str:
+    """Return the commit that is checked out in `root`. Raises CheckFailed if there is none."""
+    commit = git(root, "rev-parse", "HEAD")
+    if commit is None:
+        raise CheckFailed(
+            f"{root} has no commit",
+            "a submission contains the code of the commit that ran",
+            "rehearse in a git clone of this project",
+        )
+    return commit
 
 
 def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:

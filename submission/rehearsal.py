@@ -107,6 +107,7 @@ def write_description(folder: Path, source: Path | None, org: str) -> Path:
 
 
 def _invented_description() -> dict[str, str]:
+    """Return a complete description of one node with 8 GPUs of DEFAULT_KIND."""
     description = dict.fromkeys(describe.KEYS, "rehearsal")
     description.update(
         division="closed",
@@ -180,13 +181,9 @@ def write_series(
     evaluations = passing_evaluations(rules, loaded.global_batch_size)
     for number, attempt in enumerate(attempts, start=1):
         run_dir = folder / f"run{number:02}_{config.stem}_seed{attempt.seed}"
-        run_dir.mkdir()
-        (run_dir / "config.toml").write_text(loaded.as_toml())
-        (run_dir / "versions.json").write_text(json.dumps(versions))
         log = InventedLog(rules, loaded, attempt, now + number * 86_400)
         records = log.records(config.name, benchmark, org, system.stem, evaluations)
-        text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
-        (run_dir / "result.txt").write_text(text)
+        _write_run(run_dir, loaded, versions, records)
         start = {
             "series": series,
             "attempt": number,
@@ -197,6 +194,18 @@ def write_series(
             "commit": commit,
         }
         _enter(path, start, attempt.state)
+
+
+def _write_run(run_dir: Path, config: RunConfig, versions: dict, records: Iterable[dict]) -> None:
+    """Write the files of an invented run into the new directory `run_dir`.
+
+    `records`: the records of its log.
+    """
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(config.as_toml())
+    (run_dir / "versions.json").write_text(json.dumps(versions))
+    text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
+    (run_dir / "result.txt").write_text(text)
 
 
 def _enter(path: Path, start: dict, state: str) -> None:

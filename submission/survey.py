@@ -234,6 +234,7 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 
 
 def table(sets: list[ResultSet]) -> list[str]:
+    """Return the lines of a table of `sets`. A "!" marks a score that is not the official one."""
     rows = [
         (
             "result set",
