@@ -14,7 +14,8 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.terminal import inform
-from system_tuning.__main__ import HELD, sign_of_container
+from system_tuning.__main__ import sign_of_container
+from system_tuning.changes import HELD
 from system_tuning.settings import SETTINGS
 
 HOLD = [sys.executable, "-m", "system_tuning", "hold"]
@@ -25,7 +26,7 @@ def state(root: Path = Path("/")) -> dict[str, str]:
     """Return "good" or "could be better" for each setting that this host has, by its name."""
     states = {}
     for setting in SETTINGS:
-        files = setting.look(root)
+        files = setting.files(root)
         if files:
             is_good = all(file.now == file.want for file in files)
             states[setting.name] = "good" if is_good else BETTER

@@ -20,7 +20,7 @@ from common.gpu_stats import FAULTS
 from common.html.page import median, points
 from launch.plan.step_time import FITTED_HIDDEN_SIZE, estimate
 from launch.plan.workload import benchmark_workload
-from submission.gpu_samples import Samples, comparisons, read_samples
+from submission.gpu_samples import Samples, rank_comparisons, read_samples
 from submission.run import Run
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -131,7 +131,7 @@ def planned_speed(run: Run) -> float:
 
 def _ranks(run: Run) -> Iterator[Symptom]:
     """Yield the ranks that were slow in the last rank comparison."""
-    compared = comparisons(run)
+    compared = rank_comparisons(run)
     if not compared:
         return
     for rank in compared[-1]["slow"]:

@@ -19,31 +19,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
-from common import benchmarks
-from common.benchmarks import OPEN
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
-from common.paths import ROOT
-from common.records.mlperf_log import Log, read
 from common.terminal import plural
-from submission import official_tools, own_log, result_set
-from submission.clock_rules import CLOCK, PLAUSIBLE_MS
-from submission.examined_log import ExaminedLog, errors
-from submission.findings import ERROR, NOTE, Finding, findings_of
-from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
-from submission.official_tools import CLOSED_RULESETS, RULESETS
-
-CLEAN = "CLEAN"
-ACCEPTED = "ACCEPTED"
-NOT_CLEAN = "NOT CLEAN"
-# Ruleset -> day before which its logs were made. The keys of a log do not identify these rounds,
-# because later rounds have the same keys. Sources: submission deadlines and the published logs.
-MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
+from submission import official_tools, result_set
+from submission.examined_log import (
+    ACCEPTED,
+    CLEAN,
+    NOT_CLEAN,
+    ExaminedLog,
+    errors,
+    examine,
+    verdict_of,
+)
+from submission.findings import ERROR, Finding
+from submission.official_tools import RULESETS
 
 
 def parser() -> Parser:
@@ -119,18 +113,11 @@ def _check_set(folder: Path, members: list[ExaminedLog], werror: bool, as_json: 
     """Print the findings about the logs of `folder` as a result set; return the exit code."""
     findings = result_set.findings(members)
     if as_json:
-        facts = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
-        print(json.dumps(facts))
+        report = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
+        print(json.dumps(report))
     elif findings:
         print(f"\n{folder}", *finding_lines(folder.name, findings, werror), sep="\n")
     return CheckFailed.exit_code if errors(findings, werror) else 0
-
-
-def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
-    """Return CLEAN, ACCEPTED or NOT_CLEAN. With `werror`, warnings count as errors."""
-    if errors(findings, werror):
-        return NOT_CLEAN
-    return ACCEPTED if any(finding.warning for finding in findings) else CLEAN
 
 
 def _logs(path: Path) -> list[Path]:
@@ -150,110 +137,17 @@ def _logs(path: Path) -> list[Path]:
     return sorted(logs, key=lambda log: (log.parent, len(log.name), log.name))
 
 
-def examine(
-    path: Path,
-    ruleset: str | None = None,
-    project_root: Path | None = ROOT,
-    ours: bool | None = None,
-) -> ExaminedLog:
-    """Return the official verdict and all findings about the log at `path`.
-
-    `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
-    `project_root`: directory of the project, in which the config that one of our logs names must
-    exist, or None to skip that test. `ours`: whether this project wrote the log, so that its
-    conventions apply, or None to decide by the log. Raises ConfigError if the file is not a
-    readable log, PreflightError without the official checker.
-    """
-    log = read(path)
-    if not log.events and not log.bad:
-        raise ConfigError(
-            f"{path} is not an MLPerf log",
-            "no line contains :::MLLOG",
-            "name a log, or the folder of a run or of a result set",
-        )
-    division = log.value("submission_division")
-    benchmark = log.value("submission_benchmark")
-    if ours is None:
-        ours = own_log.is_ours(log)
-    rules = rules_of(log) if ruleset is None else None
-    unofficial = division == "miniature" or (
-        division == OPEN and benchmark == benchmarks.open_benchmark()
-    )
-    if rules is not None and unofficial:
-        title = "a miniature, not a benchmark result"
-        if division == OPEN:
-            title = "open division, checked by its config.toml; not an MLPerf benchmark"
-        verdict = official_tools.own_verdict(path, str(benchmark), rules, log)
-    else:
-        applied = ruleset or ruleset_of(log, ours)
-        title = f"{division} division, ruleset {applied}"
-        if not ruleset:
-            title += " (detected)"
-        elif unofficial:
-            title += " (without --ruleset: checked by its own rules)"
-        verdict = official_tools.closed_verdict(path, applied, log)
-    findings = list(verdict.complaints)
-    findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
-    findings.sort(key=lambda finding: finding.line)
-    title = f"{benchmark}, {title}"
-    return ExaminedLog(path, title, verdict, tuple(findings), tuple(log.all("seed")))
-
-
-def rule_findings(
-    log: Log, ours: bool, division: str | None = None, project_root: Path | None = None
-) -> list[Finding]:
-    """Return the findings of the rules that the official checker does not test.
-
-    `division`: division whose rules apply (default: the one that the log names). `ours` and
-    `project_root`: as in `examine`.
-    """
-    rules = rules_of(log, division)
-    if rules is None:
-        benchmark = log.value("submission_benchmark")
-        named = log.value("submission_division")
-        message = (
-            "checked by the official checker only: no additional rules for"
-            f" {benchmark!r} in division {named!r}"
-        )
-        return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
-    own = own_log.own_rules(project_root) if ours else ()
-    return findings_of((*RULES, *CLOCK, *own), log, rules, ours)
-
-
-def ruleset_of(log: Log, ours: bool) -> str:
-    """Return the latest closed ruleset whose keys `log` has, or that of its date if in doubt.
-
-    `ours`: whether this project wrote the log, which then has the keys of all rulesets. The keys of
-    5.1.0 are optional in 6.0.0 and vice versa.
-    """
-    disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
-    if ours or len(disclosed) == len(DISCLOSURE_KEYS):
-        return CLOSED_RULESETS[-1]
-    if disclosed:
-        return "6.0.0"
-    start = log.first("run_start")
-    if start and start.time_ms > PLAUSIBLE_MS[0]:
-        for ruleset, day in MADE_BEFORE.items():
-            if start.time_ms < _milliseconds(day):
-                return ruleset
-    return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
-
-
-def _milliseconds(day: str) -> float:
-    """Return the start of `day`, an ISO date in UTC, in milliseconds since 1970."""
-    return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000
-
-
 def _json_line(examined: ExaminedLog, werror: bool) -> str:
+    """Return the JSON object of --json about one log."""
     verdict = verdict_of(examined.findings, werror)
-    facts = {
+    report = {
         "path": str(examined.path),
         "title": examined.title,
         "verdict": verdict,
         "clean": verdict != NOT_CLEAN,
         "findings": [_as_dict(finding) for finding in examined.findings],
     }
-    return json.dumps(facts)
+    return json.dumps(report)
 
 
 def _as_dict(finding: Finding) -> dict:

@@ -1,174 +1,15 @@
-"""Find a published result by words, and compare two results."""
+"""Compare two results, published or local, and split the difference of their times into causes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from common.benchmarks import divisions
-from common.command_line import meant
-from common.errors import ConfigError
 from common.records import published
 from common.records.published import Pace, Published
 from submission.output import number, signed, table
+from submission.published_results import tokens_per_gpu
 from submission.run import Run
-from submission.series import LocalResult, check_same, read_series, result, ten_runs
-
-ROUND = re.compile(r"v?\d\.\d")  # a round of MLPerf Training, such as 5.1
-GPUS = frozenset(row.gpu for row in published.RESULTS if row.gpu)
-LISTED = 12  # maximum number of candidates that an error lists
-
-# Finding a result.
-
-
-def find(text: str, ruleset: str = "", like: Published | None = None) -> Published:
-    """Return the result that `text` names: a directory, a log, or words of a published result.
-
-    `ruleset`: ruleset for logs (default: chosen by their keys). `like`: the result to compare with.
-    Only results of its benchmark match. Of several matches, those with its GPU kind and its number
-    of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
-    if the logs are of another benchmark than `like`.
-    """
-    if text and Path(text).exists():
-        return _read(Path(text), ruleset, like)
-    matches = matching(text)
-    if like is not None:
-        matches = _comparable(matches, like)
-    if not matches:
-        kind = like.gpu if like is not None and like.gpu else "GPU"
-        raise ConfigError(
-            f"no result {text!r}",
-            "there is no such file, and no published result has all of these words",
-            f"./run_and_time.sh score --list {kind} lists the published results",
-        )
-    if len(matches) > 1:
-        raise ConfigError(
-            f"{text!r} matches {len(matches)} published results",
-            "; ".join(_candidates(matches)),
-            "add words until only one result matches, or paste its name",
-        )
-    return matches[0]
-
-
-def _read(path: Path, ruleset: str, like: Published | None) -> Published:
-    """Return the result of the logs at `path`. For arguments and errors see `find`."""
-    series = read_series([path], ruleset=ruleset)
-    check_same(series)
-    if like is not None and series.first.benchmark != like.benchmark:
-        raise ConfigError(
-            f"{path} is a result of {series.first.benchmark}",
-            "results of two benchmarks cannot be compared",
-            f"name a result of {like.benchmark}",
-        )
-    return result(series, ten_runs(series))
-
-
-def matching(text: str) -> list[Published]:
-    """Return the published results that match every word of `text`.
-
-    If `text` is exactly the name of a result, or its name and benchmark, return only this result.
-    """
-    words = text.split()
-    if not words:
-        return []
-    rows = [row for row in published.RESULTS if all(_matches(row, word) for word in words)]
-    exact = [row for row in rows if text.strip() in (row.name, f"{row.name} {row.benchmark}")]
-    return exact or rows
-
-
-def _matches(row: Published, word: str) -> bool:
-    """Return whether `word` is the round or the GPU of `row`, or a word of one of its names.
-
-    The names are those of submitter, system and benchmark. Case is ignored. A word consists of
-    letters and digits: "B200" does not match "GB200".
-    """
-    if ROUND.fullmatch(word):
-        return row.round == word.lstrip("v")
-    if word.upper() in GPUS:
-        return row.gpu == word.upper()
-    text = f"{row.submitter} {row.system} {row.benchmark}"
-    pattern = rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])"
-    return re.search(pattern, text, re.IGNORECASE) is not None
-
-
-def _comparable(rows: list[Published], like: Published) -> list[Published]:
-    """Return the rows of the benchmark of `like`.
-
-    If some are on its GPU kind, return only these. Of these, if some have its number of GPUs,
-    return only those.
-    """
-    rows = [row for row in rows if row.benchmark == like.benchmark]
-    same_kind = [row for row in rows if row.gpu == like.gpu]
-    rows = same_kind or rows
-    same_number = [row for row in rows if row.gpus == like.gpus]
-    return same_number or rows
-
-
-def _candidates(rows: list[Published]) -> list[str]:
-    names = [f"{row.name} {row.benchmark}" for row in rows[:LISTED]]
-    if len(rows) > LISTED:
-        names.append(f"and {len(rows) - LISTED} more")
-    return names
-
-
-def best_published(mine: Published) -> Published | None:
-    """Return the best result of the newest round on the same number and kind of GPUs, or None."""
-    if not mine.gpu or not mine.gpus:
-        return None
-    rows = published.published(mine.benchmark, mine.gpu, mine.gpus)
-    scored = [row for row in rows if row.score is not None]
-    # Rows are sorted best first, and max returns the first row of the newest round.
-    return max(scored, key=lambda row: row.round, default=None)
-
-
-# List of the published results.
-
-
-def listed(gpu: str) -> list[Published]:
-    """Return the published results on the GPU kind `gpu`, or all results if it is "".
-
-    They are sorted by benchmark, GPU kind, number of GPUs and score. Raises ConfigError if there is
-    no result on this GPU kind.
-    """
-    kind = gpu.upper()
-    if kind and kind not in GPUS:
-        names = sorted(GPUS)
-        raise ConfigError(
-            f"no published result for {gpu!r}",
-            f"there are results for {', '.join(names)}",
-            meant(gpu, names, "choose one of these"),
-        )
-    rows = [row for row in published.RESULTS if kind in ("", row.gpu)]
-    return sorted(rows, key=lambda row: (row.benchmark, row.gpu or "", row.gpus or 0, row.rank))
-
-
-def listing(gpu: str) -> list[str]:
-    """Return the lines that --list prints: a table of the results of `listed`."""
-    rows = listed(gpu)
-    cells: list[Sequence[str]] = [
-        ("result", "score", "minutes", "tokens/s/GPU", "batch", "GPUs", "benchmark")
-    ]
-    for row in rows:
-        cells.append(
-            (
-                row.name,
-                number(row.score, ".3f"),
-                number(row.minutes, ".3f"),
-                number(tokens_per_gpu(row), ",.0f"),
-                number(row.batch, "d"),
-                f"{row.gpus} x {row.gpu}",
-                row.benchmark,
-            )
-        )
-    lines = table(cells)
-    if any(row.runs == 1 for row in rows):
-        lines += ["", "  score -: only one log of the result was read"]
-    return lines
-
-
-# Comparison.
 
 
 def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
@@ -230,18 +71,6 @@ def where(side: Published | Run) -> str:
     return f"{gpus} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
 
 
-def tokens_per_gpu(side: Published) -> float | None:
-    """Return the tokens per second and GPU of a result, or None if they are unknown."""
-    if side.samples_per_s is None or not side.gpus:
-        return None
-    length: int | None
-    if isinstance(side, LocalResult):
-        length = side.sequence_length
-    else:
-        length = divisions(side.benchmark)["closed"].sequence_length
-    return None if length is None else side.samples_per_s * length / side.gpus
-
-
 def speedup(mine: Published, other: Published) -> float | None:
     """Return how many times as fast as `other` the result `mine` is.
 
@@ -271,6 +100,8 @@ def _others(mine: Published) -> list[str]:
 
 
 def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
+    """Return table rows with the quantities that make up the minutes of both results."""
+
     def row(name: str, form: str, value: Callable[[Published], float | None]) -> Sequence[str]:
         return (name, number(value(mine), form), number(value(other), form), "")
 

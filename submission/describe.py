@@ -144,20 +144,20 @@ def parser() -> Parser:
 
 
 def _describe(options: argparse.Namespace) -> int:
-    settings = list(options.set)
+    texts = list(options.set)
     if options.submitter:
-        settings.append(f"submitter={options.submitter}")
-    answers = parse_pairs("--set", settings, KEYS)
+        texts.append(f"submitter={options.submitter}")
+    settings = parse_pairs("--set", texts, KEYS)
     machine = inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
-    return describe(options.out, machine, answers, options.ruleset)
+    return describe(options.out, machine, settings, options.ruleset)
 
 
-def describe(path: Path, machine: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
+def describe(path: Path, machine: dict[str, str], settings: dict[str, str], ruleset: str) -> int:
     """Write the description to `path`, print what is missing, and return the exit code.
 
-    `machine`: values that this machine reports (inventory.facts). `answers`: values from the
+    `machine`: values that this machine reports (inventory.facts). `settings`: values from the
     command line. Raises ConfigError if `path` has an invalid name or is not a description, or if
-    an answer is invalid, StorageError if it cannot be written, PreflightError without the official
+    a setting is invalid, StorageError if it cannot be written, PreflightError without the official
     checker.
     """
     if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
@@ -166,19 +166,19 @@ def describe(path: Path, machine: dict[str, str], answers: dict[str, str], rules
             "its name is the system ID: *.json, without spaces and without a leading dot",
             "choose a name such as MI355X_1x8_pytorch.json",
         )
-    description = compose(machine, read(path) if path.exists() else {}, answers)
+    description = compose(machine, read(path) if path.exists() else {}, settings)
     errors = problems(description)
     for line in errors:
         key, _, why = line.partition(": ")
-        if key in answers:
+        if key in settings:
             raise ConfigError(
-                f"--set {key}={answers[key]}", why, f"correct the value; {path} was not written"
+                f"--set {key}={settings[key]}", why, f"correct the value; {path} was not written"
             )
     output.write(path, json.dumps(description, indent=4) + "\n")
     print(f"{path}: written, {_filled_in(description)}")
     for line in errors:
         print(f"error: {line}", file=sys.stderr)
-    for line in questions(description):
+    for line in missing_values(description):
         print(f"warning: {line}", file=sys.stderr)
     if errors:
         print(f"{path}: complete it by running the command again with --set", file=sys.stderr)
@@ -196,22 +196,22 @@ def _filled_in(description: dict[str, str]) -> str:
 
 
 def compose(
-    machine: dict[str, str], earlier: dict[str, str], answers: dict[str, str]
+    machine: dict[str, str], earlier: dict[str, str], settings: dict[str, str]
 ) -> dict[str, str]:
     """Return a description with all keys, in the checker's order.
 
-    `answers` (from the command line) take precedence over `earlier` (from the file), and those over
-    `machine`. If the file and the machine disagree, a note is printed to stderr.
+    `settings` (from the command line) take precedence over `earlier` (from the file), which takes
+    precedence over `machine`. If the file and the machine disagree, a note is printed to stderr.
     """
     kept = {key: text for key, text in earlier.items() if not _is_placeholder(text)}
     description = {key: "" for key in KEYS}
     description["division"] = "closed"
     description.update(machine)
     description.update(kept)
-    description.update(answers)
+    description.update(settings)
     description["status"] = STATUS.get(str(description["status"]).lower(), description["status"])
     for key, text in kept.items():
-        if key not in answers and machine.get(key, text) != text:
+        if key not in settings and machine.get(key, text) != text:
             print(
                 f"note: {key} stays {text!r} as in the file; this machine reports {machine[key]!r}",
                 file=sys.stderr,
@@ -250,20 +250,20 @@ def problems(description: dict) -> list[str]:
     return lines
 
 
-def questions(description: dict) -> list[str]:
+def missing_values(description: dict) -> list[str]:
     """Return one line for each missing value that the policy asks for and no tool tests.
 
     Each line begins with the option that sets the value.
     """
-    unanswered = []
+    missing = []
     for key in KEYS:
         if key not in MAY_BE_EMPTY and key != "status" and _is_placeholder(description.get(key)):
-            unanswered.append(key)
+            missing.append(key)
     # The policy asks for one of these two counts.
     counts = {"host_processor_core_count", "host_processor_vcpu_count"}
-    if not counts <= {*unanswered}:
-        unanswered = [key for key in unanswered if key not in counts]
-    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in unanswered]
+    if not counts <= {*missing}:
+        missing = [key for key in missing if key not in counts]
+    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in missing]
 
 
 def read(path: Path) -> dict[str, str]:

@@ -1,14 +1,33 @@
-"""The verdict and the findings of one log. Standard library only."""
+"""Examine a log: the official verdict, and the findings of all rules.
+
+Standard library only, except for mlperf-logging.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from common.records.mlperf_log import Event
-from submission.findings import ERROR, Finding
-from submission.official_tools import LogVerdict
+from common import benchmarks
+from common.benchmarks import OPEN
+from common.errors import ConfigError
+from common.paths import ROOT
+from common.records.mlperf_log import Event, Log, read
+from submission import compliance_checker, own_log
+from submission.clock_rules import CLOCK, PLAUSIBLE_MS
+from submission.compliance_checker import LogVerdict
+from submission.findings import ERROR, NOTE, Finding, findings_of
+from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
+from submission.official_tools import CLOSED_RULESETS
+
+CLEAN = "CLEAN"
+ACCEPTED = "ACCEPTED"
+NOT_CLEAN = "NOT CLEAN"
+# Ruleset -> day before which its logs were made. The keys of a log do not identify these rounds,
+# because later rounds have the same keys. Sources: submission deadlines and the published logs.
+MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
 @dataclass(frozen=True)
@@ -33,3 +52,113 @@ def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
         if finding.severity == ERROR or (werror and finding.warning):
             failing.append(finding)
     return failing
+
+
+def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
+    """Return CLEAN, ACCEPTED or NOT_CLEAN. With `werror`, warnings count as errors."""
+    if errors(findings, werror):
+        return NOT_CLEAN
+    return ACCEPTED if any(finding.warning for finding in findings) else CLEAN
+
+
+def examine(
+    path: Path,
+    ruleset: str | None = None,
+    project_root: Path | None = ROOT,
+    ours: bool | None = None,
+) -> ExaminedLog:
+    """Return the official verdict and all findings about the log at `path`.
+
+    `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
+    `project_root`: directory of the project, in which the config that one of our logs names must
+    exist, or None to skip that test. `ours`: whether this project wrote the log, so that its
+    conventions apply, or None to decide by the log. Raises ConfigError if the file is not a
+    readable log, PreflightError without the official checker.
+    """
+    log = read(path)
+    if not log.events and not log.bad:
+        raise ConfigError(
+            f"{path} is not an MLPerf log",
+            "no line contains :::MLLOG",
+            "name a log, or the folder of a run or of a result set",
+        )
+    if ours is None:
+        ours = own_log.is_ours(log)
+    title, verdict = _official_verdict(log, path, ruleset, ours)
+    findings = list(verdict.complaints)
+    findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
+    findings.sort(key=lambda finding: finding.line)
+    title = f"{log.value('submission_benchmark')}, {title}"
+    return ExaminedLog(path, title, verdict, tuple(findings), tuple(log.all("seed")))
+
+
+def _official_verdict(
+    log: Log, path: Path, ruleset: str | None, ours: bool
+) -> tuple[str, LogVerdict]:
+    """Return the division and the ruleset in words, and the official checker's verdict by them.
+
+    For the arguments see `examine`.
+    """
+    division = log.value("submission_division")
+    benchmark = log.value("submission_benchmark")
+    rules = rules_of(log) if ruleset is None else None
+    unofficial = division == "miniature" or (
+        division == OPEN and benchmark == benchmarks.open_benchmark()
+    )
+    if rules is not None and unofficial:
+        title = "a miniature, not a benchmark result"
+        if division == OPEN:
+            title = "open division, checked by its config.toml; not an MLPerf benchmark"
+        return title, compliance_checker.own_verdict(path, str(benchmark), rules, log)
+    applied = ruleset or ruleset_of(log, ours)
+    title = f"{division} division, ruleset {applied}"
+    if not ruleset:
+        title += " (detected)"
+    elif unofficial:
+        title += " (without --ruleset: checked by its own rules)"
+    return title, compliance_checker.closed_verdict(path, applied, log)
+
+
+def rule_findings(
+    log: Log, ours: bool, division: str | None = None, project_root: Path | None = None
+) -> list[Finding]:
+    """Return the findings of the rules that the official checker does not test.
+
+    `division`: division whose rules apply (default: the one that the log names). `ours` and
+    `project_root`: as in `examine`.
+    """
+    rules = rules_of(log, division)
+    if rules is None:
+        benchmark = log.value("submission_benchmark")
+        named = log.value("submission_division")
+        message = (
+            "checked by the official checker only: no additional rules for"
+            f" {benchmark!r} in division {named!r}"
+        )
+        return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
+    own = own_log.own_rules(project_root) if ours else ()
+    return findings_of((*RULES, *CLOCK, *own), log, rules, ours)
+
+
+def ruleset_of(log: Log, ours: bool) -> str:
+    """Return the latest closed ruleset whose keys `log` has, or that of its date if in doubt.
+
+    `ours`: whether this project wrote the log, which then has the keys of all rulesets. The keys of
+    5.1.0 are optional in 6.0.0 and vice versa.
+    """
+    disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
+    if ours or len(disclosed) == len(DISCLOSURE_KEYS):
+        return CLOSED_RULESETS[-1]
+    if disclosed:
+        return "6.0.0"
+    start = log.first("run_start")
+    if start and start.time_ms > PLAUSIBLE_MS[0]:
+        for ruleset, day in MADE_BEFORE.items():
+            if start.time_ms < _milliseconds(day):
+                return ruleset
+    return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
+
+
+def _milliseconds(day: str) -> float:
+    """Return the start of `day`, an ISO date in UTC, in milliseconds since 1970."""
+    return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000

@@ -35,9 +35,7 @@ class Finding:
     message: str
     source: str  # of the rule
     severity: str = ERROR  # ERROR, WARNING or NOTE
-    key: str = (
-        ""  # key that the log lacks according to the official checker, if that is the problem
-    )
+    key: str = ""  # key that is missing according to the official checker, if that is the problem
 
     @property
     def warning(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 
 from common.html import page
@@ -57,7 +57,9 @@ class Samples:
         return {reason: counts[reason] / samples for reason in sorted(counts)}
 
 
-@cache
+# The figures, the advice and the charts of a page read the same samples. The cache keeps only those
+# of the last run, because `report --watch` reads the run anew for each page.
+@lru_cache(maxsize=1)
 def read_samples(run: Run) -> Samples:
     """Return the samples from run_start to run_stop.
 
@@ -150,7 +152,7 @@ def _throttle_text(shares: dict[str, float] | None) -> str:
     return ", ".join(f"{reason} {share:.0%}" for reason, share in shares.items()) or "nothing"
 
 
-def comparisons(run: Run) -> list[dict]:
+def rank_comparisons(run: Run) -> list[dict]:
     """Return the rank comparisons (common/training/rank_comparison.py), oldest first."""
     compared = []
     for record in run.records:
@@ -159,12 +161,12 @@ def comparisons(run: Run) -> list[dict]:
     return compared
 
 
-def ranks_compared(run: Run) -> list[Block]:
+def rank_blocks(run: Run) -> list[Block]:
     """Return a chart of the time of a block's forward on each rank, in ms.
 
     The chart has no curves if the ranks were not compared.
     """
-    records = comparisons(run)
+    records = rank_comparisons(run)
     curves = []
     for rank in range(len(records[0]["block_ms"]) if records else 0):
         values = [(record["samples"], record["block_ms"][rank]) for record in records]

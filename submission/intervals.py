@@ -98,12 +98,12 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
 def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
     """Return the intervals between <name>_start and <name>_stop.
 
-    Eight ranks may log each line, some of them late. A line whose number of samples is less than
-    that of the lines before it is late, and is skipped.
+    Each of eight ranks may log every line, and some lines are late. A line with fewer samples than
+    the lines before it is late, and is skipped.
 
-    `batch`: for training intervals 0, because the number must grow from start to stop. For
-    evaluations the global batch, because the number at the stop may be smaller than at the start,
-    by less than one batch. `counted`: whether to read the numbers of samples.
+    `batch`: 0 for training, in which the number of samples must grow from start to stop. For
+    evaluations the global batch: the number at the stop may be smaller than at the start by less
+    than this. `counted`: whether to read the numbers of samples.
     """
     intervals: list[Interval] = []
     start: Event | None = None

@@ -54,7 +54,7 @@ OWN_CONSTANTS = (
 
 # Key that marks the invented logs of a rehearsal (submission/rehearsal.py). No submission may
 # contain it.
-REHEARSAL = "rehearsal"
+REHEARSAL_KEY = "rehearsal"
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
@@ -320,7 +320,7 @@ def misread(event: Event) -> str:
 
 
 def invented(event: Event, rules: Rules) -> str:
-    """Return the message about the record REHEARSAL, with which no log is correct."""
+    """Return the message about the record REHEARSAL_KEY, with which no log is correct."""
     return "the log of a rehearsal is invented and cannot be submitted"
 
 
@@ -439,6 +439,6 @@ RULES = (
         WARNING_OF_OTHERS,
         one_cause=True,
     ),
-    Rule(REHEARSAL, on_records(invented, REHEARSAL), "OWN; package --rehearse"),
+    Rule(REHEARSAL_KEY, on_records(invented, REHEARSAL_KEY), "OWN; package --rehearse"),
     Rule("reserved_word", on_all_records(misread), "RCP rcp_checker.py"),
 )

@@ -21,7 +21,8 @@ from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
-from submission import official_tools
+from submission import compliance_checker
+from submission.clock_rules import CLOCK_KEYS
 from submission.findings import (
     WARNING,
     OnAllRecords,
@@ -60,7 +61,7 @@ EVENT_TYPES = {
     for name in ("init", "run", "block", "eval")
     for end, kind in (("start", START), ("stop", END))
 }
-CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
+ONCE_KEYS = ("cache_clear", *CLOCK_KEYS)  # keys of every log, besides those of the initialization
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # State -> key -> next state. In each state, the keys that are not listed are out of order.
 TRANSITIONS = {
@@ -99,17 +100,17 @@ def init_keys(benchmark: str, division: str = "miniature") -> tuple[str, ...]:
 
     They are the keys in the division's rule file, and two that no checker requires.
     """
-    template = official_tools.rule_template(benchmark, division).template
+    template = compliance_checker.rule_template(benchmark, division).template
     keys = []
     for key in re.findall(r"NAME: (\w+)", template):
-        if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy"):
+        if key not in (*ONCE_KEYS, *EVENT_TYPES, "eval_accuracy"):
             keys.append(key)
     return (*keys, "seed", "submission_status")
 
 
 def not_once(log: Log, rules: Rules) -> Violations:
     """Find keys of the clock and of the initialization that are missing or repeated."""
-    for key in (*CLOCK_KEYS, *init_keys_of(log)):
+    for key in (*ONCE_KEYS, *init_keys_of(log)):
         events = log.all(key)
         if not events:
             yield 0, f"{key} is missing"

@@ -143,13 +143,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     sources = _rehearsal_sources(options)
     for reason in refusal_reasons(root, os.environ):
         print(f"note: a run that is started now could not be submitted: {reason}")
-    commit = git(root, "rev-parse", "HEAD")
-    if commit is None:
-        raise CheckFailed(
-            f"{root} has no commit",
-            "a submission contains the code of the commit that ran",
-            "rehearse in a git clone of this project",
-        )
+    commit = _current_commit(root)
     org = rehearsal.marked(options.org or "Org")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -180,6 +174,18 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
                 commit=commit,
             )
         return package(request)
+
+
+def _current_commit(root: Path) -> str:
+    """Return the commit that is checked out in `root`. Raises CheckFailed if there is none."""
+    commit = git(root, "rev-parse", "HEAD")
+    if commit is None:
+        raise CheckFailed(
+            f"{root} has no commit",
+            "a submission contains the code of the commit that ran",
+            "rehearse in a git clone of this project",
+        )
+    return commit
 
 
 def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:
@@ -265,28 +271,29 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     # The order matters: the summarizer reads the RCP factors that the package checker writes.
     packaged = official_tools.package(org_dir, request.ruleset, sets, missed)
     summarized = official_tools.summary(org_dir, request.ruleset, sets, missed)
-    answers = [packaged, summarized, official_tools.repository(org_dir, request.ruleset)]
-    for answer in answers:
-        (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
-        print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
-        for line in answer.complaints:
+    verdicts = [packaged, summarized, official_tools.repository(org_dir, request.ruleset)]
+    for verdict in verdicts:
+        (request.out / f"{verdict.tool}_{request.ruleset}.txt").write_text(verdict.text)
+        print(f"{verdict.tool:<18} {request.ruleset}  {'success' if verdict.passed else 'FAILED'}")
+        for line in verdict.complaints:
             print(f"  {line}")
-        for (_, name), minutes in answer.scores.items():
+        for (_, name), minutes in verdict.scores.items():
             print(f"  {name}: {minutes:.3f} minutes")
-    for (system, benchmark), verdict in packaged.verdicts.items():
-        if "RCP" in verdict:
+    for (system, benchmark), complaint in packaged.verdicts.items():
+        if "RCP" in complaint:
             _explain_rcp_bypass(benchmark, org_dir / "results" / system / benchmark)
-    passed = all(answer.passed for answer in answers)
+    passed = all(verdict.passed for verdict in verdicts)
     scores = {name: minutes for (_, name), minutes in summarized.scores.items()}
-    facts = {
+    report = {
         "ruleset": request.ruleset,
         "rehearsal": request.rehearsal,
         "passed": passed,
         "scores_minutes": scores,
     }
-    (request.out / f"verdict_{request.ruleset}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    verdict = "all tools reported success" if passed else "NOT a submission yet: see above"
-    print(f"{org_dir}: {verdict}")
+    path = request.out / f"verdict_{request.ruleset}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    outcome = "all tools reported success" if passed else "NOT a submission yet: see above"
+    print(f"{org_dir}: {outcome}")
     if request.rehearsal:
         print("This was a rehearsal with invented logs: the tree cannot be submitted.")
     return 0 if passed else CheckFailed.exit_code

@@ -16,10 +16,10 @@ from common.paths import ROOT
 from common.records import ledger
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
-from submission import check, describe, official_tools, rehearsal
-from submission.examined_log import ExaminedLog
+from submission import describe, official_tools, rehearsal
+from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
-from submission.log_rules import REHEARSAL
+from submission.log_rules import REHEARSAL_KEY
 from submission.run import INTERVALS, LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
 
@@ -204,7 +204,7 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
         "run the benchmark, or try the packaging with --rehearse",
     )
     require(
-        run.log.value(REHEARSAL) is None or request.rehearsal,
+        run.log.value(REHEARSAL_KEY) is None or request.rehearsal,
         f"{run.folder} is a rehearsal",
         "its log is invented",
         "run the benchmark",
@@ -316,13 +316,13 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
         "submit run directories as the launcher wrote them",
     )
     shape = f"{run.nodes}x{run.gpus_per_node}"
-    facts = {
+    ran_on = {
         "number_of_nodes": str(run.nodes),
         "accelerators_per_node": str(run.gpus_per_node),
         "accelerator_model_name": str(run.gpu),
         "framework": torch,
     }
-    for key, value in facts.items():
+    for key, value in ran_on.items():
         named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
         require(
             named,
@@ -350,12 +350,12 @@ def check_log(request: PackageRequest, run: Run) -> None:
         "a log must be the file that the run wrote",
         "submit run directories as the launcher wrote them",
     )
-    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
+    examined = examine(run.path, request.ruleset, request.root, ours=True)
     complaints = []
     for finding in examined.errors(werror=True):
         if _is_unavoidable(run, finding, examined):
             continue
-        if request.rehearsal and finding.rule == REHEARSAL:
+        if request.rehearsal and finding.rule == REHEARSAL_KEY:
             continue
         complaints.append(f"line {finding.line}: {finding.message} ({finding.source})")
     require(

@@ -5,8 +5,8 @@ on it. This tests every step except the runs, before a series is started. The at
 outcomes and the seeds of a given series, such as one of miniatures, or are ten good runs.
 
 Nobody can submit the result. The names of the organization and of the system begin with MARK. Every
-log has the record KEY, which `check` and `package` refuse. The submission has the file NOTICE.
-Standard library only.
+log has the record REHEARSAL_KEY, which `check` and `package` refuse. The submission has the file
+NOTICE. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from common.records.rcp import SUBMISSION_RUNS, mean_samples
 from common.training.log_keys import hyperparameters
 from common.training.mllog import END, POINT, START
 from submission import describe
-from submission.log_rules import REHEARSAL as KEY
+from submission.log_rules import REHEARSAL_KEY
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
-from submission.series import Series, counted
+from submission.series import Series, started_runs
 
 MARK = "REHEARSAL-"
 NOTICE = "NOT_A_SUBMISSION.txt"
@@ -70,7 +70,7 @@ def attempts_like(series: Series | None) -> list[RehearsedRun]:
     started = 0
     if series is not None:
         attempts = [_attempt_like(run) for run in series.runs]
-        started = len(counted(series))
+        started = len(started_runs(series))
     missing = max(0, SUBMISSION_RUNS - started)
     return attempts + [RehearsedRun(GOOD, secrets.randbits(32), MINUTES) for _ in range(missing)]
 
@@ -107,6 +107,7 @@ def write_description(folder: Path, source: Path | None, org: str) -> Path:
 
 
 def _invented_description() -> dict[str, str]:
+    """Return a complete description of one node with 8 GPUs of DEFAULT_KIND."""
     description = dict.fromkeys(describe.KEYS, "rehearsal")
     description.update(
         division="closed",
@@ -180,13 +181,9 @@ def write_series(
     evaluations = passing_evaluations(rules, loaded.global_batch_size)
     for number, attempt in enumerate(attempts, start=1):
         run_dir = folder / f"run{number:02}_{config.stem}_seed{attempt.seed}"
-        run_dir.mkdir()
-        (run_dir / "config.toml").write_text(loaded.as_toml())
-        (run_dir / "versions.json").write_text(json.dumps(versions))
         log = InventedLog(rules, loaded, attempt, now + number * 86_400)
         records = log.records(config.name, benchmark, org, system.stem, evaluations)
-        text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
-        (run_dir / "result.txt").write_text(text)
+        _write_run(run_dir, loaded, versions, records)
         start = {
             "series": series,
             "attempt": number,
@@ -197,6 +194,18 @@ def write_series(
             "commit": commit,
         }
         _enter(path, start, attempt.state)
+
+
+def _write_run(run_dir: Path, config: RunConfig, versions: dict, records: Iterable[dict]) -> None:
+    """Write the files of an invented run into the new directory `run_dir`.
+
+    `records`: the records of its log.
+    """
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(config.as_toml())
+    (run_dir / "versions.json").write_text(json.dumps(versions))
+    text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
+    (run_dir / "result.txt").write_text(text)
 
 
 def _enter(path: Path, start: dict, state: str) -> None:
@@ -257,7 +266,7 @@ class InventedLog:
         samples = self.rules.fixed_log_values().get("train_samples", self.config.max_samples)
         for key, value in hyperparameters(self.config, self.rules, int(samples), config_name):
             yield self._record(POINT, key, value)
-        yield self._record(POINT, KEY, True)
+        yield self._record(POINT, REHEARSAL_KEY, True)
         self.time_ms += 60_000
         yield self._record(END, "init_stop")
         yield self._record(START, "run_start")

@@ -32,8 +32,8 @@ from common.errors import ConfigError
 from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
-from submission import intervals, official_tools, rcp
-from submission.check import ruleset_of
+from submission import compliance_checker, intervals, rcp
+from submission.examined_log import ruleset_of
 from submission.intervals import Interval
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
@@ -144,7 +144,7 @@ class Run:
         unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
         if self.is_miniature or unofficial:
             return ()
-        return official_tools.closed_verdict(self.path, self.ruleset).messages
+        return compliance_checker.closed_verdict(self.path, self.ruleset).messages
 
     @cached_property
     def state(self) -> str:
@@ -254,7 +254,7 @@ class Run:
             # The launcher writes the page between failure.json and the entry in the ledger.
             if what := self.failure.get("what"):
                 return str(what)
-            return "its launcher ended without an entry in the ledger"
+            return run_states.NO_END
         return str(self.end.get("reason") or "")
 
     @cached_property

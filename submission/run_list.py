@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -18,12 +17,12 @@ from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from common.paths import ROOT
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD, LOST, RUNNING, words
 from common.terminal import plural
 from common.terminal import table as table_lines
+from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
 from submission.run import Run, read_attempt
 
@@ -71,11 +70,8 @@ def rows_of(log_dir: Path) -> list[RunRow]:
             "runs are listed from the LOGDIR in which they were started",
             "name that directory, or set LOGDIR",
         )
-    ledgers = sorted(log_dir.glob(f"*/{ledger.NAME}"))
-    if (log_dir / ledger.NAME).is_file():
-        ledgers = [log_dir / ledger.NAME]
     rows = []
-    for path in ledgers:
+    for path in ledger.ledgers(log_dir):
         for record in ledger.read(path):
             alive = ledger.launcher_is_alive(path.parent, record.id)
             for attempt in sorted(record.starts):
@@ -84,6 +80,7 @@ def rows_of(log_dir: Path) -> list[RunRow]:
 
 
 def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -> RunRow:
+    """Return the row of an attempt. `alive`: whether the launcher of its series is alive."""
     start = record.starts[attempt]
     end = record.ends.get(attempt)
     run_dir = folder / start["run"]
@@ -177,19 +174,13 @@ def parser() -> Parser:
         __doc__,
         ["runs", "runs results/llama31_8b", "runs --json"],
     )
-    parser.add_argument(
-        "directory",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
-    )
+    add_log_dir_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
+    folder = options.directory or default_log_dir()
     rows = rows_of(folder) if options.directory or folder.is_dir() else []
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))

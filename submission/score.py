@@ -30,20 +30,12 @@ from common.records import published
 from common.records.published import Published
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import plural
-from submission.comparison import (
-    best_published,
-    comparison,
-    comparison_as_dict,
-    find,
-    listed,
-    listing,
-    matching,
-    where,
-)
-from submission.log_rules import REHEARSAL
+from submission.comparison import comparison, comparison_as_dict, where
+from submission.log_rules import REHEARSAL_KEY
 from submission.official_tools import RULESETS
 from submission.options import add_series_option
 from submission.output import number, table
+from submission.published_results import best_published, find, listed, listing, matching
 from submission.run import NOT_STARTED, Run
 from submission.series import (
     Series,
@@ -262,7 +254,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
     lines = [f"{first.benchmark}, {division}: {runs}, {where(first)}", ""]
     lines += table(_run_rows(series, ten))
     notes = list(series.notes)
-    invented = [run for run in series.runs if run.log.all(REHEARSAL)]
+    invented = [run for run in series.runs if run.log.all(REHEARSAL_KEY)]
     if invented:
         notes.append(f"{plural(len(invented), 'log')} INVENTED by package --rehearse: no result")
     for run in series.runs:

@@ -1,7 +1,7 @@
 """A series of runs, and the ten of them that are its result, for score, package and report.
 
-docs/submission.md explains how attempts are classified by their logs, names the source in the
-rules, and says where it is our interpretation of the rules.
+docs/submission.md explains how attempts are classified by their logs, which ten runs count, and
+names the sources in the rules.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def ten_runs(series: Series) -> TenRuns:
     if not median.invalid or len(all_windows) == 1:
         return median
     valid = sum(not window.invalid for window in all_windows)
-    needed = window_rules.good_runs_needed([run.converged for run in counted(series)])
+    needed = window_rules.good_runs_needed([run.converged for run in started_runs(series)])
     failed = "; ".join(run.describe() for run in series.runs if not run.converged)
     why = (
         f"the median window is not valid ({valid} of {len(all_windows)} windows of"
@@ -96,13 +96,13 @@ def windows(series: Series) -> list[TenRuns]:
     A series of ten runs or fewer is one window.
     """
     scored = []
-    for window in window_rules.windows(counted(series)):
+    for window in window_rules.windows(started_runs(series)):
         runs = list(window)
         scored.append(score_runs(runs, _invalid(runs)))
     return scored
 
 
-def counted(series: Series) -> list[Run]:
+def started_runs(series: Series) -> list[Run]:
     """Return the attempts that count as runs: those whose clock started."""
     return [run for run in series.runs if run.state != NOT_STARTED]
 

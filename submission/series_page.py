@@ -13,11 +13,12 @@ from common.html.page import Block, Curve, Link, Section, banner, points, table
 from common.records.rcp import SUBMISSION_RUNS
 from common.records.windows import good_runs_needed
 from common.terminal import plural
-from submission import run_page
+from submission import provenance, run_page
+from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, unit_of
+from submission.provenance import Labeled
 from submission.run import GOOD, Run
-from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
 from submission.score import score_lines
-from submission.series import Series, TenRuns, counted, ten_runs, windows
+from submission.series import Series, TenRuns, started_runs, ten_runs, windows
 
 # Figures that the table of attempts shows.
 ATTEMPT_FIGURES = (
@@ -38,7 +39,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
     """
     ten = ten_runs(series)
     runs = [(f"attempt {run.number}", run) for run in series.runs]
-    differing, _ = run_page.compared_facts(runs, ask_all=False)
+    differing, _ = provenance.compared_facts(runs, ask_all=False)
     top = [_banner(series, ten)]
     if series.first.is_miniature:
         top.insert(0, run_page.MINIATURE_NOTICE)
@@ -53,7 +54,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
         ("Score", [{"text": "\n".join(score_lines(ten))}]),
         ("Loss of all runs", [_losses(labeled)]),
         ("Attempts", _attempts(series, ten, folder)),
-        *run_page.provenance(runs, ask_all=False),
+        *provenance.sections(runs, ask_all=False),
         run_page.files(folder),
     ]
     title = f"{run_page.heading(series.runs[0])} · {plural(len(series.runs), 'attempt')}"
@@ -97,7 +98,7 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
         ("Differences", [table(top, known)]),
         ("Loss", [_losses(labeled), run_page.loss_chart("training loss", runs[0], losses)]),
         ("Step time", [run_page.step_chart(times)]),
-        *run_page.provenance(labeled),
+        *provenance.sections(labeled),
     ]
     title = f"{plural(len(runs), 'run')} compared · {run_page.heading(runs[0])}"
     names = " · ".join(f"{label}: {run.folder.resolve().name}" for label, run in labeled)
@@ -132,7 +133,7 @@ def _rows(
         code = str(run.end.get("exit_code", "-"))
         seed = str(run.start.get("seed", run.log.value("seed")))
         rows.append([label, link, state, code, seed, *(shown(of_run, name) for name in names)])
-    unit = run_page.unit_of([run for _, run in runs])
+    unit = unit_of([run for _, run in runs])
     heads = ["run", "page", "state", "exit code", "seed"]
     heads += [name.replace("GPU", unit) for name in names]
     return heads, rows
@@ -182,7 +183,7 @@ def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, st
     if series.first.is_miniature:
         return [(run_page.PLAN_TEXT, f"{command} {benchmark} plan")]
     if ten.invalid:
-        needed = good_runs_needed([run.converged for run in counted(series)])
+        needed = good_runs_needed([run.converged for run in started_runs(series)])
         runs = max(len(series.good) + needed, SUBMISSION_RUNS)
         text = "Continue until the median window is valid:"
         return [(text, f"NEXP={runs} {command} {benchmark} --resume")]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,12 +24,11 @@ from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from common.paths import ROOT
-from common.records import json_lines, ledger
+from common.records import json_lines, ledger, run_states
 from common.records.json_lines import is_number
 from common.records.run_states import LOST, RUNNING, words
 from common.terminal import duration
-from submission.options import add_series_option
+from submission.options import add_log_dir_argument, add_series_option, default_log_dir
 from submission.output import number, table
 
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started` in the ledger
@@ -74,20 +72,14 @@ def parser() -> Parser:
         ["series status", "series status results/llama31_8b", "series status --json"],
     )
     parser.add_argument("command", choices=("status",), help="the only subcommand")
-    parser.add_argument(
-        "directory",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
-    )
+    add_log_dir_argument(parser)
     add_series_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _print_status(options: argparse.Namespace) -> int:
-    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
+    folder = options.directory or default_log_dir()
     now = datetime.now(UTC)
     statuses = []
     for path in ledgers(folder):
@@ -105,9 +97,7 @@ def ledgers(folder: Path) -> list[Path]:
 
     Raises ConfigError if there is none.
     """
-    if (folder / ledger.NAME).is_file():
-        return [folder / ledger.NAME]
-    paths = sorted(folder.glob(f"*/{ledger.NAME}"))
+    paths = ledger.ledgers(folder)
     if not paths:
         raise ConfigError(
             f"{folder}: no series",
@@ -154,12 +144,16 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
 
 
 def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Attempt:
+    """Return the attempt with the lines `start` and `end` of the ledger in `folder`.
+
+    `running`: whether the launcher of its series is alive.
+    """
     run = str(start["run"])
     started = str(start.get("started", ""))
     last_samples, loss = progress(folder / run)
     if end is None:
         state = RUNNING if running else LOST
-        reason = "" if running else "its launcher ended without an entry in the ledger"
+        reason = "" if running else run_states.NO_END
         return Attempt(start["attempt"], run, state, started, None, last_samples, loss, reason)
     minutes = end.get("minutes")
     samples = end.get("samples")

@@ -32,9 +32,8 @@ from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
 from common.terminal import Progress
-from submission import check, official_tools, output, result_set
-from submission.check import examine
-from submission.examined_log import ExaminedLog, errors
+from submission import official_tools, output, result_set
+from submission.examined_log import NOT_CLEAN, ExaminedLog, errors, examine, verdict_of
 from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.output import number
@@ -78,8 +77,8 @@ class ResultSet:
             else:
                 findings += examined.findings
         if failed > 1 or errors(self.set_findings):
-            return check.NOT_CLEAN
-        return check.verdict_of(findings)
+            return NOT_CLEAN
+        return verdict_of(findings)
 
     @property
     def set_findings(self) -> list[Finding]:
@@ -235,6 +234,7 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 
 
 def table(sets: list[ResultSet]) -> list[str]:
+    """Return the lines of a table of `sets`. A "!" marks a score that is not the official one."""
     rows = [
         (
             "result set",
@@ -271,8 +271,8 @@ def summary(sets: list[ResultSet]) -> list[str]:
     for each in sets:
         examined += each.examined
     verdicts = Counter(each.verdict for each in sets)
-    refused = sum(each.verdict == check.NOT_CLEAN and each.official == "passed" for each in sets)
-    let_pass = sum(each.verdict != check.NOT_CLEAN and each.official != "passed" for each in sets)
+    refused = sum(each.verdict == NOT_CLEAN and each.official == "passed" for each in sets)
+    let_pass = sum(each.verdict != NOT_CLEAN and each.official != "passed" for each in sets)
     agree = sum(each.scores_agree for each in sets)
     scored = sum(each.official_score is not None for each in sets)
     passed = sum(each.verdict.passed for each in examined)

@@ -40,7 +40,7 @@ class Setting:
     risk: str
     find: Callable[[Path], list[File]]  # the argument is the root of the file system
 
-    def look(self, root: Path) -> list[File]:
+    def files(self, root: Path) -> list[File]:
         """Return the setting's files on this host, or [] if the host does not support it.
 
         Nothing is written.

@@ -182,6 +182,13 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
     return False
 
 
+def ledgers(log_dir: Path) -> list[Path]:
+    """Return the ledgers of LOGDIR/<benchmark>, or of all benchmarks in LOGDIR, sorted by path."""
+    if (log_dir / NAME).is_file():
+        return [log_dir / NAME]
+    return sorted(log_dir.glob(f"*/{NAME}"))
+
+
 def choose(path: Path, wanted: str) -> SeriesRecord | None:
     """Return the series of the ledger at `path` whose ID begins with `wanted`.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 RUNNING = "running"
 GOOD = "success"  # the target was reached and the log passed its checks
 LOST = "lost"
+# Reason of an attempt that has no end in the ledger.
+NO_END = "its launcher ended without an entry in the ledger"
 
 WORDS = {
     GOOD: "target reached",

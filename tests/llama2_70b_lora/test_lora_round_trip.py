@@ -25,8 +25,9 @@ from common.training.run import Run
 from launch.diagnosis import finished, read_result
 from llama2_70b_lora import merge, train
 from llama2_70b_lora.rules import CLOSED
-from submission.check import examine
-from submission.official_tools import CLOSED_RULESETS, closed_verdict
+from submission.compliance_checker import closed_verdict
+from submission.examined_log import examine
+from submission.official_tools import CLOSED_RULESETS
 
 SHAPE = replace(LORA.shape, vocab_size=VOCAB)
 TINY = replace(

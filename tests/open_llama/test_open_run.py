@@ -13,7 +13,7 @@ from synthetic_run import records
 
 from common.errors import CheckFailed, ConfigError, DataError
 from common.paths import ROOT
-from submission.check import examine
+from submission.examined_log import examine
 
 MODEL = {
     "model_type": "qwen3",

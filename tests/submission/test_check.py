@@ -24,6 +24,7 @@ from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError
 from common.paths import ROOT
 from submission import check, official_tools
+from submission.examined_log import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick
@@ -167,8 +168,8 @@ def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(
         path = dialect(tmp_path / "result_0.txt", "older", LORA, of_a_day)
     else:
         path = dialect(tmp_path / "result_0.txt", name, LORA, spoil)
-    assert check.examine(path, project_root=None).verdict.rules == ruleset
-    assert check.examine(path, "6.0.0", project_root=None).verdict.rules == "6.0.0"
+    assert examine(path, project_root=None).verdict.rules == ruleset
+    assert examine(path, "6.0.0", project_root=None).verdict.rules == "6.0.0"
 
 
 def test_werror_is_asked_for_and_said(tmp_path, capsys):
@@ -193,9 +194,7 @@ def test_a_miniature_is_held_to_its_own_rules_unless_asked_otherwise(tmp_path, c
     out = capsys.readouterr().out
     assert "6.1.0 has no rules for the miniature division" in out and "crashed" not in out
     assert "without --ruleset" in out
-    closed = {
-        (finding.line, finding.rule) for finding in check.examine(path, "6.1.0", None).findings
-    }
+    closed = {(finding.line, finding.rule) for finding in examine(path, "6.1.0", None).findings}
     assert {(find(log, "submission_division") + 1, "constant"), (1, "cache_clear")} <= closed
     assert (find(log, "eval_accuracy") + 1, "eval_interval") in closed
 
@@ -259,7 +258,7 @@ def test_deep_nesting_is_a_finding(tmp_path):
 def test_a_byte_order_mark_and_other_line_ends_change_nothing(tmp_path, name):
     path = dialect(tmp_path / "result_0.txt", name)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert check.examine(path, project_root=None).findings == ()
+    assert examine(path, project_root=None).findings == ()
 
 
 def test_junk_never_crashes(tmp_path):
@@ -294,13 +293,13 @@ def test_junk_never_crashes(tmp_path):
             {**counted, "key": "config_filename", "value": "A_1x8.toml"},
         ]
         path = write_records(tmp_path / "junk.txt", events)
-        assert check.examine(path).errors()
+        assert examine(path).errors()
 
 
 def test_a_nul_byte_is_no_reason_to_refuse_what_the_official_tools_read(tmp_path):
     path = dialect(tmp_path / "result_0.txt", "srun")
     path.write_bytes(b"\0\0 a progress bar\n" + path.read_bytes())
-    assert check.examine(path, project_root=None).findings == ()
+    assert examine(path, project_root=None).findings == ()
 
 
 @pytest.mark.parametrize("metadata", ["", None, [], 7])
@@ -311,7 +310,7 @@ def test_metadata_that_is_no_object_is_read_as_empty(tmp_path, metadata):
         "srun",
         spoil=lambda log: log[find(log, "tensor_parallelism")].update(metadata=metadata),
     )
-    examined = check.examine(path, project_root=None)
+    examined = examine(path, project_root=None)
     assert examined.verdict.rules == "6.1.0" and examined.findings == ()
 
 
@@ -321,13 +320,13 @@ def test_an_evaluation_without_its_count_is_a_finding(tmp_path):
         "srun",
         spoil=lambda log: log[find(log, "eval_accuracy")].update(metadata=""),
     )
-    assert "count" in [finding.rule for finding in check.examine(path, project_root=None).errors()]
+    assert "count" in [finding.rule for finding in examine(path, project_root=None).errors()]
 
 
 def test_the_label_of_a_launcher_is_one_warning_in_a_log_of_ours(tmp_path, capsys):
     path = dialect(tmp_path / "result.txt", "ours", LORA)
     path.write_text("".join(f"0: {line}\n" for line in path.read_text().splitlines()))
-    found = check.examine(path, project_root=None).findings
+    found = examine(path, project_root=None).findings
     assert [(finding.rule, finding.severity) for finding in found] == [
         ("line_format", "warning")
     ] and " more " in found[0].message
@@ -339,7 +338,7 @@ def test_two_swapped_lines_are_one_finding_each_with_a_count(tmp_path):
         log[first], log[first + 1] = log[first + 1], log[first]
 
     path = dialect(tmp_path / "result.txt", "ours", LORA, swap)
-    rules = [finding.rule for finding in check.examine(path, project_root=None).findings]
+    rules = [finding.rule for finding in examine(path, project_root=None).findings]
     assert rules.count("order") == 1
 
 
@@ -351,7 +350,7 @@ def test_a_misnamed_disclosure_key_gets_the_nearest_name(tmp_path):
     )
     messages = [
         finding.message
-        for finding in check.examine(path, project_root=None).findings
+        for finding in examine(path, project_root=None).findings
         if finding.rule == "disclosure"
     ]
     assert any(
@@ -421,7 +420,7 @@ def test_an_unknown_benchmark_is_left_to_the_official_checker(tmp_path):
         "srun",
         spoil=lambda log: log[find(log, "submission_benchmark")].update(value="flux1"),
     )
-    examined = check.examine(path, project_root=None)
+    examined = examine(path, project_root=None)
     assert ("benchmark", "note") in {
         (finding.rule, finding.severity) for finding in examined.findings
     } and not examined.verdict.passed
@@ -429,6 +428,6 @@ def test_an_unknown_benchmark_is_left_to_the_official_checker(tmp_path):
 
 def test_the_config_that_a_log_of_ours_names_must_be_in_the_project(tmp_path):
     path = write_good(tmp_path / "result.txt")
-    assert check.examine(path, project_root=project_root(tmp_path)).findings == ()
+    assert examine(path, project_root=project_root(tmp_path)).findings == ()
     # A_TEST_1x8.toml.
-    assert [finding.rule for finding in check.examine(path).findings] == ["config_filename"]
+    assert [finding.rule for finding in examine(path).findings] == ["config_filename"]

@@ -17,6 +17,7 @@ from synthetic_run import (
 )
 
 from submission import check, result_set
+from submission.examined_log import examine
 
 pytest.importorskip("mlperf_logging")
 
@@ -31,7 +32,7 @@ def of_others(tmp_path, change=lambda log: None, benchmark=LORA, name="result_0.
 def found(path, ours=None) -> dict[str, str]:
     return {
         finding.rule: finding.severity
-        for finding in check.examine(path, project_root=None, ours=ours).findings
+        for finding in examine(path, project_root=None, ours=ours).findings
     }
 
 
@@ -137,7 +138,7 @@ def test_a_wrong_interval_says_what_it_may_gain(tmp_path):
             before = count
         log.run_stop(before, "success")
         others = write_records(path, srun(records(path)))
-        (finding,) = check.examine(others, project_root=None).findings
+        (finding,) = examine(others, project_root=None).findings
         assert (finding.rule, finding.severity) == (
             "eval_interval",
             "warning",
@@ -179,8 +180,6 @@ def test_a_line_that_the_seed_checker_refuses_fails_the_set(tmp_path):
     folder = write_set(tmp_path / "set", range(10))
     with (folder / "result_3.txt").open("a") as file:
         file.write(":::MLLOG {cut of\n")
-    examined = [
-        check.examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))
-    ]
+    examined = [examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))]
     (finding,) = result_set.findings(examined)
     assert finding.rule == "seed" and "result_3.txt" in finding.message

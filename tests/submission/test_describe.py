@@ -317,17 +317,17 @@ def test_a_missing_field_is_an_error_only_if_the_official_checker_requires_it():
         if key not in ("sw_notes", "system_type")
     }
     assert describe.problems(without) == ["sw_notes: missing (system_desc_checker)"]
-    assert describe.questions(without) == ["--set system_type=..."]
+    assert describe.missing_values(without) == ["--set system_type=..."]
 
 
 def test_a_good_description_has_neither_errors_nor_warnings():
     assert (
         describe.problems(synthetic_series.DESCRIPTION)
-        == describe.questions(synthetic_series.DESCRIPTION)
+        == describe.missing_values(synthetic_series.DESCRIPTION)
         == []
     )
     without_cores = synthetic_series.DESCRIPTION | {"host_processor_core_count": ""}
-    assert describe.questions(without_cores) == []  # the policy wants cores or vCPUs
+    assert describe.missing_values(without_cores) == []  # the policy wants cores or vCPUs
 
 
 @pytest.mark.parametrize("text", ["", "[" * 200_000, "[]", "\xff"])

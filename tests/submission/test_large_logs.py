@@ -10,7 +10,8 @@ from synthetic_run import LORA, find, project_root, records, write_good, write_r
 from common.paths import ROOT
 from common.records import mlperf_log
 from common.records.mlperf_log import TOKEN
-from submission import check, official_tools
+from submission import compliance_checker
+from submission.examined_log import examine, rule_findings
 
 pytest.importorskip("mlperf_logging")
 
@@ -62,12 +63,12 @@ def test_a_line_of_a_large_log_takes_no_memory(tmp_path):
     small = peak_of(with_statistics(tmp_path / "small.txt", 2 * mlperf_log.MAX_KEPT))
     count = 80_000
     path = with_statistics(tmp_path / "large.txt", count)
-    assert path.stat().st_size > official_tools.LARGE_LOG_BYTES
+    assert path.stat().st_size > compliance_checker.LARGE_LOG_BYTES
     assert (peak_of(path) - small) / count < BYTES_PER_LINE
 
 
 def verdict_of(path):
-    return check.examine(path, project_root=project_root(path.parent)).findings
+    return examine(path, project_root=project_root(path.parent)).findings
 
 
 def test_records_that_are_not_in_memory_are_checked(tmp_path, monkeypatch):
@@ -86,7 +87,7 @@ def test_rules_for_every_record_share_one_pass(tmp_path, monkeypatch):
     passes = []
     read_events = mlperf_log.events
     monkeypatch.setattr(mlperf_log, "events", lambda path: passes.append(path) or read_events(path))
-    assert {"finite", "time"} <= {finding.rule for finding in check.rule_findings(log, ours=True)}
+    assert {"finite", "time"} <= {finding.rule for finding in rule_findings(log, ours=True)}
     assert passes == [path]
 
 
@@ -108,6 +109,6 @@ def test_a_large_log_has_the_verdict_of_the_unchanged_checker(tmp_path, monkeypa
     SPOILED[name](log)
     path = write_records(tmp_path / "log.txt", log)
     path.write_text(path.read_text() + line)
-    unchanged = official_tools.closed_verdict(path, "6.1.0")
-    monkeypatch.setattr(official_tools, "LARGE_LOG_BYTES", 0)
-    assert official_tools.closed_verdict(path, "6.1.0") == unchanged
+    unchanged = compliance_checker.closed_verdict(path, "6.1.0")
+    monkeypatch.setattr(compliance_checker, "LARGE_LOG_BYTES", 0)
+    assert compliance_checker.closed_verdict(path, "6.1.0") == unchanged

@@ -19,7 +19,7 @@ from synthetic_run import (
 
 from common.records.mlperf_log import read
 from llama31_8b import rules
-from submission.check import rule_findings
+from submission.examined_log import rule_findings
 
 pytestmark = pytest.mark.quick
 

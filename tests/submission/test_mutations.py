@@ -5,7 +5,7 @@ from log_dialects import DIALECTS, write
 from synthetic_run import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good
 
 from common.records.mlperf_log import TOKEN
-from submission.check import examine
+from submission.examined_log import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick

@@ -23,8 +23,8 @@ from synthetic_run import (
 from common import benchmarks
 from common.errors import PreflightError
 from llama31_8b import rules
-from submission import official_tools
-from submission.check import examine
+from submission import compliance_checker, official_tools
+from submission.examined_log import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick
@@ -35,12 +35,12 @@ yaml = pytest.importorskip("yaml")
 
 def miniature_rules(benchmark):
     """Return the text of the rule file of the benchmark's miniature."""
-    return official_tools.rule_file(benchmark.rules.BENCHMARK, benchmark.rules.MINIATURE)
+    return compliance_checker.rule_file(benchmark.rules.BENCHMARK, benchmark.rules.MINIATURE)
 
 
 def miniature_verdict(path, name):
     """Return the verdict on a log by the rules of the miniature of the benchmark `name`."""
-    return official_tools.own_verdict(path, name, benchmarks.divisions(name)["miniature"])
+    return compliance_checker.own_verdict(path, name, benchmarks.divisions(name)["miniature"])
 
 
 @pytest.mark.parametrize("ruleset", official_tools.CLOSED_RULESETS)
@@ -50,7 +50,9 @@ def miniature_verdict(path, name):
 )
 def test_a_good_log_passes_all_rounds(tmp_path, ruleset, benchmark, global_batch_size):
     path = write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size)
-    assert official_tools.closed_verdict(path, ruleset) == official_tools.LogVerdict(ruleset, True)
+    assert compliance_checker.closed_verdict(path, ruleset) == compliance_checker.LogVerdict(
+        ruleset, True
+    )
 
 
 EACH = pytest.mark.parametrize(
@@ -62,7 +64,7 @@ EACH = pytest.mark.parametrize(
 def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path, benchmark):
     path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
     assert miniature_verdict(path, benchmark.rules.BENCHMARK).passed
-    verdict = official_tools.closed_verdict(path, "6.1.0")
+    verdict = compliance_checker.closed_verdict(path, "6.1.0")
     assert not verdict.passed and [complaint.rule for complaint in verdict.complaints] == [
         "broke_off"
     ]
@@ -113,7 +115,7 @@ def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(
 @EACH
 def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
     names = set(
-        official_tools.rule_template(benchmark.rules.BENCHMARK, "miniature").get_identifiers()
+        compliance_checker.rule_template(benchmark.rules.BENCHMARK, "miniature").get_identifiers()
     )
     own = {"max_steps"} if benchmark is PRETRAINING else {"lora_rank", "lora_alpha", "lora_dropout"}
     assert {"sequence_length", "eval_samples", "target_loss", "init_limit_ms", *own} <= names
@@ -182,7 +184,7 @@ def test_the_verdict_is_that_of_the_program(tmp_path, dialect, spoil):
     log = change(records(write_good(tmp_path / "good.txt")))
     spoil(log)
     path = write(tmp_path / "result_0.txt", log, **options)
-    assert official_tools.closed_verdict(path, "6.0.0").passed is as_a_program(
+    assert compliance_checker.closed_verdict(path, "6.0.0").passed is as_a_program(
         path, "6.0.0", tmp_path
     )
 
@@ -194,7 +196,7 @@ def test_a_complaint_names_the_line_of_the_file(tmp_path, dialect):
     log[find(log, "max_steps")]["value"] = 7
     path = write(tmp_path / "result_0.txt", log, **options)
     (complaint,) = [
-        c for c in official_tools.closed_verdict(path, "6.0.0").complaints if not c.warning
+        c for c in compliance_checker.closed_verdict(path, "6.0.0").complaints if not c.warning
     ]
     line = next(
         number
@@ -222,7 +224,7 @@ def test_a_recursion_error_in_the_checker_is_its_refusal(tmp_path):
     examined = examine(path, project_root=None)
     assert not examined.verdict.passed and "RecursionError" in examined.verdict.messages[0]
     good = write_good(tmp_path / "result_1.txt")
-    assert official_tools.closed_verdict(good, "6.1.0").passed  # nothing is left of the crash
+    assert compliance_checker.closed_verdict(good, "6.1.0").passed  # nothing is left of the crash
 
 
 def test_the_checker_prints_nothing_and_leaves_the_root_logger_as_it_was(tmp_path, capfd):
@@ -233,7 +235,7 @@ def test_the_checker_prints_nothing_and_leaves_the_root_logger_as_it_was(tmp_pat
     path = write_records(tmp_path / "result_0.txt", log)
     path.write_text(path.read_text() + ":::MLLOG no record\n")
     assert {
-        complaint.rule for complaint in official_tools.closed_verdict(path, "6.1.0").complaints
+        complaint.rule for complaint in compliance_checker.closed_verdict(path, "6.1.0").complaints
     } == {"missing", "line_format"}
     assert capfd.readouterr() == ("", "") and logging.getLogger().handlers == before
 
@@ -244,7 +246,8 @@ def test_only_6_1_demands_the_nine_keys(tmp_path):
         tmp_path / "changed.txt", [record for record in log if record["key"] not in DISCLOSURE_KEYS]
     )
     verdicts = [
-        official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS
+        compliance_checker.closed_verdict(path, ruleset)
+        for ruleset in official_tools.CLOSED_RULESETS
     ]
     assert [verdict.passed for verdict in verdicts] == [True, True, False]
     assert [complaint.rule for complaint in verdicts[-1].complaints] == ["missing"] * len(
@@ -295,7 +298,7 @@ def test_without_the_official_checker_nothing_passes(tmp_path, monkeypatch):
     path = write_good(tmp_path / "good.txt")
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(PreflightError, match="not installed") as caught:
-        official_tools.closed_verdict(path, "6.1.0")
+        compliance_checker.closed_verdict(path, "6.1.0")
     assert "pip install mlperf-logging" in caught.value.do
 
 
@@ -303,4 +306,4 @@ def test_an_official_checker_from_before_6_1_is_refused(tmp_path, monkeypatch):
     path = write_good(tmp_path / "good.txt")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.1.59")
     with pytest.raises(PreflightError, match="too old"):
-        official_tools.closed_verdict(path, "6.1.0")
+        compliance_checker.closed_verdict(path, "6.1.0")

@@ -19,6 +19,7 @@ from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED_KEY, RunLog
 from submission import (
+    compliance_checker,
     describe,
     forbidden_files,
     implementation,
@@ -238,7 +239,7 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
             f"docs/{page}" for page in implementation.DOCS
         } <= names and "docs/gpus/MI355X.md" in names
         assert {each.split("/")[1] for each in names if each.startswith("configs/")} == {name}
-        assert len(names) < 350
+        assert len(names) < 400  # about 350; the tests would add 250
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -315,9 +316,9 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
 def case(tmp_path, project, monkeypatch):
     """A series of ten and a request for it. The official checker of single logs always passes."""
     monkeypatch.setattr(
-        official_tools,
+        compliance_checker,
         "closed_verdict",
-        lambda path, ruleset, log=None: official_tools.LogVerdict(ruleset, True),
+        lambda path, ruleset, log=None: compliance_checker.LogVerdict(ruleset, True),
     )
     return Case(tmp_path, project)
 
@@ -552,9 +553,9 @@ def test_a_log_that_the_official_checker_refuses_is_refused(case, monkeypatch):
     case.write()
     complaint = Finding(7, "value", "CHECK for something", "CC")
     monkeypatch.setattr(
-        official_tools,
+        compliance_checker,
         "closed_verdict",
-        lambda path, ruleset, log=None: official_tools.LogVerdict(ruleset, False, (complaint,)),
+        lambda path, ruleset, log=None: compliance_checker.LogVerdict(ruleset, False, (complaint,)),
     )
     case.refused("10 runs did not converge", "CHECK for something")
 
@@ -812,7 +813,7 @@ def check_log(path: Path) -> None:
 
 
 def test_complaints_that_every_failed_run_causes_are_accepted(failed_log):
-    assert not official_tools.closed_verdict(failed_log, "6.1.0").passed
+    assert not compliance_checker.closed_verdict(failed_log, "6.1.0").passed
     check_log(failed_log)
 
 

@@ -12,7 +12,7 @@ from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from llama2_70b_lora import rules as lora_rules
 from submission import check, package, rehearsal, score
-from submission.log_rules import REHEARSAL
+from submission.log_rules import REHEARSAL_KEY
 from submission.package_checks import PackageRequest
 
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
@@ -60,13 +60,13 @@ def test_every_part_of_the_tree_is_marked(invented):
     logs = list(org_dir.glob("results/*/*/result_?.txt"))
     assert len(logs) == 20
     for path in logs:
-        assert records(path)[find(records(path), REHEARSAL)]["value"] is True
+        assert records(path)[find(records(path), REHEARSAL_KEY)]["value"] is True
 
 
 def test_check_refuses_a_log_of_a_rehearsal(invented, capsys):
     (log,) = invented[0].glob(f"*/results/*/{NAMES[0]}/result_0.txt")
     assert check.main([str(log)]) == 20
-    assert REHEARSAL in capsys.readouterr().out
+    assert REHEARSAL_KEY in capsys.readouterr().out
 
 
 def test_score_says_that_the_logs_of_a_rehearsal_are_invented(invented, capsys):

@@ -26,8 +26,8 @@ from common.records import ledger
 from common.records.run_states import words
 from llama31_8b import rules
 from submission import rcp, report
+from submission.figures import figures_of
 from submission.run import read_attempt
-from submission.run_page import figures_of
 from submission.series import read_series, ten_runs
 
 pytestmark = pytest.mark.quick

@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.paths import ROOT
 from common.records import published
 from llama31_8b import rules
-from submission import comparison, describe, rcp, score, series, survey
+from submission import describe, published_results, rcp, score, series, survey
 from submission.run import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
@@ -313,9 +313,11 @@ def test_words_of_a_published_result_match_whole_words():
     """NVIDIA published B200 and GB200; "B200" is a part of both names."""
     like = next(row for row in published.RESULTS if row.gpu == "H200" and "lora" in row.benchmark)
     assert score.find("NVIDIA B200", like=like).gpu == "B200"
-    assert all(row.gpu == "B200" for row in comparison.matching("b200"))
-    assert comparison.matching("VIDIA") == comparison.matching("MI35") == []
-    assert comparison.matching("nvidia nyx") and comparison.matching("NVIDIA LORA v5.0")
+    assert all(row.gpu == "B200" for row in published_results.matching("b200"))
+    assert published_results.matching("VIDIA") == published_results.matching("MI35") == []
+    assert published_results.matching("nvidia nyx") and published_results.matching(
+        "NVIDIA LORA v5.0"
+    )
 
 
 def test_words_that_match_several_results_are_an_error_that_lists_them(capsys):
@@ -805,7 +807,7 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
     mine = replace(series.result(read_series([folder]), read(folder)), gpus=2)
     assert miniature.sequence_length < rules.CLOSED.sequence_length
     rate = mine.samples_per_s
-    assert comparison.tokens_per_gpu(mine) == pytest.approx(
+    assert published_results.tokens_per_gpu(mine) == pytest.approx(
         rate * miniature.sequence_length / mine.gpus
     )
     found = evaluate(capsys, folder)

@@ -26,7 +26,7 @@ from common.training.reports import Reports
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules
 from submission import official_tools
-from submission.check import examine
+from submission.examined_log import examine
 from submission.official_tools import CLOSED_RULESETS
 from submission.series import read_series, ten_runs
 

@@ -65,7 +65,7 @@ def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
 
 def test_a_score_that_is_not_the_official_one_is_said(results, capsys, monkeypatch):
     monkeypatch.setattr(survey, "our_score", lambda folder, ruleset: 1.0)
-    answer = official_tools.Answer(
+    answer = official_tools.ToolVerdict(
         "a tool", True, (), "", {}, {("good", "llama2_70b_lora"): 1.0 + 1e-8}
     )
     monkeypatch.setattr(official_tools, "package", lambda folder, ruleset, sets: answer)

@@ -183,7 +183,7 @@ def test_check_shows_what_apply_writes(call, any_host):
 )
 def test_deep_idle_states_are_found_by_name_and_latency(tmp_path, states, deep):
     root = host(tmp_path / "host", states, cpus=1)
-    found = BY_NAME["idle_states"].look(root)
+    found = BY_NAME["idle_states"].files(root)
     assert [file.path for file in found] == [
         root / f"{CPU}/cpu0/cpuidle/state{index}/disable" for index in deep
     ]

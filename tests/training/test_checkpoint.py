@@ -38,7 +38,7 @@ from common.training.reports import Reports
 from common.training.run import Run
 from llama31_8b.rules import MINIATURE
 from llama31_8b.train import assemble
-from submission.check import examine
+from submission.examined_log import examine
 
 # A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the
 # checkpoint of step 6 remains.

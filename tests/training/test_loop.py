@@ -38,7 +38,8 @@ from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.metrics import Meter
 from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED
-from submission import check, official_tools
+from submission import check, compliance_checker, official_tools
+from submission.examined_log import examine
 
 
 @pytest.fixture(scope="module")
@@ -542,12 +543,14 @@ def test_a_closed_log_passes_every_round_and_our_rules(
 ):
     path = closed_log(tmp_path / "run", closed_data, losses, global_batch_size)
     verdicts = [
-        official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS
+        compliance_checker.closed_verdict(path, ruleset)
+        for ruleset in official_tools.CLOSED_RULESETS
     ]
     assert verdicts == [
-        official_tools.LogVerdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS
+        compliance_checker.LogVerdict(ruleset, True, ())
+        for ruleset in official_tools.CLOSED_RULESETS
     ]
-    assert check.examine(path).errors() == []
+    assert examine(path).errors() == []
     assert check.main([str(path)]) == 0
     log = records(path)
     samples = [
@@ -588,7 +591,7 @@ def test_what_the_official_checker_lets_pass_is_refused_by_ours(
     processes, closed_data, tmp_path, capsys, rules, finding
 ):
     path = closed_log(tmp_path / "run", closed_data, [3.2], 32, **rules)
-    assert official_tools.closed_verdict(path, "6.1.0").passed
-    assert {found.rule for found in check.examine(path).errors()} == {finding}
+    assert compliance_checker.closed_verdict(path, "6.1.0").passed
+    assert {found.rule for found in examine(path).errors()} == {finding}
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
     assert "passed" in capsys.readouterr().out

@@ -1,11 +1,13 @@
 """Test the GPU sampler with a fake nvidia-smi: its output, its failures, and the report."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -525,6 +527,17 @@ def test_a_failed_run_without_run_start_shows_all_samples(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     write(tmp_path, start_at(1.7e9), sample(0.0, (500, 50, 1600), (500, 50, 1600)))
     assert "500 / 500 / 500" in page(tmp_path)
+
+
+def test_a_watched_page_keeps_the_samples_of_one_run_only(run_dir):
+    write(run_dir, start_at(0.0), sample(1.0, (500, 50, 1600), (500, 50, 1600)))
+    first, second = (read_attempt(run_dir / "result.txt") for _ in range(2))
+    assert gpu_samples.read_samples(first) is gpu_samples.read_samples(first)
+    forgotten = weakref.ref(first)
+    gpu_samples.read_samples(second)
+    del first
+    gc.collect()
+    assert forgotten() is None
 
 
 @pytest.mark.slow
