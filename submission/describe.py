@@ -113,8 +113,8 @@ def parser() -> Parser:
         "describe",
         __doc__,
         [
-            "describe --out H200_1x8.json --submitter Us --set status=onprem",
-            "describe --out H200_1x8.json --set cooling=air",
+            "describe --out results/H200_1x8.json --submitter Us --set status=onprem",
+            "describe --out results/H200_1x8.json --set cooling=air",
         ],
     )
     parser.add_argument(
@@ -122,7 +122,8 @@ def parser() -> Parser:
         type=Path,
         required=True,
         metavar="FILE",
-        help="JSON file to write or complete; its name without .json is the system ID",
+        help="JSON file to write or complete; its name without .json is the system ID, as in "
+        "MLPERF_SUBMISSION_PLATFORM of the runs",
     )
     parser.add_argument(
         "--set",

@@ -68,9 +68,10 @@ def parser() -> Parser:
         "package",
         __doc__,
         [
-            "package --benchmark llama31_8b=results --system H200_1x8.json --org Us --out tree",
-            "package --rehearse --out rehearsal",
-            "package --rehearse --benchmark llama31_8b=results --out rehearsal --org Us",
+            "package --benchmark llama31_8b=results --system results/H200_1x8.json --org Us "
+            "--out results/submission",
+            "package --rehearse --out results/rehearsal",
+            "package --rehearse --benchmark llama31_8b=results --out results/rehearsal --org Us",
         ],
     )
     parser.add_argument(
