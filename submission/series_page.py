@@ -17,7 +17,7 @@ from submission import provenance, run_page
 from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, unit_of
 from submission.provenance import Labeled
 from submission.run import GOOD, Run
-from submission.score import score_lines
+from submission.score_output import score_lines
 from submission.series import Series, TenRuns, started_runs, ten_runs, windows
 
 # Figures that the table of attempts shows.
