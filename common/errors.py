@@ -221,6 +221,18 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write `path` atomically, for the user. Raises StorageError."""
+    try:
+        write_whole(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}",
+            error.strerror or str(error),
+            "free space, or name another existing directory",
+        ) from error
+
+
 def write_record(run_dir: Path, name: str, text: str) -> None:
     """Write `name` in `run_dir`, even if the disk is full. Raises OSError."""
     with_reserve(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))

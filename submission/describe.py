@@ -22,9 +22,9 @@ from pathlib import Path
 
 from common import inventory
 from common.command_line import Parser, program
-from common.errors import CheckFailed, ConfigError
+from common.errors import CheckFailed, ConfigError, write_text
 from common.hardware import probe
-from submission import official_tools, output
+from submission import official_tools
 from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
 from submission.options import parse_pairs
@@ -175,7 +175,7 @@ def describe(path: Path, machine: dict[str, str], settings: dict[str, str], rule
             raise ConfigError(
                 f"--set {key}={settings[key]}", why, f"correct the value; {path} was not written"
             )
-    output.write(path, json.dumps(description, indent=4) + "\n")
+    write_text(path, json.dumps(description, indent=4) + "\n")
     print(f"{path}: written, {_filled_in(description)}")
     for line in errors:
         print(f"error: {line}", file=sys.stderr)

@@ -1,24 +1,10 @@
-"""Output that several commands share: files, tables and numbers."""
+"""Output that several commands share: tables and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from common import terminal, text_tables
-from common.errors import StorageError, write_whole
-
-
-def write(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically. Raises StorageError if that fails."""
-    try:
-        write_whole(path, text.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}",
-            error.strerror or str(error),
-            "choose an existing directory with free space",
-        ) from error
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -22,12 +22,12 @@ import time
 from pathlib import Path
 
 from common.command_line import Parser, program
-from common.errors import ConfigError
+from common.errors import ConfigError, write_text
 from common.records import ledger
 from common.records.run_states import RUNNING
 from launch.monitor import tracking
 from launch.monitor.trackers import TRACKERS
-from submission import gpu_samples, output
+from submission import gpu_samples
 from submission.advice import Advice, advice
 from submission.options import add_series_option
 from submission.run import Run, read_attempt
@@ -100,7 +100,7 @@ def _report(options: argparse.Namespace) -> None:
     if len(folders) > 1:
         others = "_and_".join(folder.resolve().name for folder in folders[1:])
         path = first / f"compared_with_{others}.html"
-        output.write(path, comparison_page([_read(folder) for folder in folders], first))
+        write_text(path, comparison_page([_read(folder) for folder in folders], first))
     else:
         if options.watch:
             _watch(first, options.series)
@@ -131,7 +131,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
             _why_no_run(folder),
             "name a run directory, LOGDIR/<benchmark>, or LOGDIR",
         )
-    output.write(folder / "report.html", text)
+    write_text(folder / "report.html", text)
     return hints
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from common import benchmarks
 from common.command_line import exit_code_of
-from common.errors import CheckFailed, ConfigError, RunError
+from common.errors import CheckFailed, ConfigError, RunError, write_text
 from common.records.published import DATA, Published
 from common.terminal import Progress
 from submission import official_tools, output, result_set
@@ -330,7 +330,7 @@ def write(path: Path, round_: str, results: list[Published]) -> int:
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     sources = json.dumps(table["sources"], indent=2)
     head = f'{{"columns": {json.dumps(columns)},\n "sources": {sources},\n "rows": [\n  '
-    output.write(path, f"{head}{lines}]}}\n")
+    write_text(path, f"{head}{lines}]}}\n")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import DataError, StorageError, write_whole
+from common.errors import DataError, write_text
 
 Content = TypeVar("Content")
 
@@ -22,21 +22,6 @@ def read_json(path: Path, parse: Callable[[Any], Content], what: str, do: str) -
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(what, f"{type(error).__name__}: {error}", do) from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` atomically, so that no reader sees a part of it.
-
-    Raises StorageError.
-    """
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}",
-            error.strerror or str(error),
-            "free space, or name another directory",
-        ) from None
 
 
 def write_json(path: Path, value: object) -> None:

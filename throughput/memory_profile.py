@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from common import benchmarks
-from common.errors import StorageError
+from common.errors import StorageError, write_text
 from common.gpu_kinds import GIB
 from common.html import page
 from common.html.page import Block, Section
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.files import write_json, write_text
+from throughput.files import write_json
 from throughput.report import date, date_and_time
 
 SNAPSHOT = "snapshot.pickle"

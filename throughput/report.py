@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common import text_tables
+from common.errors import write_text
 from throughput import published
-from throughput.files import write_text
 from throughput.tables import Column, Drawing, Plot, Section, Table
 
 NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # jinja2 brings markupsafe

@@ -8,8 +8,8 @@ import synthetic_run
 import synthetic_series as synthetic
 from synthetic_run import LORA
 
-from common.errors import StorageError
-from submission import check, describe, output, package, report, score
+from common.errors import StorageError, write_text
+from submission import check, describe, package, report, score
 from submission.run import read_attempt
 
 
@@ -20,7 +20,7 @@ def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(tmp_path), "write_bytes", full)
     with pytest.raises(StorageError):
-        output.write(tmp_path / "report.html", "text")
+        write_text(tmp_path / "report.html", "text")
     assert not (tmp_path / "report.html").exists()
 
 
