@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
-from common.terminal import plural
 from submission import official_tools, result_set
+from submission.check_output import as_dict, finding_lines, json_line, lines
 from submission.examined_log import (
     ACCEPTED,
     CLEAN,
@@ -36,7 +34,6 @@ from submission.examined_log import (
     examine,
     verdict_of,
 )
-from submission.findings import ERROR, Finding
 from submission.official_tools import RULESETS
 
 
@@ -90,7 +87,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)
             continue
-        print(_json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
+        print(json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
         codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
         verdicts.append(verdict_of(examined.findings, werror))
         if path.parent in sets:
@@ -113,7 +110,7 @@ def _check_set(folder: Path, members: list[ExaminedLog], werror: bool, as_json: 
     """Print the findings about the logs of `folder` as a result set; return the exit code."""
     findings = result_set.findings(members)
     if as_json:
-        report = {"folder": str(folder), "findings": [_as_dict(finding) for finding in findings]}
+        report = {"folder": str(folder), "findings": [as_dict(finding) for finding in findings]}
         print(json.dumps(report))
     elif findings:
         print(f"\n{folder}", *finding_lines(folder.name, findings, werror), sep="\n")
@@ -135,66 +132,6 @@ def _logs(path: Path) -> list[Path]:
             "name a log, or the folder of a run or of a result set",
         )
     return sorted(logs, key=lambda log: (log.parent, len(log.name), log.name))
-
-
-def _json_line(examined: ExaminedLog, werror: bool) -> str:
-    """Return the JSON object of --json about one log."""
-    verdict = verdict_of(examined.findings, werror)
-    report = {
-        "path": str(examined.path),
-        "title": examined.title,
-        "verdict": verdict,
-        "clean": verdict != NOT_CLEAN,
-        "findings": [_as_dict(finding) for finding in examined.findings],
-    }
-    return json.dumps(report)
-
-
-def _as_dict(finding: Finding) -> dict:
-    return asdict(finding) | {"warning": finding.warning}
-
-
-def lines(examined: ExaminedLog, werror: bool) -> list[str]:
-    """Return the lines to print about one log: title, official verdict, findings, our verdict."""
-    return [
-        f"\n{examined.path}",
-        f"  {title_line(examined, werror)}",
-        *finding_lines(examined.path.name, examined.findings, werror),
-        f"  {summary_line(examined, werror)}",
-    ]
-
-
-def title_line(examined: ExaminedLog, werror: bool = False) -> str:
-    """Return the title of the log and the verdict of the official checker."""
-    official = examined.verdict
-    official_warnings = sum(complaint.warning for complaint in official.complaints)
-    failed = not official.passed or (werror and official_warnings > 0)
-    words = "FAILED" if failed else "passed"
-    if official_warnings:
-        words += f", {plural(official_warnings, 'warning')}, errors with --werror"
-    return f"{examined.title}; official checker: {words}"
-
-
-def summary_line(examined: ExaminedLog, werror: bool = False) -> str:
-    """Return our verdict and the numbers of errors and warnings."""
-    verdict = verdict_of(examined.findings, werror)
-    error_count = len(examined.errors(werror))
-    warning_count = 0  # with --werror, warnings are among the errors
-    if not werror:
-        warning_count = sum(finding.warning for finding in examined.findings)
-    counts = f"{plural(error_count, 'error')}, {plural(warning_count, 'warning')}"
-    return f"{verdict}: {counts}"
-
-
-def finding_lines(name: str, findings: Iterable[Finding], werror: bool = False) -> list[str]:
-    """Return a line for each finding about the file `name`: severity, place, rule, message."""
-    text = []
-    for finding in findings:
-        place = f"{name}:{finding.line}" if finding.line else name
-        severity = ERROR if werror and finding.warning else finding.severity
-        start = f"  {severity:<7}  {place:<18}  {finding.rule:<15}"
-        text.append(f"{start}  {finding.message}  [{finding.source}]")
-    return text
 
 
 main = program(parser, lambda options: _check_all(**vars(options)))

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, number, points, table
 from common.records.run_states import words
-from submission import check, gpu_samples, provenance
+from submission import check_output, gpu_samples, provenance
 from submission.advice import Advice
 from submission.examined_log import examine
 from submission.figures import FORMS, evaluations, figures_of, of_steps, phases, shown, unit_of
@@ -219,13 +219,15 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
     # A missing or unreadable log is already among the notes of the run.
     with contextlib.suppress(ConfigError):
         examined = examine(run.path)
-        findings: Block = {"text": "\n".join(check.finding_lines(run.path.name, examined.findings))}
+        findings: Block = {
+            "text": "\n".join(check_output.finding_lines(run.path.name, examined.findings))
+        }
         if run.state != GOOD and run.status != "success":
             return False, [findings | {"title": "findings in the log of a run without a result"}]
         clean = not examined.errors()
-        summary = check.summary_line(examined)
+        summary = check_output.summary_line(examined)
         return clean, [
-            banner("good" if clean else "bad", summary, check.title_line(examined)),
+            banner("good" if clean else "bad", summary, check_output.title_line(examined)),
             findings,
         ]
     return True, []
