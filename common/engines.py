@@ -294,6 +294,13 @@ def reject(operation: str, choice: Choice, why: str) -> bool:
     return True
 
 
+def rejections() -> list[str]:
+    """Return which engines this process rejected, and why, one line each."""
+    return [
+        f"{operation} by {name} is not used: {why}" for (operation, name), why in _rejected.items()
+    ]
+
+
 def forget() -> None:
     """Forget the choices of this process and the rejected engines."""
     _rejected.clear()

@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections import Counter
 
+from common.engines import ENGINES
 from common.html.page import Block, Section, table
 from submission.log_rules import PRECISION_KEYS
 from submission.run import Run
@@ -103,7 +104,10 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
         facts["torch"] = torch
     for record in run.records:
         if record.get("event") == "self_test":
-            facts["attention by"] = record.get("attention")
+            # versions.json names the engines before the self-test, which may reject some.
+            facts["engines"] = {
+                operation: record[operation] for operation in ENGINES if record.get(operation)
+            }
     if not alone:
         with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
             facts |= tomllib.loads(run.config)

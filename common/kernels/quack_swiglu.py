@@ -19,8 +19,10 @@ range, the kernel counts them all. The count is therefore never smaller than tha
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -47,7 +49,12 @@ def require() -> ModuleType:
     try:
         return importlib.import_module("common.kernels.quack_epilogues")
     except TypeError as error:
-        raise ImportError(f"QuACK must be installed in a site-packages folder: {error}") from error
+        package = importlib.util.find_spec("quack")
+        folder = Path(package.origin or "").parent.parent if package else Path()
+        if "site-packages" in folder.parts:
+            raise ImportError(str(error)) from error
+        what = f"QuACK must be installed in a site-packages folder, not in {folder}"
+        raise ImportError(what) from error
 
 
 @triton.jit

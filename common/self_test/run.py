@@ -131,6 +131,9 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     require_equal_engines(result, processes)
+    # The first screen named these engines. It cannot know that they fail here.
+    for rejection in engines.rejections():
+        reports.progress.show(f"NOTE       {rejection}")
     reports.events.write(
         "self_test",
         attention=result.attention,

@@ -13,7 +13,7 @@ program uses. It does not detect a slow link or a slow host.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from common.training.metrics import Events, ProgressLog
 # A rank is slow above this ratio to the median rank. Comparisons of two H200 have a standard
 # deviation of 0.25 % (docs/log.md).
 SLOW_RATIO = 1.02
+# A rank that was slow remains slow down to this ratio. Otherwise a rank near SLOW_RATIO, such as a
+# hotter GPU, would be named again and again.
+HEALTHY_RATIO = 1.01
 COMPARISONS = 5  # number of comparisons whose median decides, one every ten steps
 BLOCK_STRIDE = 4  # every fourth block of the second half is timed: 4 of 32
 
@@ -92,7 +95,7 @@ class RankComparison:
         self.history.append(over_median(times_ms))
         ratios = median_ratios(self.history)
         before = self.slow
-        self.slow = slow_ranks(self.history)
+        self.slow = slow_ranks(self.history, before)
         self.events.write(
             "ranks", step=step, samples=samples, time_s=time_s, block_ms=times_ms, slow=self.slow
         )
@@ -126,11 +129,19 @@ def median_ratios(history: list[list[float]]) -> list[float]:
     return [statistics.median(ratios) for ratios in zip(*history[-COMPARISONS:], strict=True)]
 
 
-def slow_ranks(history: list[list[float]]) -> list[int]:
-    """Return the slow ranks. The list is empty until there are COMPARISONS comparisons."""
+def slow_ranks(history: list[list[float]], before: Collection[int] = ()) -> list[int]:
+    """Return the slow ranks. The list is empty until there are COMPARISONS comparisons.
+
+    `before`: the ranks that were slow at the previous comparison.
+    """
     if len(history) < COMPARISONS:
         return []
-    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW_RATIO]
+    slow = []
+    for rank, ratio in enumerate(median_ratios(history)):
+        limit = HEALTHY_RATIO if rank in before else SLOW_RATIO
+        if ratio > limit:
+            slow.append(rank)
+    return slow
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:

@@ -19,6 +19,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -41,7 +42,7 @@ from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 
 SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 us each on an H200
-PRODUCTS_IN_GRAPH = 200
+PRODUCTS = 200  # timed together
 UNTIMED = 30  # steps without events, to compare the step time with
 
 
@@ -62,48 +63,57 @@ class HostEvent:
 
 
 class ExtraWork:
-    """Compute `count` products before the forward of each block that trains.
+    """Compute products before the forward of each block that trains, once `begin` was called.
 
     Create BlockTimes first. Its timed interval then includes the products.
     """
 
     def __init__(self, blocks, device: torch.device):
-        self.count, self.device = 0, device
+        self.device = device
         self.a = torch.randn(
             SIZE[device.type], SIZE[device.type], device=device, dtype=torch.bfloat16
         )
         self.out = torch.empty_like(self.a)
+        self.work: Callable[[], None] = lambda: None
         for block in blocks:
             block.register_forward_pre_hook(
-                lambda *_: self.work(self.count) if torch.is_grad_enabled() else None
+                lambda *_: self.work() if torch.is_grad_enabled() else None
             )
 
-    def work(self, count: int) -> None:
-        for _ in range(count):
-            torch.mm(self.a, self.a, out=self.out)
+    def begin(self, count: int) -> None:
+        """Compute `count` products before each block from now on."""
+        self.work = self.products(count)
+
+    def products(self, count: int) -> Callable[[], None]:
+        """Return a function that computes `count` products.
+
+        On a GPU it replays a CUDA graph. Launched one by one, products as short as these would
+        wait for their launches.
+        """
+
+        def compute() -> None:
+            for _ in range(count):
+                torch.mm(self.a, self.a, out=self.out)
+
+        if self.device.type == "cpu":
+            return compute
+        compute()  # the first product allocates memory, which a graph cannot
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's thread may use CUDA during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
 
     def milliseconds(self) -> float:
-        """Return the time of one product on the device, without the time to launch it.
-
-        During a step a product is launched while the GPU still computes, so its launch takes no
-        time. Without a graph, products as short as these would wait for their launches here.
-        """
-        if self.device.type == "cpu":
-            replay = partial(self.work, PRODUCTS_IN_GRAPH)
-        else:
-            self.work(1)  # a first product allocates memory, which a graph cannot
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: the thread of NCCL may use CUDA during the capture.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.work(PRODUCTS_IN_GRAPH)
-            replay = graph.replay
+        """Return the time of one product."""
+        work = self.products(PRODUCTS)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        replay()
+        work()
         begin.record()
-        replay()
+        work()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / PRODUCTS_IN_GRAPH
+        return begin.elapsed_time(end) / PRODUCTS
 
 
 def main() -> None:
@@ -188,7 +198,7 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
             means = [statistics.fmean(ratios) for ratios in zip(*looks, strict=True)]
             slowest = means.index(max(means))
             if processes.rank == slowest:
-                extra.count = round(options.late / 100 * mine[0] / one_ms)
+                extra.begin(round(options.late / 100 * mine[0] / one_ms))
             say(
                 f"from here on rank {slowest} has {options.late:g} % more to do in each block of "
                 f"{mine[0]:.3f} ms, products of {one_ms:.4f} ms"
@@ -224,6 +234,9 @@ def report(
             f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, "
             f"with its neighbor {shifted:+.2f}, medians of five within {spread:.2%}"
         )
+    before = statistics.fmean(ratios[slowest] for ratios in healthy)
+    after = statistics.fmean(ratios[slowest] for ratios in looks[len(healthy) :])
+    say(f"rank {slowest}: {before:.4f} of the median rank before, {after:.4f} after the slowdown")
     false = [number for number, _ in named if number <= options.at]
     seen = [number for number, slow in named if number > options.at and slowest in slow]
     say(f"named while all were healthy: {len(false)} of {len(healthy)} comparisons")

@@ -241,8 +241,15 @@ def test_a_cpu_uses_the_swiglu_kernel():
     assert swiglu_engine(CPU).engine.name == engines.KERNEL
 
 
-def test_packages_that_quack_cannot_identify_are_not_used(monkeypatch):
-    """Its TypeError, outside of site-packages, must not end the run."""
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("/opt/packages", "site-packages folder, not in /opt/packages"),
+        ("/env/lib/python3.12/site-packages", "no semantic key"),
+    ],
+)
+def test_packages_that_quack_cannot_identify_are_not_used(monkeypatch, folder, why):
+    """Its TypeError must not end the run."""
     let_run_on_a_cpu(monkeypatch, engines.SWIGLU, "quack", "0.6.5")
     monkeypatch.delenv("SWIGLU_ENGINE")
     first, last = engines.ENGINES[engines.SWIGLU]
@@ -251,7 +258,11 @@ def test_packages_that_quack_cannot_identify_are_not_used(monkeypatch):
     def refuse(name):
         raise TypeError("no semantic key")
 
+    package = SimpleNamespace(origin=f"{folder}/quack/__init__.py")
     monkeypatch.setattr(quack_swiglu.importlib, "import_module", refuse)
+    monkeypatch.setattr(quack_swiglu.importlib.util, "find_spec", lambda name: package)
     monkeypatch.setattr(engines, "module_of", lambda engine: quack_swiglu)
     choice = swiglu_engine(CPU)
-    assert choice.engine.name == engines.KERNEL and "site-packages" in str(choice.faster[0])
+    assert choice.engine.name == engines.KERNEL and why in str(choice.faster[0])
+    (rejection,) = engines.rejections()
+    assert "swiglu by quack" in rejection and why in rejection

@@ -1,5 +1,7 @@
 """Engines and the self-test: a wrong engine gives way, a pinned one stops the run, ranks agree."""
 
+import io
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +17,8 @@ from common.model.block_ops import KERNEL_ENGINES
 from common.self_test import run as self_test
 from common.self_test.kernel_cases import Sizes
 from common.self_test.results import SelfTestResult
+from common.training.metrics import ProgressLog
+from common.training.reports import Reports
 from llama31_8b.rules import MINIATURE
 
 CPU = torch.device("cpu")
@@ -66,6 +70,26 @@ def test_an_unpinned_engine_that_computes_wrongly_is_replaced(wrong, monkeypatch
     assert result.attention == "flash" and result.products == "torch"
     assert any(name in line and "self-test" in line for line in result.missing)
     assert fp8.product_engine(CPU, torch.bfloat16).engine.name == "torch"
+
+
+def test_a_run_shows_and_records_the_engine_that_replaces_another(wrong, monkeypatch, tmp_path):
+    operation, name = wrong
+    monkeypatch.delenv(engines.VARIABLES[operation])
+    chosen = [
+        replace(engine, chosen_on=("",)) if engine.name == name else engine
+        for engine in engines.ENGINES[operation]
+    ]
+    monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
+    monkeypatch.setattr(self_test.Sizes, "of", lambda *_: SIZES)
+    screen = io.StringIO()
+    reports = replace(Reports.open(tmp_path, 0), progress=ProgressLog(True, screen))
+    rules = SimpleNamespace(shape=None, sequence_length=0, lora_rank=0)
+    processes = SimpleNamespace(world_size=1, device=CPU)
+    self_test.run_self_test(None, rules, processes, reports)
+    (line,) = screen.getvalue().splitlines()
+    assert line.startswith("NOTE") and f"{operation} by {name}" in line and "self-test" in line
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert event[operation] in ("flash", "torch")
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -48,6 +48,15 @@ def charts(text: str) -> dict[str, dict]:
     return {chart["label"].split(",")[0]: chart for chart in Page(text).charts}
 
 
+def test_the_page_names_the_engines_after_the_self_test(run_dir):
+    """versions.json names those before it."""
+    path = run_dir / "versions.json"
+    versions = json.loads(path.read_text()) | {"engines": {"attention": "an engine rejected later"}}
+    path.write_text(json.dumps(versions))
+    text = page(run_dir)
+    assert "attention cudnn-of-the-test" in text and "an engine rejected later" not in text
+
+
 def test_the_report_of_a_good_run_is_complete(run_dir):
     log = run_dir / "result.txt"
     # A config that the repository has.
