@@ -235,7 +235,7 @@ def requested_run(
     """
     requested = requested_gpus(environment)
     if not options.benchmark:
-        if options.config:
+        if options.config is not None:
             raise ConfigError(
                 "--config needs a benchmark",
                 "every config belongs to a benchmark",
@@ -243,8 +243,8 @@ def requested_run(
             )
         row = skipped("config", "no benchmark given: only the machine is checked")
         return _request_without_config(row, kind, requested or visible)
+    path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
     try:
-        path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
         if wants_miniature(options) and kind:
             config, derived = miniature_on_gpu(options.benchmark, path, kind, {})
         else:

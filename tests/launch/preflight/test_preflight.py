@@ -785,10 +785,9 @@ def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
         and "DATADIR" not in rows
     )
     assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
-    assert (
-        preflight_command.main(["--config", "x.toml"]) == 2
-        and "--config needs a benchmark" in capsys.readouterr().err
-    )
+    for file in ("x.toml", ""):
+        assert preflight_command.main(["--config", file]) == 2
+        assert "--config needs a benchmark" in capsys.readouterr().err
 
 
 def test_a_derived_config_is_named(monkeypatch):
@@ -811,6 +810,7 @@ def test_a_machine_without_a_config_is_checked_by_itself(monkeypatch):
     ("changed", "environment", "words"),
     [
         ({"config": "/nowhere.toml"}, {}, "no such config"),
+        ({"config": ""}, {}, "--config names no file"),
         ({}, {"DGXSYSTEM": "H200"}, "no config H200"),
         ({}, {"DGXNGPU": "two"}, "DGXNGPU=two"),
     ],
