@@ -11,6 +11,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -114,10 +115,11 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
     """
     name, *more = shlex.split(request)
     tool = TOOLS[name]
-    options = [
-        word.replace("OUT", str(out / name)).replace("DIR", str(out))
-        for word in tool.options.split()
-    ]
+    paths = {"OUT": str(out / name), "DIR": str(out)}
+    options = []
+    for word in tool.options.split():
+        # In one pass, since the path itself may contain OUT or DIR.
+        options.append(re.sub("OUT|DIR", lambda match: paths[match[0]], word))
     profiler = shlex.join([name, *options, *more, *tool.last.split()])
     script = f'if [ "$RANK" = 0 ]; then exec {profiler} "$@"; else exec "$@"; fi'
     start = command.index("--nproc-per-node") + 2  # the program follows this option

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -62,6 +63,13 @@ def test_rank_0_becomes_the_tool_and_the_others_the_program(name):
         and profilers.TOOLS[name].result in told
         and profilers.TOOLS[name].opens in told
     )
+
+
+@pytest.mark.parametrize(("name", "last"), [("nsys", "nsys"), ("ncu", "ncu"), ("rocprofv3", "")])
+def test_a_directory_may_be_named_like_the_placeholders(name, last):
+    out = Path("/LOGDIR/OUT")
+    shell_command = profilers.wrapped(TORCHRUN, name, out)[len(TORCHRUN) - 4 + 3]
+    assert str(out / last) in re.split("[ =]", shell_command)
 
 
 def test_what_cannot_be_profiled_is_refused(monkeypatch):
