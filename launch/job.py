@@ -55,7 +55,11 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
 
     Raise ConfigError if they do not fit `count` nodes.
     """
-    rank = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ""
+    rank = environment.get("NODE_RANK", "")
+    variable = "NODE_RANK"
+    if not rank and environment.get("SLURM_NODEID"):
+        rank = environment["SLURM_NODEID"]
+        variable = "SLURM_NODEID"
     if not rank and count == 1:
         rank = "0"
     address = environment.get("MASTER_ADDR", "")
@@ -64,9 +68,11 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
         nodes = plural(count, "node")
         what = f"the config is for {nodes}, but NODE_RANK is not set"
         if rank:
-            what = f"NODE_RANK={rank}, but the config is for {nodes}"
+            what = f"{variable}={rank}, but the config is for {nodes}"
         do = "unset NODE_RANK, or use a config with more nodes"
-        if count > 1:
+        if variable == "SLURM_NODEID":
+            do = "start the job on as many nodes as the config has, or use another config"
+        elif count > 1:
             do = f"set it to a different number on each node, from 0 to {count - 1}, or use run.sub"
         raise ConfigError(what, "each node needs a number of its own", do)
     if count == 1:
