@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.benchmarks import closed, divisions
 from common.command_line import Parser
-from common.errors import ConfigError, OutOfMemory, write_whole
+from common.errors import ConfigError, OutOfMemory, write_text
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
@@ -148,7 +148,7 @@ def show(
         print(table(head, rows))
         print("", *below, sep="\n")
     if options.page:
-        write_whole(options.page, page(name, kind, head, best, below).encode())
+        write_text(options.page, page(name, kind, head, best, below))
 
 
 def remarks(best: Mapping[int, scaling.ScalingPoint | None]) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from common.benchmarks import divisions
-from common.errors import ConfigError, OutOfMemory
+from common.errors import ConfigError, OutOfMemory, StorageError
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from common.records.published import RESULTS
@@ -95,6 +95,9 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["GPUs"] for row in rows][-1] == "512"
     assert "GPU-hours" in page.read_text()
+    missing = tmp_path / "missing/scaling.html"
+    with pytest.raises(StorageError, match=f"{missing}$"):
+        main(ROOT, "llama2_70b_lora", ["--scaling", "MI355X", "--page", str(missing)])
 
 
 EXAMPLE = "open_llama/examples/pretrain_1b.toml"
