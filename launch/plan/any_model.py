@@ -9,14 +9,14 @@
     plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
 
 The batch is that of one GPU. Exit code 0 if the model fits as this package trains it, 12 if not,
-2 for a wrong command line. The formulas are in memory.py, step_time.py
-and mfu.py of launch/plan/.
+2 for a wrong command line. The formulas are in memory.py, step_time.py and mfu.py of launch/plan/.
 `./run_and_time.sh <benchmark> plan` plans a config.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -80,10 +80,7 @@ class ModelRequest:
 def main(arguments: list[str]) -> int:
     """Plan a model, or calculate an MFU. Return 0, or 12 if the model does not fit."""
     options = parser().parse_args(arguments)
-    if not options.scaling:
-        scaling_table.require_scaling(
-            {"--json": options.json, "--network": options.network, "--page": options.page}
-        )
+    _require_consistent(options)
     if options.mfu:
         print("\n".join(_mfu(options)))
         return 0
@@ -92,6 +89,31 @@ def main(arguments: list[str]) -> int:
         return show_scaling(request, options)
     print("\n".join(describe(request)))
     return 0 if request.fitting() else OutOfMemory.exit_code
+
+
+def _require_consistent(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not apply to the requested calculation."""
+    if not options.scaling:
+        scaling_table.refuse_without(
+            "--scaling",
+            {"--json": options.json, "--network": options.network, "--page": options.page},
+        )
+    if not options.mfu:
+        names = ("params", "tokens", "seconds", "peak")
+        scaling_table.refuse_without(
+            "--mfu", {f"--{name}": getattr(options, name) for name in names}
+        )
+        return
+    for option, value in {
+        "--scaling": options.scaling,
+        "--train-tokens": options.train_tokens,
+    }.items():
+        if value:
+            raise ConfigError(
+                f"--mfu with {option}",
+                f"{option} does not apply to a measured step",
+                f"leave out {option}; --tokens gives the tokens of the step",
+            )
 
 
 def parser() -> Parser:
@@ -172,9 +194,12 @@ def _add_training_options(parser: Parser) -> None:
 
 def amount(text: str) -> float:
     """Parse an argument that is a positive, finite number, such as 405e9."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number, such as 405e9")
     return number
 
 

@@ -63,7 +63,9 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
-    scaling_table.require_scaling({"--network": options.network, "--page": options.page})
+    scaling_table.refuse_without(
+        "--scaling", {"--network": options.network, "--page": options.page}
+    )
     require_config(root, benchmark, options)
     overrides = overrides_of(options.set)
     path = None

@@ -103,14 +103,17 @@ def add_options(parser: Parser | argparse._ArgumentGroup) -> None:
     )
 
 
-def require_scaling(given: Mapping[str, object]) -> None:
-    """Raise ConfigError if an option of --scaling has a value. `given`: option -> value."""
+def refuse_without(needed: str, given: Mapping[str, object]) -> None:
+    """Raise ConfigError if an option that only applies with `needed` has a value.
+
+    `given`: option -> value. Call it if the option `needed` was not given.
+    """
     for option, value in given.items():
         if value is not None and value is not False:
             raise ConfigError(
-                f"{option} without --scaling",
-                f"{option} applies to the table of --scaling only",
-                f"add --scaling, or leave out {option}",
+                f"{option} without {needed}",
+                f"{option} applies to {needed} only",
+                f"add {needed}, or leave out {option}",
             )
 
 

@@ -331,6 +331,11 @@ def test_remarks_on_implausible_utilization():
         ("--model llama3.1-8b --gpu H200 --json", "--json without --scaling"),
         ("--model llama3.1-8b --gpu H200 --network 50", "--network without --scaling"),
         ("--mfu --params 1e9 --page x.html", "--page without --scaling"),
+        ("--model llama3.1-8b --gpu H200 --tokens 1e12", "--tokens without --mfu"),
+        ("--model llama3.1-8b --gpu H200 --scaling --peak 1e15", "--peak without --mfu"),
+        ("--mfu --params 1e9 --seconds 1 --gpu H200 --scaling", "--mfu with --scaling"),
+        ("--mfu --params 1e9 --seconds 1 --gpu H200 --train-tokens 1e9", "--mfu with --train"),
+        ("--mfu --params 8b --seconds 1 --gpu H200", "'8b' is not a positive number"),
     ],
 )
 def test_what_is_missing_is_said(line, words, monkeypatch):
