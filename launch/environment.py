@@ -22,9 +22,12 @@ import shutil
 import sys
 import sysconfig
 import time
+import urllib.parse
 import urllib.request
 import venv
 import zipfile
+from base64 import b64encode
+from http.client import HTTPException
 from pathlib import Path
 
 from common.command_line import exit_code_of
@@ -413,12 +416,20 @@ def _tail(path: Path) -> list[str]:
 def answers_at(url: str) -> bool:
     """Return whether `url` responds to one quick request.
 
-    Without this check, pip would retry an unreachable index for every package.
+    Without this check, pip would retry an unreachable index for every package. `url` may contain a
+    user name and a password, which urllib does not accept there. They are sent as pip sends them.
     """
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):
+        parts = urllib.parse.urlsplit(url)
+        _, _, host = parts.netloc.rpartition("@")
+        request = urllib.request.Request(f"{parts._replace(netloc=host).geturl()}/", method="HEAD")
+        if parts.username:
+            words = (parts.username, parts.password or "")
+            login = ":".join(map(urllib.parse.unquote, words))
+            request.add_header("Authorization", f"Basic {b64encode(login.encode()).decode()}")
+        with urllib.request.urlopen(request, timeout=5):
             return True
-    except OSError:
+    except (OSError, ValueError, HTTPException):  # ValueError: `url` is not a URL
         return False
 
 

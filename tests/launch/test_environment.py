@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import zipfile
+from base64 import b64encode
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,28 @@ def test_a_failed_installation_of_flash_attention_stops_nothing(hopper, pip, tmp
     pip.code = 0
     hopper()
     assert len(pip.commands) == before + 2, "tried again"
+
+
+def test_an_index_with_a_password_answers_and_a_wrong_address_does_not():
+    """PIP_INDEX_URL of a company's index often holds a user name and a token."""
+
+    class Index(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            is_known = self.headers["Authorization"] == f"Basic {b64encode(b'me:p@ss').decode()}"
+            self.send_response(200 if is_known else 401)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}/simple"
+        assert environment.answers_at(f"http://me:p%40ss@{address}")
+        assert not environment.answers_at(f"http://me:other@{address}")
+        server.shutdown()
+    assert not environment.answers_at("http://me:other@127.0.0.1/simple")
+    assert not environment.answers_at("index.example.com/simple")
 
 
 @pytest.mark.parametrize("obstacle", ["no Hopper", "no index", "another Python"])
