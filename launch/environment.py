@@ -466,17 +466,22 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
 
 
 def _add_pip(folder: Path, lock: Path) -> None:
-    """Unpack the pip wheel that the lock names. Raise PreflightError if it cannot be downloaded."""
+    """Unpack the pip wheel that the lock names.
+
+    Raise PreflightError if it cannot be downloaded, or is not the one with the lock's hash.
+    """
     [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", lock.read_text(), re.MULTILINE)
+    problem = f"does not have the hash in {lock.name}"
     try:
-        wheel = urllib.request.urlopen(url, timeout=60).read()
-    except OSError:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            wheel = response.read()
+    except (OSError, HTTPException):
         wheel = b""
+        problem = "cannot be downloaded"
     if hashlib.sha256(wheel).hexdigest() != digest:
-        why = f"{sys.executable} has no ensurepip to install pip, and {url} cannot be downloaded"
         raise PreflightError(
             f"cannot create {folder}",
-            why,
+            f"{sys.executable} has no ensurepip to install pip, and {url} {problem}",
             "apt-get install python3-venv, or install uv, and start again",
         )
     zipfile.ZipFile(io.BytesIO(wheel)).extractall(_site_packages(folder))

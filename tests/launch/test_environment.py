@@ -396,6 +396,7 @@ def test_another_pip_than_the_locked_one_is_not_unpacked(tmp_path, pip, monkeypa
     with pytest.raises(PreflightError, match="cannot create") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert "python3-venv" in caught.value.do and not pip.commands and not (site / "pip").exists()
+    assert ("hash" if there else "downloaded") in caught.value.why
 
 
 def entries(text: str) -> dict[str, str]:
