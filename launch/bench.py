@@ -61,7 +61,7 @@ def profile(job: Job, options: argparse.Namespace) -> int:
 
     Return the exit code. Raises StorageError if --out cannot be written.
     """
-    run_directory.require_writable(options.out)
+    run_directory.require_writable(options.out, "--out")
     if code := bench(job, options):
         return code
     guide = f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev"

@@ -68,9 +68,12 @@ def missing(run_dir: Path) -> StorageError | None:
     return None
 
 
-def require_writable(folder: Path) -> None:
-    """Create `folder` if it is missing. Raise StorageError if that fails."""
-    with _writing(folder):
+def require_writable(folder: Path, setting: str = "LOGDIR") -> None:
+    """Create `folder` if it is missing. Raise StorageError if that fails.
+
+    `setting`: the variable or option that sets the directory, for the error.
+    """
+    with _writing(folder, setting):
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -82,13 +85,13 @@ def write_config_and_versions(run_dir: Path, config: RunConfig, versions: dict) 
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, setting: str = "LOGDIR") -> Iterator[None]:
     """Turn an OSError in the block, which writes to `path`, into a StorageError."""
     try:
         yield
     except OSError as error:
         what = f"cannot write to {path}: {error.strerror}"
-        do = "set LOGDIR to a writable directory with free space"
+        do = f"set {setting} to a writable directory with free space"
         raise StorageError(what, "nothing was started, since results must be kept", do) from None
 
 

@@ -183,6 +183,15 @@ def test_invalid_arguments_start_nothing(tmp_path, profile_command, capsys, argu
     )
 
 
+def test_the_error_names_the_option_of_a_directory_that_cannot_be_made(
+    tmp_path, profile_command, capsys
+):
+    (tmp_path / "file").write_text("")
+    assert profile_command("--out", str(tmp_path / "file/out")) == 17
+    message = capsys.readouterr().err
+    assert "--out" in message and "LOGDIR" not in message
+
+
 def test_print_shows_a_command_that_a_shell_takes(profile_command, capsys):
     assert profile_command("--with", "rocprofv3", "--print") == 0
     words = shlex.split(capsys.readouterr().out)
