@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
-from common.benchmarks import config_class, load_config, rules_of
+from common.benchmarks import config_class, divisions, load_config, rules_of
 from common.command_line import PROGRAM
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
@@ -396,7 +396,9 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
         ways.append(f"use {enough} GPUs")
     if layers := next(fewer, None):
         ways.append(f"measure fewer layers (bench --layers {layers})")
-    do = "; or ".join([*ways, "run the miniature with --device cpu"])
+    if "miniature" in divisions(benchmark):
+        ways.append("run the miniature with --device cpu")
+    do = "; or ".join(ways or ["use GPUs with more memory"])
     return OutOfMemory(
         f"{benchmark} does not fit into {gpus} x {kind.name}",
         f"with {options} each GPU needs {sizes}",

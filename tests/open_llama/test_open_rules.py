@@ -153,8 +153,9 @@ def test_an_example_fits_one_gpu_of_any_kind(name, kind):
 def test_memory_decides_recomputation_and_refuses_what_does_not_fit():
     large = fitted(example("continue_8b"), "H200")
     assert 0 < large.recompute_layers < 32 and large.moment_precision == "bf16"
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemory) as caught:
         fitted(example("continue_8b"), "H100")
+    assert caught.value.do and "miniature" not in caught.value.do
     assert fitted(example("continue_8b"), "H100", gpus=8).recompute_layers == 0
 
 
