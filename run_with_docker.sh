@@ -239,6 +239,10 @@ if [[ -n $print ]]; then
     exit 0
 fi
 
+if ! type -P "${command[0]}" > /dev/null; then
+    fail "$engine is not installed" 'CONTAINER_ENGINE names it, and it is not on PATH' \
+        'install it, or unset CONTAINER_ENGINE to use the engine that is installed'
+fi
 # The client runs in a process group of its own, so that Ctrl-C reaches the container only once, by
 # `pass_on`.
 printf 'container  %s, image %s, by %s\n' "$name" "$image" "$engine" >&2

@@ -486,6 +486,19 @@ def test_what_cannot_be_run(tmp_path, arguments, variables, words):
     assert done.returncode == 2 and words in done.stderr and not done.stdout
 
 
+def test_an_engine_that_is_not_installed_is_named(tmp_path):
+    for name in ("bash", "basename", "date", "dirname", "id", "mkdir", "readlink", "sort", "stat"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    known = {"GPU_VENDOR": "none", "CONTAINER_ENGINE": "podman", "LOGDIR": tmp_path / "out"}
+    done = subprocess.run(
+        [shutil.which("bash"), str(ROOT / "run_with_docker.sh"), "llama31_8b"],
+        env=environment(**known, PATH=tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "podman is not installed" in done.stderr
+
+
 ENGINE = """#!/usr/bin/env bash
 echo "$*" >> "$PLAY/calls"
 case $1 in
