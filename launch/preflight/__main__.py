@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common import benchmarks
-from common.command_line import Parser, exit_code_of, meant, split_benchmark
+from common.command_line import Parser, exit_code_of, meant, number_between, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.gpu_kinds import GpuKind
@@ -155,7 +155,7 @@ def _add_node_options(parser: Parser) -> None:
     )
     several.add_argument(
         "--deadline",
-        type=float,
+        type=number_between(1, 7200),  # an agent ends after 7200 s (nodes/agent.py)
         default=600.0,
         metavar="S",
         help="seconds for the checks of each host by itself (default: 600)",

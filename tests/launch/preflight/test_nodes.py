@@ -179,6 +179,13 @@ def test_hosts_that_are_no_hosts_are_refused(hosts):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_a_deadline_that_no_node_could_meet_is_refused(seconds):
+    with pytest.raises(ConfigError, match="--deadline"):
+        preflight_command.parser().parse_args(["--nodes", "a,b", "--deadline", seconds])
+
+
+@pytest.mark.quick
 def test_the_launcher_fits_the_place(tmp_path):
     for name in ("ssh", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\n")
