@@ -299,7 +299,7 @@ def host_rows(
     rows.append(host.judge_log_folder(log_dir))
     if request.device == "cuda":
         rows.append(host.judge_tuning())
-    if benchmark and not request.miniature:
+    if benchmark in benchmarks.closed() and not request.miniature:
         rows.append(host.judge_checkout(ROOT, environment))
     return rows
 

@@ -227,7 +227,9 @@ def judge_self_test(
     check = "self-test"
     expected = "every op correct at the config's shapes"
     if not all(rank.self_test for rank in ranks):
-        return skipped(check, "no benchmark was given, or some process did not run it", expected)
+        return skipped(
+            check, "there is no config to test, or some process did not run it", expected
+        )
     findings: list[Finding] = []
     failures: set[tuple[str, str]] = set()
     for rank in ranks:

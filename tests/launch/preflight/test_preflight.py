@@ -1034,6 +1034,7 @@ def test_the_checkout_is_judged_for_what_can_be_submitted_only():
         assert ("checkout" in by_check(preflight_command.host_rows("llama31_8b", request, {}))) == (
             not miniature
         )
+        assert "checkout" not in by_check(preflight_command.host_rows("open_llama", request, {}))
 
 
 def test_host_settings_never_refuse(tmp_path):
