@@ -45,6 +45,7 @@ from common.gpu_stats import (
 from common.hardware import Probe, identify, probe
 from common.known_issues import installed
 from common.paths import ROOT
+from common.terminal import inform
 from launch.job import directories
 from launch.plan.derive_config import load_or_derive
 from launch.plan.memory import host_bytes
@@ -316,11 +317,7 @@ def measure(
 ) -> tuple[list[RankReport], list[CheckRow]]:
     """Run the measuring processes. Return their measurements, and the rows about them."""
     seconds = QUICK_SECONDS if options.quick else SECONDS
-    print(
-        f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...",
-        file=sys.stderr,
-        flush=True,
-    )
+    inform(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...")
     readings: list[gpus.Stats] = []  # of the driver
 
     def read() -> None:

@@ -27,6 +27,7 @@ from common.gpu_stats import (
 )
 from common.hardware import Device, Probe
 from common.paths import ROOT
+from common.terminal import QUIET
 from launch.preflight import __main__ as preflight_command
 from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
@@ -827,6 +828,12 @@ def test_a_wrong_request_ends_with_2(changed, environment, words, capsys, monkey
         *(item for key, value in changed.items() for item in (f"--{key}", value)),
     ]
     assert preflight_command.main(arguments) == 2 and words in capsys.readouterr().err
+
+
+def test_quiet_prints_only_the_table(monkeypatch, capsys):
+    monkeypatch.setenv(QUIET, "1")
+    on_gpus(monkeypatch, (H200,), ranks(1))
+    assert "measuring" not in capsys.readouterr().err
 
 
 def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
