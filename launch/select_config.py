@@ -259,7 +259,7 @@ def _require_visible(config: RunConfig, visible: int) -> None:
     if config.gpus_per_node > visible:
         raise ConfigError(
             f"the config needs {config.gpus_per_node} GPUs",
-            f"{visible} are visible",
+            "1 is visible" if visible == 1 else f"{visible} are visible",
             "use a config for fewer GPUs, or make more visible",
         )
 
@@ -332,10 +332,12 @@ def _mismatches(
     if config.gpu == _kind_name(kind):
         return []
     if not options.config:
+        here = f"this machine has {kind.name}" if kind else "the run would be on the CPU"
+        undo = "unset DGXSYSTEM" if environment.get("DGXSYSTEM") else "leave out --set gpu"
         raise ConfigError(
-            f"the config is for {config.gpu}, but this machine has {_kind_name(kind)}",
+            f"the config is for {config.gpu}, but {here}",
             "its values were chosen for another GPU, and the log would name the wrong system",
-            "unset DGXSYSTEM, or force it with --config FILE",
+            f"{undo}, or force it with --config FILE",
         )
     if kind is None and config.gpu != "CPU" and options.device != "cpu":
         raise _no_gpu_for(config)

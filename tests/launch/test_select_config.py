@@ -69,6 +69,19 @@ def test_what_does_not_fit_is_a_config_error(found, environment, words):
         select(found, environment)
 
 
+@pytest.mark.parametrize(
+    ("environment", "changes", "undo"),
+    [
+        ({"DGXSYSTEM": "MI300X_1x8"}, {}, "unset DGXSYSTEM"),
+        ({}, {"set": ["gpu=H100"]}, "leave out --set gpu"),
+    ],
+)
+def test_a_config_for_another_gpu_names_what_selected_it(environment, changes, undo):
+    with pytest.raises(ConfigError) as caught:
+        select(H200X4, environment, **changes)
+    assert undo in caught.value.do
+
+
 def test_cuda_without_a_gpu():
     with pytest.raises(PreflightError, match="no GPU"):
         select(NOTHING, device="cuda")
