@@ -44,7 +44,7 @@ if [[ -z ${CONT:-} ]]; then
     fail 'CONT is not set' 'the cluster pulls the image from a registry' \
         'set it to REGISTRY/IMAGE:TAG'
 fi
-for variable in DATADIR LOGDIR; do
+for variable in DATADIR LOGDIR ${MODEL:+MODEL}; do
     if [[ ${!variable:-} != /* ]]; then
         fail "$variable is not an absolute path: '${!variable:-}'" \
             'it must be a directory of the nodes' \
@@ -64,6 +64,7 @@ name=${JOB_NAME:-llama-training}
 # Print a text as a YAML string, with the escapes of JSON.
 yaml() { # text
     local text=${1//\\/\\\\}
+    text=${text//$'\n'/\\n}
     printf '"%s"' "${text//\"/\\\"}"
 }
 

@@ -433,6 +433,14 @@ def test_a_kubernetes_job_of_one_node():
     assert read_only == {"shm": None, "datadir": True, "logdir": False}
 
 
+def test_a_manifest_keeps_every_character_of_a_value():
+    text = 'C:\\model "A"\nsecond line'
+    job = manifest(DGXSYSTEM="H200_1x8", MLPERF_SUBMISSION_PLATFORM=text)
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    values = {each["name"]: each["value"] for each in launcher["env"]}
+    assert values["MLPERF_SUBMISSION_PLATFORM"] == text
+
+
 def test_a_kubernetes_job_set_of_two_nodes():
     job_set = manifest(DGXSYSTEM="MI355X_2x8")
     assert job_set["kind"] == "JobSet"
@@ -450,7 +458,13 @@ def test_a_kubernetes_job_set_of_two_nodes():
 
 @pytest.mark.parametrize(
     "variables",
-    [{"DGXSYSTEM": "H200"}, {"CONT": ""}, {"DATADIR": "data"}, {"GPU_VENDOR": "intel"}],
+    [
+        {"DGXSYSTEM": "H200"},
+        {"CONT": ""},
+        {"DATADIR": "data"},
+        {"MODEL": "data/model"},
+        {"GPU_VENDOR": "intel"},
+    ],
 )
 def test_a_manifest_needs_its_facts(variables):
     known = {"CONT": "i", "DATADIR": "/d", "LOGDIR": "/o", "DGXSYSTEM": "H200_1x8"} | variables
