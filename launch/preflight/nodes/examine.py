@@ -47,7 +47,7 @@ SENT_VARIABLES = (
 
 
 def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Check all nodes, write the files and print the result.
+    """Check all nodes, print the result and write the files.
 
     Raises PreflightError if a node or the network fails, ConfigError for a wrong command line.
     """
@@ -61,8 +61,9 @@ def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None
         report = check(remotes, options, environment)
     finally:
         close(remotes)
+    # Print first: the result of minutes is not lost if the files cannot be written.
+    print(json.dumps(report.as_dict(), indent=1) if options.json else text(report), flush=True)
     write(report, options.out)
-    print(json.dumps(report.as_dict(), indent=1) if options.json else text(report))
     inform(
         f"written to {options.out}/: passing_nodes.txt, failing_nodes.txt, nodes.html, nodes.json"
     )

@@ -278,6 +278,21 @@ def test_the_screen_shows_why_a_node_cannot_be_reached_and_what_to_do():
     assert "do: " in lines[reason + 1] and "ssh" in lines[reason + 1]
 
 
+def test_the_result_is_printed_even_if_its_files_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = [
+        "--nodes",
+        "a,b",
+        "--launcher",
+        "false {node}",
+        "--out",
+        str(tmp_path / "file/out"),
+    ]
+    assert preflight_command.main(arguments) == 17
+    printed = capsys.readouterr()
+    assert "connection" in printed.out and "file/out" in printed.err
+
+
 class Stub:
     """An agent that answers at once, and keeps what it was asked."""
 
