@@ -17,11 +17,12 @@ CHUNK = 2**30  # bytes mapped at once; mincore writes one byte per page
 
 
 def clear(files: Iterable[Path]) -> str:
-    """Clear `files` from the page cache. Return `fadvise`, or `no` if any page is still in memory.
+    """Clear `files` from the page cache. Return `fadvise`, or `no` if that fails.
 
-    Each file gets fsync, since dirty pages would stay, and then POSIX_FADV_DONTNEED. Neither needs
-    root. The files are opened but not read. A file of another user that this user cannot write
-    counts as cleared, since the kernel does not report its pages.
+    It fails if a page is still in memory, or a file cannot be opened. Each file gets fsync, since
+    dirty pages would stay, and then POSIX_FADV_DONTNEED. Neither needs root. The files are opened
+    but not read. A file of another user that this user cannot write counts as cleared, since the
+    kernel does not report its pages.
     """
     paths = list(files)
     with contextlib.suppress(OSError):
