@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.benchmarks import Rules
 from common.records import ledger, rcp, windows
-from common.terminal import shown
+from common.terminal import plural, shown
 from launch.diagnosis import RunResult
 from launch.processes.ranks import parse_cpu_list
 from launch.select_config import Selection
@@ -121,8 +121,8 @@ def series_closing(
     good = record.good
     failed = record.failed
     lines = [
-        f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} "
-        f"good, {len(failed)} failed"
+        f"series     {record.id}: {plural(len(record.starts), 'attempt')}, {len(good)} of "
+        f"{record.goal} good, {len(failed)} failed"
     ]
     lines += [
         f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): "
@@ -144,8 +144,8 @@ def series_closing(
     elif len(good) >= rcp.SUBMISSION_RUNS and (needed := windows.good_runs_needed(record.outcomes)):
         more = f"NEXP={len(good) + needed} ./run_and_time.sh {benchmark} --resume"
         lines.append(
-            f"next       {more}: the median window of ten is not valid yet, {needed} more good "
-            "runs are needed"
+            f"next       {more}: the median window of ten is not valid yet; it needs "
+            f"{plural(needed, 'more good run')}"
         )
     elif len(good) >= rcp.SUBMISSION_RUNS:
         lines.append(
@@ -167,9 +167,10 @@ def runs_still_needed(good: Sequence[bool]) -> str:
     after_one_more = windows.good_runs_needed([*good, False])
     standing = "there is already a result"
     if needed:
-        standing = f"{needed} more good runs in a row are needed for a result"
+        standing = f"a result needs {plural(needed, 'more good run')} in a row"
     next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
     return (
-        f"{failed} runs failed: {standing}; after {next_one} failure, {after_one_more} more good "
-        "runs in a row would be needed (the median window of ten must be valid)"
+        f"{failed} runs failed: {standing}; after {next_one} failure, it would need "
+        f"{plural(after_one_more, 'more good run')} in a row (the median window of ten must be "
+        "valid)"
     )

@@ -34,7 +34,7 @@ from common.errors import (
 )
 from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
-from common.terminal import print_stderr
+from common.terminal import plural, print_stderr
 from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
 from launch.console import runs_still_needed, series_closing
@@ -408,8 +408,8 @@ def resume_series(series: SeriesRunner, identity: dict, request: SeriesRequest) 
     for start in record.open_starts:
         _enter_as_lost(series, start)
     print_stderr(
-        f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of "
-        f"{record.goal} good"
+        f"series     {record.id} resumed after {plural(len(record.ends), 'attempt')}, "
+        f"{len(record.good)} of {record.goal} good"
     )
     return series
 

@@ -215,7 +215,7 @@ def test_a_signal_ends_the_series(project, tmp_path):
     running.run_dir(1)
     running.process.send_signal(signal.SIGINT)
     code, _, err = finish(running.process)
-    assert code == 130 and "1 attempts, 0 of 3 good" in err
+    assert code == 130 and "1 attempt, 0 of 3 good" in err
     assert [(line["exit_code"], line["kind"]) for line in running.lines("end")] == [
         (130, "interrupted")
     ]
