@@ -134,7 +134,9 @@ def series_closing(
         for start in record.open_starts
     ]
     lines.append(f"ledger     {shown(path)}")
-    if len(good) < record.goal:
+    if not good and record.goal == 1:
+        lines.append("next       start a new run: --resume continues only a series of several runs")
+    elif len(good) < record.goal:
         lines.append(
             f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues "
             "this series"

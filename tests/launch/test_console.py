@@ -9,6 +9,7 @@ from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
 from common.paths import ROOT
+from common.records.ledger import SeriesRecord
 from launch import commands, console, job
 from launch.select_config import select_config
 from llama2_70b_lora import rules as lora_rules
@@ -30,6 +31,21 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
         for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results")
     )
     assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
+
+
+@pytest.mark.parametrize(("goal", "resumes"), [(1, False), (2, True)])
+def test_only_a_series_that_can_be_resumed_is_told_to(goal, resumes):
+    """launch/series.py resumes no series of one run, which --max-failures may repeat."""
+    record = SeriesRecord("id", goal, {})
+    for attempt in (1, 2):
+        start = {"event": "start", "attempt": attempt}
+        record.add(start)
+        missed = {"exit_code": 10, "kind": "target_missed", "reason": "missed"}
+        record.add({**start, "event": "end", **missed})
+    lines = console.series_closing("llama31_8b", Path("/results"), record, False)
+    command = "./run_and_time.sh llama31_8b --resume"
+    assert any(command in line for line in lines) == resumes
+    assert lines[-1].startswith("next ")
 
 
 def test_the_header_names_the_size_of_the_model():
