@@ -45,7 +45,8 @@ def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]
 
 
 def print_candidates(job: Job) -> int:
-    """Print what `tune` would try. Return the exit code."""
+    """Print what `tune` would try. Return 0. Raises ConfigError for a config of several nodes."""
+    _require_one_node(job)
     candidates, values_of_settings = candidates_of(Target.of(job))
     print("memory settings (one candidate per line):")
     for changes in [{}, *candidates]:
@@ -61,14 +62,18 @@ def tune(job: Job, options: argparse.Namespace) -> int:
 
     Raises the errors of `fastest`, and ConfigError for a config of several nodes.
     """
+    _require_one_node(job)
+    fastest(Target.of(job), options.minutes, options.resume, options.command)
+    return 0
+
+
+def _require_one_node(job: Job) -> None:
     if job.config.nodes > 1:
         raise ConfigError(
             f"the config is for {job.config.nodes} nodes",
             "tune starts each measurement on this node only",
             "tune a config for one node, then set nodes in its file",
         )
-    fastest(Target.of(job), options.minutes, options.resume, options.command)
-    return 0
 
 
 def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.SearchResult:

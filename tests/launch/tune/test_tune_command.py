@@ -135,12 +135,15 @@ def test_minutes_that_make_no_sense_are_refused(minutes):
     assert commands.main(["tune", "llama31_8b", "--minutes", minutes]) == 2
 
 
-def test_several_nodes_are_refused(monkeypatch, tmp_path):
+def test_several_nodes_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NODE_RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    words = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "nodes=2"]
-    assert commands.main(["tune", "llama31_8b", "--device", "cpu", *words]) == 2
+    words = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--device", "cpu"]
+    words += ["--set", "nodes=2", "--set", "micro_batch_size=8"]
+    for more in ([], ["--print"]):
+        assert commands.main(["tune", "llama31_8b", *words, *more]) == 2
+        assert "2 nodes" in capsys.readouterr().err
 
 
 def test_a_measurement_is_a_bench_in_processes_of_its_own(tmp_path):
