@@ -214,7 +214,10 @@ def judge(
         error = Interrupted(ending.signal_number)
         with contextlib.suppress(RunError):  # there is no checkpoint
             newest(run_dir)
-            error.do = f"continue with the same command and --continue {shlex.quote(str(run_dir))}"
+            error.do = (
+                "continue this run by the same command, without NEXP and --resume, and with "
+                f"--continue {shlex.quote(str(run_dir))}"
+            )
     elif gone := run_directory.missing(run_dir):
         error = gone
     elif nodes.lost:
