@@ -286,6 +286,8 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
 def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     """Start one timed run or a series, or print its command with --print."""
     request = series.request_from(os.environ, options.max_failures, options.resume)
+    if options.continues:  # also if --continue auto finds no run
+        series.require_single_run(request)
     job = job_from(benchmark, options, measurement=False)
     if job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)

@@ -104,13 +104,8 @@ def request_from(
     return SeriesRequest(1, 0, int(seed))
 
 
-def continued(
-    request: SeriesRequest, checkpoint: SavedCheckpoint, benchmark: str, config: RunConfig
-) -> SeriesRequest:
-    """Return the request for a single run that resumes from `checkpoint`, with its seed.
-
-    Raise ConfigError if the checkpoint is not of this benchmark, seed and config.
-    """
+def require_single_run(request: SeriesRequest) -> None:
+    """Raise ConfigError if `request` is for a series, which --continue cannot continue."""
     if request.goal != 1 or request.max_failures or request.resume:
         raise ConfigError(
             "--continue is for a single run",
@@ -118,6 +113,15 @@ def continued(
             "random seed of its own",
             "leave out NEXP, --max-failures and --resume",
         )
+
+
+def continued(
+    request: SeriesRequest, checkpoint: SavedCheckpoint, benchmark: str, config: RunConfig
+) -> SeriesRequest:
+    """Return the request for a single run that resumes from `checkpoint`, with its seed.
+
+    Raise ConfigError if the checkpoint is not of this benchmark, seed and config.
+    """
     folder, facts = checkpoint
     seed = facts["seed"] if request.seed is None else request.seed
     require_same(folder, facts, benchmark, seed, config)

@@ -23,7 +23,7 @@ from common.training.continuation import (
     data_record,
     newest,
 )
-from launch import series
+from launch import commands, series
 from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
 
@@ -82,18 +82,30 @@ def test_the_seed_is_that_of_the_run_before_and_the_ranks_get_both_options(befor
 
 
 @pytest.mark.parametrize(
-    ("environment", "options", "said"),
+    ("arguments", "environment"),
     [
-        ({"NEXP": "2"}, {}, "for a single run"),
-        ({}, {"max_failures": 1}, "for a single run"),
-        ({}, {"resume": True}, "for a single run"),
-        ({"SEED": "78"}, {}, "seed was 77, now 78"),
+        (["--max-failures", "1"], {}),
+        (["--resume"], {}),
+        ([], {"NEXP": "2"}),
     ],
 )
-def test_a_series_or_another_seed_is_refused(before, environment, options, said):
-    request = request_from(environment, options.get("max_failures"), options.get("resume", False))
-    with pytest.raises(ConfigError, match=said):
-        continued(job(continues=before), request)
+def test_a_series_is_refused_even_if_there_is_no_run_to_continue(
+    before, tmp_path, monkeypatch, capsys, arguments, environment
+):
+    monkeypatch.setattr(commands, "outlive_readers", lambda: None)
+    monkeypatch.setattr(commands, "raise_at_signals", lambda: None)
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "empty"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = ["--miniature", "--device", "cpu", "--print", "--checkpoint", "1", *arguments]
+    for run in (str(before), "auto"):
+        assert commands.main(["run", "llama31_8b", *words, "--continue", run]) == 2
+        assert "for a single run" in capsys.readouterr().err
+
+
+def test_another_seed_is_refused(before):
+    with pytest.raises(ConfigError, match="seed was 77, now 78"):
+        continued(job(continues=before), request_from({"SEED": "78"}, None, False))
 
 
 def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(before, tmp_path):
