@@ -19,10 +19,9 @@ from common.hardware import identify
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import Progress, inform, print_stderr, shown
-from launch import diagnosis
+from launch import diagnosis, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
 from launch.processes.supervise import kill_processes_of, supervise
-from launch.run_directory import git
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, changed, memory_candidates, settings
 from launch.tune.search import Journal, Measurement, Search, as_json, text_of, text_of_value
@@ -112,7 +111,7 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
         "benchmark": job.benchmark,
         "config": job.config.as_toml(),
         "gpus": job.selection.gpus,
-        "commit": git(ROOT, "rev-parse", "HEAD") or "unknown",
+        "commit": run_directory.git(ROOT, "rev-parse", "HEAD") or "unknown",
         "versions": installed(job.gpus.driver),
         "model": list(target.model),
     }
@@ -121,7 +120,8 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
     if resume:
         return _resumed(parent, stem, identity)
     folder = parent / f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True)
+    run_directory.require_writable(parent)
+    folder.mkdir()
     journal = Journal(folder)
     journal.begin(identity)
     return folder, journal

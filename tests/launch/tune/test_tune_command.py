@@ -135,6 +135,13 @@ def test_minutes_that_make_no_sense_are_refused(minutes):
     assert commands.main(["tune", "llama31_8b", "--minutes", minutes]) == 2
 
 
+def test_results_that_cannot_be_written_name_the_variable(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "file/logs"))
+    assert commands.main(["tune", "llama31_8b", "--miniature", "--device", "cpu"]) == 17
+    assert "LOGDIR" in capsys.readouterr().err
+
+
 def test_several_nodes_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NODE_RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
