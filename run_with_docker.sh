@@ -25,6 +25,11 @@ fail() { # what, why, what to do
     exit 2
 }
 
+make_directory() { # directory, what to do if that fails
+    local message
+    message=$(mkdir -p -- "$1" 2>&1) || fail "cannot create $1" "$message" "$2"
+}
+
 # Print the absolute path, with links resolved in the part that exists, like GNU's `realpath -m`,
 # which a Mac lacks.
 absolute() { # path
@@ -185,7 +190,7 @@ mount() { # directory, ro or rw, path in the container
 }
 LOGDIR=$(absolute "${LOGDIR:-$root/results}")
 export LOGDIR
-[[ -n $print ]] || mkdir -p -- "$LOGDIR"
+[[ -n $print ]] || make_directory "$LOGDIR" 'set LOGDIR to a directory that you can write'
 mount "$LOGDIR" rw
 if [[ -n ${DATADIR:-} ]]; then
     DATADIR=$(absolute "$DATADIR")
@@ -196,7 +201,7 @@ if [[ -n ${DATADIR:-} ]]; then
     fi
 fi
 if [[ -z ${DATADIR:-} || " ${arguments[*]} " == *' --miniature '* ]]; then
-    [[ -n $print ]] || mkdir -p -- "$root/data"
+    [[ -n $print ]] || make_directory "$root/data" "let this user write $root"
     mount "$root/data" rw /workspace/data # the miniature's data is built here
 fi
 if [[ -n ${MODEL:-} ]]; then

@@ -487,6 +487,7 @@ def test_a_manifest_needs_its_facts(variables):
         (["llama31_8b"], {"CONTAINER_ENGINE": "lxc"}, "docker, podman and apptainer"),
         (["llama31_8b"], {"DATADIR": "/"}, "cannot mount /"),
         (["llama31_8b"], {"DATADIR": "/no/such/directory"}, "there is no directory"),
+        (["llama31_8b"], {"LOGDIR": "/proc/no/such"}, "do:  set LOGDIR"),
     ],
 )
 def test_what_cannot_be_run(tmp_path, arguments, variables, words):
