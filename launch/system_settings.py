@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.terminal import inform
+from common.terminal import inform, print_stderr
 from system_tuning.__main__ import sign_of_container
 from system_tuning.changes import HELD
 from system_tuning.settings import SETTINGS
@@ -66,13 +66,20 @@ def applied(project: Path) -> Iterator[None]:
         while (line := process.stdout.readline()) and line.strip() != HELD:
             messages.append(line.strip())
         if not line:
+            _print_messages(messages)  # the files and the reasons
             raise _not_applied(f"{' '.join(command)} ended with exit code {process.wait()}")
         inform(*(f"tuning     {text}" for text in messages))
         yield
     finally:
         process.stdin.close()
+        _print_messages(process.stdout.read().splitlines())  # settings that were not restored
         process.wait()
         process.stdout.close()
+
+
+def _print_messages(messages: list[str]) -> None:
+    for message in messages:
+        print_stderr(f"tuning     {message}")
 
 
 def _not_applied(why: str) -> PreflightError:

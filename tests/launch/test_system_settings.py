@@ -76,6 +76,18 @@ def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host,
         pytest.fail("the run started")
 
 
+def test_files_that_cannot_be_set_or_restored_are_named(host, monkeypatch, capfd):
+    with system_settings.applied(ROOT):
+        (host / KERNEL / "numa_balancing").write_text("2\n")
+        capfd.readouterr()
+    assert f"{KERNEL}/numa_balancing" in capfd.readouterr().err
+    fails = "import sys; print('/proc/x: read-only'); sys.exit(18)"
+    monkeypatch.setattr(system_settings, "HOLD", [sys.executable, "-c", fails])
+    with pytest.raises(PreflightError), system_settings.applied(ROOT):
+        pytest.fail("the run started")
+    assert "/proc/x: read-only" in capfd.readouterr().err
+
+
 def test_in_a_container_a_run_with_tune_ends_and_the_advice_does_not_name_tune(host, capfd):
     assert "--tune" in system_settings.remedy(host)
     (host / ".dockerenv").touch()
