@@ -43,6 +43,11 @@ def listed(names: Collection[str], most: int = 3) -> str:
     return text
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its class if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class RunError(Exception):
     """A failure with a message for the user: what happened, why, and what to do.
 

@@ -31,7 +31,7 @@ import torch
 from common import engines, known_issues
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import PreflightError, RunError
+from common.errors import PreflightError, RunError, first_line
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_engine
@@ -113,7 +113,7 @@ def run_checks(
             except RunError:
                 raise  # a pinned engine cannot be used
             except Exception as error:  # of any class, because compilers have their own
-                result.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+                result.error = first_line(error)
     finally:
         if device.type == "cuda":
             gc.collect()

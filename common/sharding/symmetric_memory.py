@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 
 
 class SymmetricBuffers:
@@ -67,7 +67,6 @@ def _refuse_without_peer_access() -> Iterator[None]:
     except RuntimeError as error:
         raise ConfigError(
             'reduce_scatter = "copy_engine" cannot be used here',
-            "the GPUs of this node cannot access each other's memory: "
-            f"{str(error).splitlines()[0]}",
+            f"the GPUs of this node cannot access each other's memory: {first_line(error)}",
             'set reduce_scatter = "nccl"',
         ) from error

@@ -51,7 +51,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common.benchmarks import rules_of
-from common.errors import RunError, StorageError, write_whole
+from common.errors import RunError, StorageError, first_line, write_whole
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -392,7 +392,7 @@ def _cause(error: BaseException) -> str:
     for cause in causes:
         if isinstance(cause, RunError):
             raise cause
-    return (str(causes[0]).splitlines() or [type(causes[0]).__name__])[0]
+    return first_line(causes[0])
 
 
 def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
