@@ -60,9 +60,13 @@ def ring_order(rank: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _refuse_without_peer_access() -> Iterator[None]:
+    """Raise ConfigError if the block cannot allocate or map the memory.
+
+    Errors of a full GPU and of a lost rank are raised as they are.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, dist.DistError):  # both are RuntimeErrors
         raise
     except RuntimeError as error:
         raise ConfigError(
