@@ -34,6 +34,9 @@ MEMORY_MESSAGES = (
 # Errnos of a disk that is full, read-only or failing.
 DISK_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
+# Errnos of flock on file systems without locks, such as some mounts of Lustre and NFS.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
 
 def listed(names: Collection[str], most: int = 3) -> str:
     """Return the first `most` names and the number of the others, as text for an error."""
