@@ -59,6 +59,7 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    DEVICE,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
@@ -69,6 +70,7 @@ from common.training.continuation import (
     parse_interval,
     require_possible,
     require_same,
+    require_same_device,
 )
 from common.training.digest import fingerprint
 from common.training.reports import Reports
@@ -252,6 +254,7 @@ class Checkpoints:
         # values, so the other ranks wait until this is done.
         if self.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
+        facts[DEVICE] = self.processes.device.type
         facts["torch"] = torch.__version__
         facts["digest"] = self._digest(self.rank_state, facts)
         self.saving = dcp.async_save(
@@ -313,13 +316,14 @@ class Checkpoints:
     def load(self) -> int:
         """Load the checkpoint of the run named by --continue, and return its number of steps.
 
-        Returns 0 without --continue. Raises ConfigError if there is no checkpoint or it belongs to
-        another run, WeightsError if it is damaged.
+        Returns 0 without --continue. Raises ConfigError if there is no checkpoint, or if it belongs
+        to another run or device. Raises WeightsError if it is damaged.
         """
         if self.run.continues is None:
             return 0
         folder, facts = newest(self.run.continues)
         require_same(folder, facts, **self.identity() | {"config": self.run.config})
+        require_same_device(folder, facts, self.processes.device.type)
         ranks = facts["ranks"]
         step = facts["step"]
         # Every rank loads the state that each saved rank had for itself.

@@ -544,6 +544,13 @@ def test_continuing_with_another_config_or_seed_is_refused(made, copied, changes
         made(run_config(**SIZES | changes), continues=copied, **args).load()
 
 
+def test_continuing_on_another_device_is_not_called_damage(made, copied):
+    change_facts(device="cuda")(newest(copied).folder)
+    with pytest.raises(ConfigError, match="--device cpu") as refused:
+        made(continues=copied).load()
+    assert "--device cuda" in refused.value.do
+
+
 def test_another_benchmark_is_refused(copied):
     with pytest.raises(ConfigError, match="benchmark"):
         require_same(*newest(copied), "llama2_70b_lora", 1, run_config(**SIZES))
