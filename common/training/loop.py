@@ -207,6 +207,7 @@ def train(
                 reports.rank_comparison.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
+                meter.clock.restart()  # a save pauses training
         if not evaluates:
             continue
         train_s = interval.stop(samples)

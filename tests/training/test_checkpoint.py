@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -298,6 +299,17 @@ def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
     monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 5)
     whole, rest = run_and_continue(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
+
+
+def test_the_pause_of_a_save_is_not_part_of_a_step(processes, tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: time.sleep(0.5))
+    run(tmp_path / "run", tmp_path / "data", checkpoint="600s", max_samples=32)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = map(json.loads, lines)
+    times_ms = [event["step_time_ms"] for event in events if event["event"] == "step"]
+    assert len(times_ms) == 4 and min(times_ms[1:]) < 400
 
 
 def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
