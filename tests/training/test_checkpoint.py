@@ -484,6 +484,28 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     assert len(list((tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir())) == (not full)
 
 
+def test_a_checkpoint_that_fails_after_the_run_does_not_cost_the_trained_model(
+    processes, tmp_path, monkeypatch
+):
+    write_data(tmp_path / "data")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 2)
+    ended = run(
+        tmp_path / "run",
+        tmp_path / "data",
+        replace(TINY, target_loss=100.0),
+        checkpoint="1",
+        save=True,
+        **SIZES,
+    )
+    assert (ended.status, ended.error) == ("success", "storage")
+    assert (tmp_path / "run" / "model").is_dir()
+    heartbeat = json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())
+    assert heartbeat["phase"] == "checkpoint"
+
+
 def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
     monkeypatch.setattr(
         checkpoint,
