@@ -219,7 +219,7 @@ def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
         elif time.monotonic() - last_change > SILENCE_S:
             raise DataError(
                 "the server is too slow",
-                f"it sent less than {CHUNK:,} bytes in {SILENCE_S:.0f} s",
+                f"in {SILENCE_S:.0f} s it did not answer, or sent less than {CHUNK:,} bytes",
                 "run the command again: it resumes the download",
             )
     if failures:
