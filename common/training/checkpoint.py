@@ -404,10 +404,10 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
     for cause in _causes(error):
         if isinstance(cause, OSError):
             raise StorageError(
-                f"no checkpoint was saved in {folder}: {cause.strerror}",
-                "the disk is full or read-only; it must hold two checkpoints, "
+                f"no checkpoint was saved in {folder}: {cause.strerror or cause}",
+                "a writable disk must hold two checkpoints, "
                 "because the previous one is kept until the new one is complete",
-                "free space, then --continue this run",
+                "free space, or check the disk, then --continue this run",
             ) from error
     raise error
 
