@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-# Environment variable of all processes of a run. By it the launcher finds the processes, whose
-# failures it reports.
+# Environment variable that marks the processes of a run: its directory. The launcher finds the
+# processes by it, and reports their failures.
 LAUNCHED = "LAUNCH_RUN_DIR"
 # A file in the run directory that is removed when the disk is full, to make space for the records
 # of that failure.
