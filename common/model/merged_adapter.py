@@ -31,7 +31,7 @@ from common.model.checkpoint_reader import (
     read_tensors,
     refuse,
 )
-from common.model.checkpoint_writer import llama_config, write_file, write_json
+from common.model.checkpoint_writer import NAMES, llama_config, write_file, write_json
 from common.model.peft_adapter import (
     ADAPTER_CONFIG,
     OUTPUT,
@@ -98,6 +98,7 @@ def merge(
     stored = read_adapter(adapter)
     weights, shards = read_tensors(base)
     updates = _updates(weights, stored)
+    _require_writable(base, weights)
     config = _config(base, weights, models or {})
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
@@ -136,6 +137,17 @@ def _write_shards(
     if [shard.name for shard in shards] != [SINGLE]:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
+
+
+def _require_writable(base: Path, weights: dict[str, StoredTensor]) -> None:
+    """Raise WeightsError if `write_file` cannot write a tensor of the base."""
+    for name, stored in weights.items():
+        if stored.dtype not in NAMES.values():
+            refuse(
+                f"{base}: {name}: unsupported dtype {stored.dtype}",
+                f"the merged checkpoint can have {', '.join(NAMES.values())}",
+                "use the checkpoint in bf16",
+            )
 
 
 def _is_copied(path: Path) -> bool:

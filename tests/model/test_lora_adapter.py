@@ -379,6 +379,7 @@ FAULTS = [
         "config.json",
     ),
     ("integer weights", lambda base, saved: _integers(base), "the base is I8"),
+    ("an integer buffer", lambda base, saved: _add_integers(base), "ids: unsupported dtype I64"),
 ]
 
 
@@ -389,6 +390,11 @@ def _truncate(path):
 def _integers(base):
     for path in base.glob("*.safetensors"):
         save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
+
+
+def _add_integers(base):
+    path = min(base.glob("*.safetensors"))
+    save_file(load_file(path) | {"model.ids": torch.arange(4)}, path)
 
 
 @pytest.mark.parametrize(
