@@ -358,6 +358,8 @@ class Checkpoints:
         self._restore_rank_state(state_of_ranks, step)
         self.assembly.optimizer.gather()
         self.step = step
+        if self.interval is None:
+            self.parts.clear()  # nothing will be saved: free the copies in host memory
         self.reports.progress.show(
             f"continuing {folder} after step {step}, {facts['samples']:,} samples"
         )

@@ -578,6 +578,12 @@ def test_continuing_with_another_config_or_seed_is_refused(made, copied, changes
         made(run_config(**SIZES | changes), continues=copied, **args).load()
 
 
+def test_a_run_that_saves_nothing_keeps_no_copy_of_the_state(made, copied):
+    loading = made(checkpoint=None, continues=copied)
+    assert loading.load() == 6 and not loading.parts
+    loading.offer(7, evaluated=True)
+
+
 def test_continuing_on_another_device_is_not_called_damage(made, copied):
     change_facts(device="cuda")(newest(copied).folder)
     with pytest.raises(ConfigError, match="--device cpu") as refused:
