@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-# Environment variable of all processes of a run. By it the launcher finds the processes, whose
-# failures it reports.
+# Environment variable that marks the processes of a run: its directory. The launcher finds the
+# processes by it, and reports their failures.
 LAUNCHED = "LAUNCH_RUN_DIR"
 # A file in the run directory that is removed when the disk is full, to make space for the records
 # of that failure.
@@ -34,6 +34,9 @@ MEMORY_MESSAGES = (
 # Errnos of a disk that is full, read-only or failing.
 DISK_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
+# Errnos of flock on file systems without locks, such as some mounts of Lustre and NFS.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
 
 def listed(names: Collection[str], most: int = 3) -> str:
     """Return the first `most` names and the number of the others, as text for an error."""
@@ -41,6 +44,11 @@ def listed(names: Collection[str], most: int = 3) -> str:
     if len(names) > most:
         text += f" and {len(names) - most} more"
     return text
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its class if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class RunError(Exception):

@@ -224,8 +224,8 @@ def probe(
     """Return the GPUs that a process started now would see.
 
     nvidia-smi or the kernel's AMD topology list them, and *_VISIBLE_DEVICES may hide some. Raises
-    PreflightError if a driver is installed but does not answer, because a broken GPU must not lead
-    to a run on the CPU.
+    PreflightError if a driver is installed but does not answer, or if AMD GPUs are selected by
+    UUIDs, because neither must lead to a run on the CPU.
     """
     env = os.environ if environment is None else environment
     amd = probe_amd(env, sysfs, dev)
@@ -301,6 +301,12 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
         env.get("ROCR_VISIBLE_DEVICES"),
         env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
     ):
+        if value and "GPU-" in value:
+            raise PreflightError(
+                f"AMD GPUs are selected by their UUIDs: {value}",
+                "this package reads the order of AMD GPUs, but not their UUIDs",
+                "set the variable (ROCR_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES) to indices",
+            )
         chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
     version = read_text(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)

@@ -87,16 +87,16 @@ def installed(driver: str = "") -> dict[str, str]:
 
     `driver`: version of the GPU's driver.
     """
-    found = {"driver": driver}
+    versions = {"driver": driver}
     for software, names in PACKAGES.items():
         for name in names:
-            found[software] = found.get(software) or version_of(name)
+            versions[software] = versions.get(software) or version_of(name)
     spec = importlib.util.find_spec("torch")
     text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
     for software, variable in (("rocm", "hip"), ("cuda", "cuda")):
         match = re.search(rf"^{variable}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        found[software] = match[1] if match else ""
-    return {software: version for software, version in found.items() if version}
+        versions[software] = match[1] if match else ""
+    return {software: version for software, version in versions.items() if version}
 
 
 def newer(versions: Mapping[str, str]) -> dict[str, str]:

@@ -92,13 +92,13 @@ def linear_format(text: str) -> LinearFormat | None:
     """Return the format that a config calls `text`, or None if it is unknown."""
     if text in FORMATS:
         return FORMATS[text]
-    found = EMULATED_SYNTAX.fullmatch(text)
-    if found is None or found["name"] not in FORMATS or not FORMATS[found["name"]].emulated:
+    match = EMULATED_SYNTAX.fullmatch(text)
+    if match is None or match["name"] not in FORMATS or not FORMATS[match["name"]].emulated:
         return None
-    options = tuple(found["options"].split("+")[1:])
+    options = tuple(match["options"].split("+")[1:])
     return replace(
-        FORMATS[found["name"]],
+        FORMATS[match["name"]],
         options=options,
-        until=found["until"] or "",
-        then=found["then"] or "",
+        until=match["until"] or "",
+        then=match["then"] or "",
     )

@@ -29,11 +29,11 @@ def pip_install(*packages: str) -> str:
 
 def requirements(path: Path) -> list[tuple[str, str]]:
     """Return (name, line) of each package in a requirements file, including files named by -r."""
-    found: list[tuple[str, str]] = []
+    packages: list[tuple[str, str]] = []
     for line in path.read_text().splitlines():
         text = line.partition("#")[0].strip()
         if text.startswith("-r "):
-            found += requirements(path.parent / text[3:].strip())
+            packages += requirements(path.parent / text[3:].strip())
         elif text:
-            found.append((re.split(r"[<>=!~;\[ ]", text, maxsplit=1)[0], text))
-    return found
+            packages.append((re.split(r"[<>=!~;\[ ]", text, maxsplit=1)[0], text))
+    return packages

@@ -288,6 +288,13 @@ def test_amd_visible_devices(tmp_path, env, count):
     assert len(hardware.probe_amd(env, tmp_path, tmp_path).devices) == count
 
 
+def test_amd_gpus_that_are_selected_by_uuid_are_not_taken_for_none(tmp_path):
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
+    (tmp_path / "kfd").write_text("")
+    with pytest.raises(PreflightError, match="GPU-1a2b"):
+        hardware.probe({"ROCR_VISIBLE_DEVICES": "GPU-1a2b"}, tmp_path, tmp_path)
+
+
 def test_amd_partition_mode_and_missing_device_file(tmp_path):
     kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
     with pytest.raises(PreflightError, match="may not open"):

@@ -67,11 +67,11 @@ def documents(stdlib: Path | None = None) -> list[Document]:
     library sources.
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
-    found: dict[str, Document] = {}
+    by_text: dict[str, Document] = {}
     for document in (*module_documents(root), *_topic_documents()):
         # A text that occurs twice must not be in both training and validation.
-        found.setdefault(document.text, document)
-    characters = sum(map(len, found))
+        by_text.setdefault(document.text, document)
+    characters = sum(map(len, by_text))
     if characters < MIN_CORPUS_CHARACTERS:
         raise DataError(
             f"{root}: expected at least {MIN_CORPUS_CHARACTERS} characters of documentation, "
@@ -81,7 +81,7 @@ def documents(stdlib: Path | None = None) -> list[Document]:
             "use a full Python, e.g. Debian's python3 instead of python3-minimal",
         )
     return sorted(
-        found.values(), key=lambda document: hashlib.sha256(document.text.encode()).digest()
+        by_text.values(), key=lambda document: hashlib.sha256(document.text.encode()).digest()
     )
 
 

@@ -97,8 +97,10 @@ def _fetch(url: str, entry: Any, path: Path, repository: str) -> None:
                 "move it away and run the command again",
             )
         return
-    require_free_space(path.parent, entry.size, path.name)
-    staged = _staged(url, entry, path.parent / STAGE)
+    staged = path.parent / STAGE / (entry.lfs.sha256 if entry.lfs else entry.blob_id)
+    present = staged.stat().st_size if staged.exists() else 0  # from an interrupted download
+    require_free_space(path.parent, entry.size - present, path.name)
+    _complete(url, entry, staged)
     difference = _difference(staged, entry)
     if difference:
         staged.unlink()
@@ -110,8 +112,8 @@ def _fetch(url: str, entry: Any, path: Path, repository: str) -> None:
     staged.replace(path)
 
 
-def _staged(url: str, entry: Any, folder: Path) -> Path:
-    """Return the complete download in `folder`. An interrupted one is resumed.
+def _complete(url: str, entry: Any, path: Path) -> None:
+    """Download a file to `path`, or the part of it that an interrupted download left out.
 
     `hf_hub_download` would start from the beginning in each process (huggingface_hub 2).
     """
@@ -120,8 +122,7 @@ def _staged(url: str, entry: Any, folder: Path) -> Path:
     from huggingface_hub.utils import build_hf_headers
 
     constants.DOWNLOAD_CHUNK_SIZE = min(CHUNK, constants.DOWNLOAD_CHUNK_SIZE)
-    folder.mkdir(exist_ok=True)
-    path = folder / (entry.lfs.sha256 if entry.lfs else entry.blob_id)
+    path.parent.mkdir(exist_ok=True)
     with path.open("ab") as file:
         if file.tell() < entry.size:
             bounded: Any = _Bounded(file, entry.size)
@@ -144,7 +145,6 @@ def _staged(url: str, entry: Any, folder: Path) -> Path:
                     f"the hub's list says {entry.size:,} bytes",
                     "do not trust this server",
                 ) from None
-    return path
 
 
 def _check_entry(entry: Any, repository: str) -> None:
@@ -219,7 +219,7 @@ def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
         elif time.monotonic() - last_change > SILENCE_S:
             raise DataError(
                 "the server is too slow",
-                f"it sent less than {CHUNK:,} bytes in {SILENCE_S:.0f} s",
+                f"in {SILENCE_S:.0f} s it did not answer, or sent less than {CHUNK:,} bytes",
                 "run the command again: it resumes the download",
             )
     if failures:

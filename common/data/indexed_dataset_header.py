@@ -89,19 +89,19 @@ def stored_documents(prefix: Path, limit: int) -> int:
     Raises DataError if the `.idx` is missing or damaged.
     """
     path = index_path(prefix)
-    found = 0
+    documents = 0
     try:
         with path.open("rb") as file:
             header = read_header(path, file.read(HEADER.size), path.stat().st_size)
             for first in range(0, header.num_sequences, CHUNK):
                 count = min(CHUNK, header.num_sequences - first)
                 lengths = struct.unpack(f"<{count}i", file.read(4 * count))
-                found += sum(length >= 2 for length in lengths)
-                if found >= limit:
+                documents += sum(length >= 2 for length in lengths)
+                if documents >= limit:
                     return limit
     except OSError as error:
         raise cannot_open(path, error) from error
-    return found
+    return documents
 
 
 def require_training(prefix: Path, got: int, unit: str, do: str) -> None:

@@ -45,7 +45,7 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Read a manifest. Raises DataError if `path` does not exist or is not a manifest."""
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() and not path.is_dir():
             raise DataError(
                 f"{path} is not a regular file",
                 "a pipe or a device may never end",

@@ -5,7 +5,6 @@ Messages go to stderr, because stdout is for the log. Standard library only.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
-from common.errors import DataError, PreflightError, StorageError
+from common.errors import NO_LOCKS, DataError, PreflightError, StorageError
 from common.terminal import data_size, outlive_readers, print_stderr, shown
 
 
@@ -46,15 +45,17 @@ def _open_locked(path: Path) -> TextIO:
         file = path.open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-                say(
-                    f"note: {path.parent} is on a file system without locks: "
-                    "do not start two preparations of it at once"
-                )
-                return file
+        except BlockingIOError:
             say(f"waiting: another process has locked {path}")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            say(
+                f"note: {path.parent} is on a file system without locks: "
+                "do not start two preparations of it at once"
+            )
+            return file
         # The process that held the lock may have removed this file, and a third process may have
         # locked a new file of the same name.
         with suppress(FileNotFoundError):
@@ -119,7 +120,8 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
         say(f"{recipe.title} in {folder}: complete and verified")
         return
     foreign = [folder / name for name in recipe.files if (folder / name).exists()]
-    if foreign and not manifest.exists() and not lock.exists():
+    # The lock first: another process that builds the files writes the manifest, then removes it.
+    if foreign and not lock.exists() and not manifest.exists():
         raise StorageError(
             f"{foreign[0]}: exists already",
             "it was not built here, and nothing is overwritten",

@@ -27,26 +27,26 @@ def json_documents(
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{path}: line {number}: no document: not JSON: {error}",
                 "each line must be a JSON object",
                 "repair the line, or convert the file to JSON lines",
             ) from error
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise DataError(
-                f"{path}: line {number}: no document: {type(found).__name__}, not an object",
+                f"{path}: line {number}: no document: {type(record).__name__}, not an object",
                 "each line must be a JSON object",
                 "repair the line, or convert the file to JSON lines",
             )
-        if key not in found:
+        if key not in record:
             raise DataError(
                 f'{path}: line {number}: no key "{key}"',
-                f"it has {listed(found, 8) or 'no key'}",
+                f"it has {listed(record, 8) or 'no key'}",
                 f"name the key that holds the text with {option}, or repair the line",
             )
-        text = found[key]
+        text = record[key]
         if not isinstance(text, str):
             raise DataError(
                 f"{path}: line {number}: {key} is {type(text).__name__}, not text",

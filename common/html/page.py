@@ -163,11 +163,11 @@ def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]
     ]
 
 
-def span(values: Sequence[float], form: str = ",.0f") -> str:
+def span(values: Sequence[float]) -> str:
     """Return minimum, median and maximum of `values` as text, or a dash if there are none."""
     if not values:
         return "-"
-    return " / ".join(format(value, form) for value in (min(values), median(values), max(values)))
+    return f"{min(values):,.0f} / {median(values):,.0f} / {max(values):,.0f}"
 
 
 def number(value: object) -> str:

@@ -14,9 +14,9 @@ in two layouts: `rowwise`, the tensor itself, and `columnwise`, a copy of its tr
 that computes a tensor also quantizes it. The same kernel or a second one writes the transpose
 (kernels/quantize.py). A frozen weight has no wgrad, so its x and g are quantized rowwise only.
 
-A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and
-the product multiplies by 1 / scale, the inverse scale. That is also what the arguments `scale_a`
-and `scale_b` of products are, which have the names of torch. The whole tensor has one scale:
+A tensor x is stored as clamp(x * scale, -F, F), where F is the largest number of the 8-bit format.
+Products multiply by the inverse scale, 1 / scale. Their arguments `scale_a` and `scale_b`, named as
+in torch, are inverse scales. The whole tensor has one scale:
 
     delayed scaling   scale = F / (HEADROOM * amax), with amax the largest |x| of the last HISTORY
                       optimizer steps. The kernel that computes x is launched once. It stores x and

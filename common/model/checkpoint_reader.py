@@ -239,7 +239,7 @@ def _check_config(path: Path, shape: ModelShape) -> None:
         if config.get(key) is not None
     ]
     if "rope_scaling" in config:
-        stored = _rope_scaling(config["rope_scaling"] or {})
+        stored = _rope_scaling(config["rope_scaling"])
         pairs.append(("rope_scaling", stored, rope_scaling_of(shape)))
     for key, stored, value in pairs:
         if stored != value:
@@ -250,8 +250,14 @@ def _check_config(path: Path, shape: ModelShape) -> None:
             )
 
 
-def _rope_scaling(scaling: dict) -> dict[str, object] | None:
-    """Return config.json's scaling in the form of `rope_scaling_of`, None if it scales nothing."""
+def _rope_scaling(scaling: object) -> object:
+    """Return config.json's scaling in the form of `rope_scaling_of`, None if it scales nothing.
+
+    A value that is not a JSON object is returned unchanged.
+    """
+    scaling = scaling or {}
+    if not isinstance(scaling, dict):
+        return scaling
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None

@@ -87,6 +87,7 @@ SUPPORTED_VALUES = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+CHECK_FILE = "check the file"
 SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -140,7 +141,7 @@ def _from_config(path: Path) -> Family:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", "check the file"
+            f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", CHECK_FILE
         ) from None
     if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
         kind = config.get("model_type") if isinstance(config, dict) else None
@@ -163,18 +164,16 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
         config["num_key_value_heads"] = config.get("num_attention_heads")
     missing = [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]
     if missing:
-        raise ConfigError(
-            f"{path}: {missing[0]} is {config.get(missing[0])!r}",
-            "it must be a positive integer",
-            "check the file",
-        )
+        raise _not_positive(path, missing[0], config.get(missing[0]))
     layers, hidden, ffn, heads, kv_heads, vocab = (config[key] for key in SIZES)
-    head_dim = config.get("head_dim")
-    if not head_dim and qwen3:
+    head_dim = config.get("head_dim") or None
+    if head_dim is None and qwen3:
         head_dim = 128  # the default of transformers
+    if head_dim is not None and (type(head_dim) is not int or head_dim < 1):
+        raise _not_positive(path, "head_dim", head_dim)
     # transformers 5 has rope_theta and the scaling in rope_parameters.
-    rope = config.get("rope_parameters") or {}
-    scaling = rope if rope.get("rope_type") else config.get("rope_scaling") or {}
+    rope = _table(path, config, "rope_parameters")
+    scaling = rope if rope.get("rope_type") else _table(path, config, "rope_scaling")
     try:
         return ModelShape(
             layers,
@@ -190,12 +189,24 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             qk_norm=qwen3,
             tied_embedding=bool(config.get("tie_word_embeddings", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path}: not a valid model shape",
             f"{type(error).__name__}: {error}",
-            "check the file",
+            CHECK_FILE,
         ) from None
+
+
+def _not_positive(path: Path, key: str, value: object) -> ConfigError:
+    return ConfigError(f"{path}: {key} is {value!r}", "it must be a positive integer", CHECK_FILE)
+
+
+def _table(path: Path, config: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the object under `key`, or {} if it is missing or null."""
+    table = config.get(key) or {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {key} is {table!r}", "it must be a JSON object", CHECK_FILE)
+    return table
 
 
 def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
@@ -220,7 +231,10 @@ def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
     on = config.get("use_sliding_window", config["model_type"] == "mistral")
     if on and config["model_type"] == "qwen3":
         _refuse(path, "use_sliding_window", True)
-    return config.get("sliding_window") if on else None
+    window = config.get("sliding_window") if on else None
+    if window is not None and (type(window) is not int or window < 1):
+        raise _not_positive(path, "sliding_window", window)
+    return window
 
 
 def _refuse(path: Path, key: str, value: object) -> NoReturn:

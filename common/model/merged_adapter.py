@@ -12,7 +12,7 @@ half a unit in the last place of W, and would be rounded away.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from common.model.checkpoint_reader import (
     read_tensors,
     refuse,
 )
-from common.model.checkpoint_writer import llama_config, write_file, write_json
+from common.model.checkpoint_writer import NAMES, llama_config, write_file, write_json
 from common.model.peft_adapter import (
     ADAPTER_CONFIG,
     OUTPUT,
@@ -93,11 +93,12 @@ def merge(
     written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
 
     Raises ConfigError if `out` exists, and WeightsError if the base or the adapter is damaged or
-    they do not fit each other.
+    they do not fit each other. Raises OSError if writing fails, and then leaves no files.
     """
     stored = read_adapter(adapter)
     weights, shards = read_tensors(base)
     updates = _updates(weights, stored)
+    _require_writable(base, weights)
     config = _config(base, weights, models or {})
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
@@ -108,23 +109,45 @@ def merge(
                 "name a new directory, or remove this one",
             )
     partial.mkdir(parents=True)
-    for path in sorted(base.iterdir()):
-        if _is_copied(path) and path.name not in left_out:
-            shutil.copyfile(path, partial / path.name)
-    write_json(partial / CONFIG, config)
+    try:
+        for path in sorted(base.iterdir()):
+            if _is_copied(path) and path.name not in left_out:
+                shutil.copyfile(path, partial / path.name)
+        write_json(partial / CONFIG, config)
+        _write_shards(shards, partial, updates, stored)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    say(f"{out}: complete")
+
+
+def _write_shards(
+    shards: Sequence[Path], folder: Path, updates: Updates, adapter: StoredAdapter
+) -> None:
+    """Write the merged shards of the base to `folder`, and their index if there are several."""
     weight_map: dict[str, str] = {}
     size = 0
     for number, shard in enumerate(shards, start=1):
         say(f"shard {number} of {len(shards)}: {shard.name}")
-        merged = _merged(shard, updates, stored)
-        write_file(partial / shard.name, merged)
+        merged = _merged(shard, updates, adapter)
+        write_file(folder / shard.name, merged)
         weight_map.update(dict.fromkeys(merged, shard.name))
         size += sum(tensor.nbytes for tensor in merged.values())
     if [shard.name for shard in shards] != [SINGLE]:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_json(partial / INDEX, index)
-    partial.rename(out)
-    say(f"{out}: complete")
+        write_json(folder / INDEX, index)
+
+
+def _require_writable(base: Path, weights: dict[str, StoredTensor]) -> None:
+    """Raise WeightsError if `write_file` cannot write a tensor of the base."""
+    for name, stored in weights.items():
+        if stored.dtype not in NAMES.values():
+            refuse(
+                f"{base}: {name}: unsupported dtype {stored.dtype}",
+                f"the merged checkpoint can have {', '.join(NAMES.values())}",
+                "use the checkpoint in bf16",
+            )
 
 
 def _is_copied(path: Path) -> bool:

@@ -83,9 +83,9 @@ def save_peft_adapter(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
-            f"the adapter was not saved in {folder}: {error.strerror}",
-            f"it needs {len(data) / 1e6:.0f} MB, and the disk is full or read-only",
-            "free space before the next run",
+            f"the adapter was not saved in {folder}: {error.strerror or error}",
+            f"it needs {len(data) / 1e6:.0f} MB of free space on a writable disk",
+            "free space, or check the disk, before the next run",
         ) from error
 
 

@@ -62,8 +62,9 @@ def save_model(
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise StorageError(
-                f"the trained model was not saved in {run_dir / MODEL_FOLDER}: {error.strerror}",
-                f"it needs {data_size(total)}; the disk is full or read-only",
-                "free space before the next run",
+                f"the trained model was not saved in {run_dir / MODEL_FOLDER}: "
+                f"{error.strerror or error}",
+                f"it needs {data_size(total)} of free space on a writable disk",
+                "free space, or check the disk, before the next run",
             ) from error
         raise

@@ -22,14 +22,13 @@ ID separates the series.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import ConfigError, StorageError
+from common.errors import NO_LOCKS, ConfigError, StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
@@ -42,12 +41,6 @@ LINES: dict[str, dict[str, type]] = {
     "closed": {},
 }
 ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it is part of a file name
-# errno of flock on file systems without it, such as some mounts of Lustre and NFS
-NO_LOCKS = (
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.ENOLCK,
-)
 
 
 @dataclass

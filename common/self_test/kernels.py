@@ -66,7 +66,7 @@ def _second_step(engine: str, case: Case, sizes: Sizes, device: torch.device) ->
 
 
 def output_db(truth: Output, value: Output) -> float:
-    """Return the dB of one output of a kernel, inf if it has none."""
+    """Return the dB of one output of a kernel: inf if both are None, -inf if only one is."""
     if isinstance(truth, QuantizedTensor) and isinstance(value, QuantizedTensor):
         if value.columnwise is not None and not torch.equal(
             value.columnwise.view(torch.uint8), value.rowwise.view(torch.uint8).t()
@@ -75,7 +75,7 @@ def output_db(truth: Output, value: Output) -> float:
         return decibels(_dequantized(truth), _dequantized(value))
     if isinstance(truth, Tensor) and isinstance(value, Tensor):
         return decibels(truth, value)
-    return math.inf
+    return math.inf if truth is None and value is None else -math.inf
 
 
 def _dequantized(x: QuantizedTensor) -> Tensor:

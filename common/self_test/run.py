@@ -31,7 +31,7 @@ import torch
 from common import engines, known_issues
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import PreflightError, RunError
+from common.errors import PreflightError, RunError, first_line
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_engine
@@ -113,7 +113,7 @@ def run_checks(
             except RunError:
                 raise  # a pinned engine cannot be used
             except Exception as error:  # of any class, because compilers have their own
-                result.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+                result.error = first_line(error)
     finally:
         if device.type == "cuda":
             gc.collect()
@@ -152,17 +152,20 @@ def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
     if processes.world_size == 1:
         return
     own = (result.attention, result.products, result.swiglu)
-    names = [own] * processes.world_size
-    torch.distributed.all_gather_object(names, own)
-    for rank in range(processes.world_size):
-        if names[rank] != names[0]:
-            reasons = "; ".join(result.missing) or "see the event self_test of each rank"
+    ranks = [(own, result.missing)] * processes.world_size
+    torch.distributed.all_gather_object(ranks, (own, result.missing))
+    first_names, first_missing = ranks[0]
+    for rank, (names, missing) in enumerate(ranks):
+        if names != first_names:
+            reasons = [f"rank 0: {line}" for line in first_missing if line not in missing]
+            reasons += [f"rank {rank}: {line}" for line in missing if line not in first_missing]
             variables = ", ".join(engines.VARIABLES.values())
             raise PreflightError(
-                f"ranks chose different engines: rank 0 {', '.join(filter(None, names[0]))}; "
-                f"rank {rank} {', '.join(filter(None, names[rank]))}",
-                f"the packages or GPUs of the nodes differ: {reasons}",
-                f"install the same packages on all nodes, or pin engines by {variables} in [env]",
+                f"ranks chose different engines: rank 0 {', '.join(filter(None, first_names))}; "
+                f"rank {rank} {', '.join(filter(None, names))}",
+                "; ".join(reasons) or "the GPUs or the versions of packages differ",
+                "install the same packages on all nodes, check a GPU that failed its self-test, "
+                f"or pin engines by {variables} in [env]",
             )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from common.sharding.side_stream import make_side_stream
 
 
@@ -49,7 +49,7 @@ class ActivationOffloader:
             size = depth * torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise ConfigError(
                 f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be allocated",
-                str(error).splitlines()[0],
+                first_line(error),
                 "use a host with more memory, or set offload_layers lower",
             ) from error
 

@@ -84,6 +84,6 @@ class AdamW:
         )
         tensors = zip(self.weights, gradients, self.first, self.second, self.rounded, strict=True)
         for weight, gradient, first, second, rounded in tensors:
-            if gradient is not None and weight.numel():
+            if gradient is not None:
                 decay = self.settings.weight_decay if weight.ndim >= 2 else 0.0
                 self.adamw(weight, gradient, first, second, rounded, decay, step)

@@ -98,7 +98,7 @@ def require_world_size(processes: Processes, expected: int) -> None:
 
 
 def thread_count() -> int:
-    """Return the number of threads by which a rank reads, hashes or draws weights.
+    """Return the number of threads with which a rank reads, hashes or draws weights.
 
     It is the rank's share of the host's cores, but at least 2 and at most 8.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 
 
 class SymmetricBuffers:
@@ -60,14 +60,17 @@ def ring_order(rank: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _refuse_without_peer_access() -> Iterator[None]:
+    """Raise ConfigError if the block cannot allocate or map the memory.
+
+    Errors of a full GPU and of a lost rank are raised as they are.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, dist.DistError):  # both are RuntimeErrors
         raise
     except RuntimeError as error:
         raise ConfigError(
             'reduce_scatter = "copy_engine" cannot be used here',
-            "the GPUs of this node cannot access each other's memory: "
-            f"{str(error).splitlines()[0]}",
+            f"the GPUs of this node cannot access each other's memory: {first_line(error)}",
             'set reduce_scatter = "nccl"',
         ) from error

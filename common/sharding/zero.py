@@ -177,8 +177,7 @@ class ZeroOptimizer:
         """
         self.finish_reduction()
         gradients = [shard.gradient for shard in self.shards]
-        # A rank has no elements of a weight that has fewer rows than there are ranks.
-        present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        present = [gradient for gradient in gradients if gradient is not None]
         squares = torch.nn.utils.get_total_norm(present).square()
         # Over the group only, because the ranks of other nodes hold the same shards.
         dist.all_reduce(squares, group=self.group)

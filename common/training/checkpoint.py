@@ -51,7 +51,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common.benchmarks import rules_of
-from common.errors import RunError, StorageError, write_whole
+from common.errors import RunError, StorageError, first_line, write_whole
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -59,6 +59,7 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    DEVICE,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
@@ -69,6 +70,7 @@ from common.training.continuation import (
     parse_interval,
     require_possible,
     require_same,
+    require_same_device,
 )
 from common.training.digest import fingerprint
 from common.training.reports import Reports
@@ -252,6 +254,7 @@ class Checkpoints:
         # values, so the other ranks wait until this is done.
         if self.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
+        facts[DEVICE] = self.processes.device.type
         facts["torch"] = torch.__version__
         facts["digest"] = self._digest(self.rank_state, facts)
         self.saving = dcp.async_save(
@@ -313,13 +316,14 @@ class Checkpoints:
     def load(self) -> int:
         """Load the checkpoint of the run named by --continue, and return its number of steps.
 
-        Returns 0 without --continue. Raises ConfigError if there is no checkpoint or it belongs to
-        another run, WeightsError if it is damaged.
+        Returns 0 without --continue. Raises ConfigError if there is no checkpoint, or if it belongs
+        to another run or device. Raises WeightsError if it is damaged.
         """
         if self.run.continues is None:
             return 0
         folder, facts = newest(self.run.continues)
         require_same(folder, facts, **self.identity() | {"config": self.run.config})
+        require_same_device(folder, facts, self.processes.device.type)
         ranks = facts["ranks"]
         step = facts["step"]
         # Every rank loads the state that each saved rank had for itself.
@@ -354,6 +358,8 @@ class Checkpoints:
         self._restore_rank_state(state_of_ranks, step)
         self.assembly.optimizer.gather()
         self.step = step
+        if self.interval is None:
+            self.parts.clear()  # nothing will be saved: free the copies in host memory
         self.reports.progress.show(
             f"continuing {folder} after step {step}, {facts['samples']:,} samples"
         )
@@ -392,7 +398,7 @@ def _cause(error: BaseException) -> str:
     for cause in causes:
         if isinstance(cause, RunError):
             raise cause
-    return (str(causes[0]).splitlines() or [type(causes[0]).__name__])[0]
+    return first_line(causes[0])
 
 
 def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
@@ -400,10 +406,10 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
     for cause in _causes(error):
         if isinstance(cause, OSError):
             raise StorageError(
-                f"no checkpoint was saved in {folder}: {cause.strerror}",
-                "the disk is full or read-only; it must hold two checkpoints, "
+                f"no checkpoint was saved in {folder}: {cause.strerror or cause}",
+                "a writable disk must hold two checkpoints, "
                 "because the previous one is kept until the new one is complete",
-                "free space, then --continue this run",
+                "free space, or check the disk, then --continue this run",
             ) from error
     raise error
 

@@ -35,6 +35,7 @@ FACT_TYPES = {  # the required keys of facts.json
 # Keys of the records of data and of frozen weights, which older checkpoints lack.
 DATA_FILES = "data_files"
 BASE_FILES = "base_files"
+DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
 HASHED_BYTES = 1 << 20  # of each recorded file
 BASE_BLOCKS = 256  # blocks of a file of weights that are hashed, HASHED_BYTES in total
 # Config keys that may change when a run is continued. All others decide what is computed, or in
@@ -178,6 +179,17 @@ def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: R
             f"{folder} cannot be continued: {'; '.join(differences)}",
             "these keys decide what is trained or the order of the data",
             "undo the change, or start a run without --continue",
+        )
+
+
+def require_same_device(folder: Path, facts: dict, device: str) -> None:
+    """Raise ConfigError if the checkpoint is of another type of `device`, "cpu" or "cuda"."""
+    before = facts.get(DEVICE, device)
+    if before != device:
+        raise ConfigError(
+            f"{folder} cannot be continued with --device {device}",
+            f"it was saved with --device {before}, which has other random generators",
+            f"continue it with --device {before}",
         )
 
 

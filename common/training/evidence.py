@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.errors import OutOfMemory, write_record
+from common.errors import OutOfMemory, first_line, write_record
 
 ENTRIES = 200  # last entries of the flight recorder to keep: three steps of the 8B, 100 KB
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
@@ -35,7 +35,7 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     been freed since. The pickle is in torch's format, for pytorch.org/memory_viz. This project does
     not read it.
     """
-    text = str(error).splitlines()[0].partition(" If reserved but")[0]
+    text = first_line(error).partition(" If reserved but")[0]
     asked = _gib(r"allocate {}", text)
     allocated = _gib(r"{} is allocated by PyTorch", text)
     fragmented = _gib(r"{} is reserved by PyTorch but", text)
@@ -53,7 +53,8 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     # Not on ROCm, where the first copy hung with expandable segments (pytorch#192259).
     if fragmented >= asked and not torch.version.hip and not is_set:
         do = f"{AVOID_FRAGMENTATION}; or {do}"
-    share = fragmented / (allocated + fragmented)
+    reserved = allocated + fragmented  # 0 if the first allocation of the process failed
+    share = fragmented / reserved if reserved else 0.0
     why = (
         f"an allocation of {asked:.2f} GiB failed; {allocated:.2f} GiB were allocated; "
         f"{fragmented:.2f} GiB ({share:.1%} of the reserved memory) were lost to fragmentation; "

@@ -31,6 +31,7 @@ from common.errors import (
     RankLost,
     RunError,
     failure_of,
+    first_line,
     write_rank_record,
 )
 
@@ -107,7 +108,7 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
             "see the traceback in ranks/",
         )
     if is_secondary(error):
-        why = str(error).splitlines()[0][:300]
+        why = first_line(error)[:300]
         do = "look in ranks/ for the rank that wrote no record"
         if any(word in str(error) for word in _TIMED_OUT):
             return Hang("a collective timed out", why, do)

@@ -207,6 +207,7 @@ def train(
                 reports.rank_comparison.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
+                meter.clock.restart()  # a save pauses training
         if not evaluates:
             continue
         train_s = interval.stop(samples)
@@ -223,6 +224,7 @@ def train(
             checkpoints.offer(step, evaluated=True)
         meter.clock.restart()
         interval = TrainingInterval(reports.log, samples)
+    meter.flush()  # steps since the last logged one, if max_samples is not at an evaluation
     if checkpoints:
         checkpoints.finish()
     raise _target_missed(goal, samples, loss)

@@ -70,7 +70,7 @@ class StepClock:
     def mark(self) -> None:
         """Record a time mark. Call it at the start of training and after each step.
 
-        After a pause, such as an evaluation, call `restart` instead.
+        After a pause, such as an evaluation or a save, call `restart` instead.
         """
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)

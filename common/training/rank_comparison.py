@@ -148,6 +148,6 @@ def describe(ratios: list[float], slow: list[int]) -> str:
     """Return the progress line that names the slow ranks."""
     named = ", ".join(f"rank {rank} takes {ratios[rank] - 1:.1%} longer" for rank in slow)
     return (
-        f"SLOW: {named} than the median rank for the same work: all wait for it; "
+        f"SLOW: {named} than the median rank for the same work; all ranks wait for the slowest; "
         "see gpu_samples.jsonl and the report"
     )

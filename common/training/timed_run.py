@@ -18,7 +18,7 @@ from torch import Tensor
 from common import config as configs
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import TargetMissed
+from common.errors import StorageError, TargetMissed
 from common.sharding.processes import Processes, require_world_size, start_processes
 from common.training import loop
 from common.training.assembly import Assembly, Batching
@@ -85,7 +85,7 @@ def train(
     `open_data`: called after run_start with the number of steps already done. Opens the token files
         and returns this rank's remaining training micro-batches, and those of one evaluation.
     `save`: writes the model if the run asks for it. Called after run_stop, even if the run missed
-        its target.
+        its target or its last checkpoint could not be written.
     """
     config = run.config
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
@@ -116,10 +116,19 @@ def train(
         processes.barrier()
         raise
     reports.succeed(outcome.samples, outcome.loss)
+    checkpoint_failure: StorageError | None = None
     if checkpoints:
-        checkpoints.finish()
+        try:
+            checkpoints.finish()
+        except StorageError as error:
+            checkpoint_failure = error
     reports.heartbeat.write(reports.step, "done")
-    save()
+    save()  # even if the last checkpoint failed
+    if checkpoint_failure:
+        processes.barrier()  # as above
+        # The launcher reads from this phase that the run itself succeeded.
+        reports.heartbeat.write(reports.step, "checkpoint")
+        raise checkpoint_failure
 
 
 def _prepare(

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from common.data import hub as download
 from common.paths import ROOT
 from llama2_70b_lora import prepare
 from llama2_70b_lora.rules import DATA_FILES
@@ -324,6 +326,22 @@ def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
     )
     code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
     assert code == 0 and whole(hub, tmp_path), err
+
+
+def test_a_resumed_download_needs_space_for_the_rest_only(tmp_path, monkeypatch):
+    content = b"content"
+    entry = SimpleNamespace(
+        size=len(content),
+        lfs=SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()),
+    )
+    staged = tmp_path / download.STAGE / entry.lfs.sha256
+    staged.parent.mkdir()
+    staged.write_bytes(content[:5])
+    needed = []
+    monkeypatch.setattr(download, "require_free_space", lambda *args: needed.append(args[1]))
+    monkeypatch.setattr(download, "_complete", lambda url, entry, path: path.write_bytes(content))
+    download._fetch("url", entry, tmp_path / "file", "repository")
+    assert needed == [2] and (tmp_path / "file").read_bytes() == content
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Adapters for peft, and merged into a checkpoint: both give the logits of our model with LoRA."""
 
+import errno
 import json
 import os
 import resource
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_model import pair
 
 from common.errors import ConfigError, StorageError, WeightsError
-from common.model import checkpoint_names
+from common.model import checkpoint_names, merged_adapter
 from common.model import peft_adapter as adapter
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -297,6 +299,14 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
         merge(merged / "fused", merged / "adapter", tmp_path / "out")
 
 
+def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(merged_adapter, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge(merged / "fused", merged / "adapter", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def _edit_config(**changes):
     def spoil(base, saved):
         config = json.loads((saved / adapter.ADAPTER_CONFIG).read_text())
@@ -369,6 +379,7 @@ FAULTS = [
         "config.json",
     ),
     ("integer weights", lambda base, saved: _integers(base), "the base is I8"),
+    ("an integer buffer", lambda base, saved: _add_integers(base), "ids: unsupported dtype I64"),
 ]
 
 
@@ -379,6 +390,11 @@ def _truncate(path):
 def _integers(base):
     for path in base.glob("*.safetensors"):
         save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
+
+
+def _add_integers(base):
+    path = min(base.glob("*.safetensors"))
+    save_file(load_file(path) | {"model.ids": torch.arange(4)}, path)
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,10 @@ DAMAGE = {
         ),
         "rope_scaling is ",
     ),
+    "scaling that is no object": (
+        lambda d: change_json(d / "config.json", "rope_scaling", "llama3"),
+        "rope_scaling is 'llama3'",
+    ),
     "pickles only": (only_pickles, "safetensors files"),
     "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "JSON"),
     "index without a map": (

@@ -94,10 +94,11 @@ def test_a_run_shows_and_records_the_engine_that_replaces_another(wrong, monkeyp
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
-    result = SelfTestResult(attention="flash", products="torch")
+    result = SelfTestResult(attention="flash", products="cublaslt", missing=["both lack aiter"])
+    other = (("flash", "torch", ""), ["both lack aiter", "cublaslt failed its self-test"])
 
-    def gather(names, own):
-        names[:] = [own, own if equal else ("cudnn", "torch", "")]
+    def gather(ranks, own):
+        ranks[:] = [own, own if equal else other]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     processes = SimpleNamespace(world_size=2)
@@ -107,6 +108,8 @@ def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
     with pytest.raises(PreflightError) as caught:
         self_test.require_equal_engines(result, processes)
     assert "rank 1" in caught.value.what and "ATTENTION_ENGINE" in caught.value.do
+    # The rank that raises is rank 0. The reason is on the other one.
+    assert caught.value.why == "rank 1: cublaslt failed its self-test"
 
 
 def wrong_backward(g, weight, gate_up, quantizer):

@@ -1,6 +1,7 @@
 """Test the self-test on a CPU: no bad result without a fault, and each planted fault named."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ from tiny import TINY, run_config
 
 from common.errors import PreflightError
 from common.kernels import lora, qk_norm
+from common.kernels.fp8 import QuantizedTensor
 from common.model.block_ops import KERNEL_ENGINES
 from common.model.shapes import ModelShape
 from common.self_test import attention, products, run
 from common.self_test.kernel_cases import Sizes
+from common.self_test.kernels import output_db
 from common.self_test.results import OpResult, SelfTestResult
 from common.self_test.run import require_sound, run_self_test, self_test
 from common.training.metrics import Events
@@ -150,6 +153,13 @@ def test_norms_of_query_and_key_heads_are_tested_where_the_model_has_them(monkey
         qk_norm.IMPLEMENTATIONS, "triton", replace(triton, norm_rope_backward=wrong)
     )
     assert bad_ops(sizes) == ["triton QK norm + RoPE backward"]
+
+
+def test_an_output_that_a_kernel_leaves_out_is_wrong():
+    truth = torch.ones(2, 2)
+    assert output_db(truth, None) == -math.inf
+    assert output_db(QuantizedTensor(truth), truth) == -math.inf
+    assert output_db(None, None) == math.inf
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):

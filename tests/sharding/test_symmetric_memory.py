@@ -59,6 +59,14 @@ def test_gpus_that_cannot_access_each_other_are_refused_with_a_way_out(monkeypat
     )
 
 
+def test_a_peer_that_is_lost_during_the_rendezvous_is_not_missing_peer_access(monkeypatch):
+    lost = mock.Mock(side_effect=torch.distributed.DistNetworkError("Broken pipe"))
+    monkeypatch.setattr(symmetric, "empty", allocate)
+    monkeypatch.setattr(symmetric, "rendezvous", lost)
+    with pytest.raises(torch.distributed.DistNetworkError):
+        SymmetricBuffers(GROUP, CPU, 2, 8)
+
+
 def test_a_cpu_has_no_copy_engines():
     with pytest.raises(ConfigError, match="copy_engine"):
         SymmetricBuffers(GROUP, CPU, 2, 8)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -300,6 +301,17 @@ def test_a_checkpoint_between_evaluations_continues_bit_for_bit_in_fp8(
     assert_continues(whole, rest, 5)
 
 
+def test_the_pause_of_a_save_is_not_part_of_a_step(processes, tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: time.sleep(0.5))
+    run(tmp_path / "run", tmp_path / "data", checkpoint="600s", max_samples=32)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = map(json.loads, lines)
+    times_ms = [event["step_time_ms"] for event in events if event["event"] == "step"]
+    assert len(times_ms) == 4 and min(times_ms[1:]) < 400
+
+
 def test_the_log_says_that_it_was_resumed_and_is_clean_otherwise(shared):
     folder, _, _ = shared
     log = records(folder / "run_on/result.txt")
@@ -472,6 +484,28 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     assert len(list((tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir())) == (not full)
 
 
+def test_a_checkpoint_that_fails_after_the_run_does_not_cost_the_trained_model(
+    processes, tmp_path, monkeypatch
+):
+    write_data(tmp_path / "data")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 2)
+    ended = run(
+        tmp_path / "run",
+        tmp_path / "data",
+        replace(TINY, target_loss=100.0),
+        checkpoint="1",
+        save=True,
+        **SIZES,
+    )
+    assert (ended.status, ended.error) == ("success", "storage")
+    assert (tmp_path / "run" / "model").is_dir()
+    heartbeat = json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())
+    assert heartbeat["phase"] == "checkpoint"
+
+
 def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
     monkeypatch.setattr(
         checkpoint,
@@ -542,6 +576,19 @@ def test_continuing_with_another_config_or_seed_is_refused(made, copied, changes
         return
     with pytest.raises(ConfigError, match=said):
         made(run_config(**SIZES | changes), continues=copied, **args).load()
+
+
+def test_a_run_that_saves_nothing_keeps_no_copy_of_the_state(made, copied):
+    loading = made(checkpoint=None, continues=copied)
+    assert loading.load() == 6 and not loading.parts
+    loading.offer(7, evaluated=True)
+
+
+def test_continuing_on_another_device_is_not_called_damage(made, copied):
+    change_facts(device="cuda")(newest(copied).folder)
+    with pytest.raises(ConfigError, match="--device cpu") as refused:
+        made(continues=copied).load()
+    assert "--device cuda" in refused.value.do
 
 
 def test_another_benchmark_is_refused(copied):

@@ -65,6 +65,12 @@ def test_on_rocm_expandable_segments_are_not_advised(monkeypatch):
     assert full("2.00 GiB", "6.00 GiB").do.startswith("use a smaller micro_batch_size")
 
 
+def test_an_allocation_that_fails_before_any_other_is_out_of_memory_too():
+    text = FULL.replace("130.00 GiB is allocated", "0 bytes is allocated")
+    failure = classify(torch.OutOfMemoryError(text.format(asked="200.00 GiB", gaps="0 bytes")))
+    assert isinstance(failure, OutOfMemory) and "200.00 GiB" in failure.why
+
+
 def test_out_of_memory_saves_the_allocators_state_in_the_run(tmp_path, monkeypatch):
     """The guard handles the failure to its end, with a simulated GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

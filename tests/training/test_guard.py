@@ -145,6 +145,15 @@ def test_a_full_gpu_is_out_of_memory():
 
 
 @pytest.mark.parametrize(
+    ("error", "kind"),
+    [(torch.OutOfMemoryError(), OutOfMemory), (torch.distributed.DistStoreError(), RankLost)],
+)
+def test_an_error_without_a_message_is_named_by_its_class(error, kind):
+    failure = classify(error)
+    assert type(failure) is kind and failure.why == type(error).__name__
+
+
+@pytest.mark.parametrize(
     "number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
 )
 def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):

@@ -275,7 +275,7 @@ def test_max_samples_that_are_no_whole_steps_end_with_a_whole_step_even_where_th
     held = (int(Index.read(data_dir / TINY.train_prefix).num_tokens) - 1) // TINY.sequence_length
     assert held % 8, "the last step must need more than one pass holds"
     curve = run(tmp_path / "run", data_dir, max_samples=held)
-    assert curve.error == "target_missed" and len(curve.losses) * 8 <= held + 8
+    assert curve.error == "target_missed" and len(curve.losses) == -(-held // 8)
     assert (
         records(tmp_path / "run" / "result.txt")[-1]["metadata"]["samples_count"]
         == -(-held // 8) * 8
@@ -301,6 +301,14 @@ def test_a_run_is_stopped_at_the_first_step_that_is_not_finite(processes, tiny_d
     )
     assert curve.message.startswith(f"step {first_bad + 1}:") and len(curve.losses) == first_bad + 1
     assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["status"] == "aborted"
+
+
+def test_a_step_after_the_last_evaluation_that_is_not_finite_ends_the_run_so(
+    processes, tiny_data, tmp_path
+):
+    # Evaluations come every 32 sequences, so none comes after the third step.
+    curve = run(tmp_path / "run", tiny_data, opt_base_learning_rate=2e9, max_samples=24)
+    assert curve.error == NonFinite.kind and None in (*curve.losses, *curve.norms)
 
 
 # --- the clock and the files ----------------------------------------------------------------------
