@@ -156,11 +156,15 @@ def documents(source: Source, key: str) -> Iterator[str]:
     try:
         with path.open("rb") as raw:
             file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
-            if kind == "json":
-                lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
-                yield from json_documents(lines, path, key, "--key")
-            else:
+            if kind == "text":
                 yield from _text_documents(file.read(), path)
+            elif _has_suffix(path, ".gz"):
+                yield from json_documents(file, path, key, "--key")
+            else:
+                skipped = _seek_line(file, source.begin)
+                yield from json_documents(
+                    _lines_until(file, source.end), path, key, "--key", skipped
+                )
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _unreadable(path, error) from error
 
@@ -171,12 +175,17 @@ def documents_of_part(part: list[Source], key: str) -> Iterator[str]:
         yield from documents(source, key)
 
 
-def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
-    """Yield the lines that begin within the source's bytes."""
-    if source.begin:
-        file.seek(source.begin - 1)
+def _seek_line(file: Any, begin: int) -> int:
+    """Go to the first line that begins at byte `begin` or later. Return the byte of its start."""
+    if begin:
+        file.seek(begin - 1)
         file.readline()  # the rest of a line that began before
-    while file.tell() < source.end:
+    return file.tell()
+
+
+def _lines_until(file: Any, end: int) -> Iterator[bytes]:
+    """Yield the lines that begin before byte `end`."""
+    while file.tell() < end:
         line = file.readline()
         if not line:
             return
@@ -186,7 +195,7 @@ def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
 def _text_documents(content: bytes, path: Path) -> Iterator[str]:
     """Yield a plain text file as one document, or as several if it exceeds LONGEST_TEXT."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # without the byte order mark that Windows writes
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"

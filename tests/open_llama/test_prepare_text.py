@@ -452,6 +452,27 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
     assert "--jsonl-key" in caught.value.do
 
 
+def test_an_error_counts_the_lines_from_the_beginning_of_the_file(tmp_path, monkeypatch):
+    """Also if another process reads a later part of the file, or only some places are read."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines() + b"{}\n" + lines())
+    monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
+    with pytest.raises(DataError) as caught:
+        for part in text_inputs.divide([path]):
+            list(text_inputs.documents_of_part(part, "text"))
+    assert f"line {len(TEXTS) + 1}:" in caught.value.what
+    monkeypatch.setattr(text_tokenizer, "PLACE_BYTES", 100)
+    with pytest.raises(DataError) as caught:
+        text_tokenizer.vocabulary_texts([path], "text")
+    assert f"line {len(TEXTS) + 1}:" in caught.value.what
+
+
+def test_the_byte_order_mark_of_a_plain_text_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a line\n".encode("utf-8-sig"))
+    ((source,),) = text_inputs.divide([tmp_path / "a.txt"])
+    assert list(text_inputs.documents(source, "text")) == ["a line\n"]
+
+
 def test_the_vocabulary_of_a_tokenizer_json_ends_at_its_largest_id(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"a": 0, "b": 70_000, "<end>": 2}
