@@ -10,6 +10,7 @@ tokenizer's end-of-text token. An interrupted preparation continues where it sto
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ from common.command_line import Parser, count, program
 
 def fraction(text: str) -> float:
     """Parse an argument that is a number between 0 and 1, both excluded."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1")
     return number
 
 

@@ -59,6 +59,12 @@ def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """Return `path`, or the tokenizer file in the folder `path`. Raises DataError without one."""
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such file",
+            "a tokenizer is a tokenizer.json or a SentencePiece model, or a folder with one",
+            "check the path",
+        )
     if not path.is_dir():
         return path
     found = [path / name for name in COMPANIONS if (path / name).is_file()]
