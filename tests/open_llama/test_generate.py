@@ -98,6 +98,23 @@ def test_a_number_out_of_its_range_is_refused(words, capsys):
     assert "is not a number from 0 to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["-1", "x", str(2**64)])
+def test_a_seed_out_of_its_range_is_refused(value, capsys):
+    assert generate.main(["x", "--prompt", "x", "--seed", value]) == ConfigError.exit_code
+    assert "is not a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 6000}, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))  # without beginning-of-text
+    words = [str(model), "--tokenizer", str(tmp_path), "--eos", "a"]
+    for prompt, reason in (("", "has no tokens"), ("b", "token id 6000")):
+        assert generate.main([*words, "--prompt", prompt]) == ConfigError.exit_code
+        assert reason in capsys.readouterr().err
+
+
 def test_a_wrong_adapter_is_refused_without_asking_for_it_elsewhere(model, tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "nowhere"):
         words = [str(model), "--prompt", "x", "--adapter", str(folder)]
