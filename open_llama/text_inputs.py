@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,9 @@ def bytes_of(source: Source) -> int:
     return source.end - source.begin
 
 
+@cache  # asked for each row group, and the metadata of a file with a thousand take milliseconds
 def _row_groups(path: Path) -> int:
+    """Return the number of row groups in a Parquet file. Raises DataError."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -534,6 +534,17 @@ def test_a_record_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypat
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
 
 
+def test_the_metadata_of_a_parquet_file_are_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=10)
+    reads = []
+    read = parquet.read_metadata
+    monkeypatch.setattr(parquet, "read_metadata", lambda path: reads.append(path) or read(path))
+    (part,) = text_inputs.divide([path])
+    assert len(part) == 20 and sum(map(text_inputs.bytes_of, part)) <= path.stat().st_size
+    assert len(reads) == 1
+
+
 def test_the_byte_order_mark_of_a_plain_text_is_not_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("a line\n".encode("utf-8-sig"))
     ((source,),) = text_inputs.divide([tmp_path / "a.txt"])
