@@ -322,7 +322,7 @@ def phase_event(name: str, seconds: float, time_s: float) -> dict:
 
 
 def events(steps: int = 50, interval: int = 12288) -> list[dict]:
-    """Return events, with even numbers, of a run that reaches the target at its fourth evaluation."""
+    """Return events of a run that reaches the target at its fourth evaluation, in even numbers."""
     lines = [phase_event("init", 30.0, 0.0)]
     for step in range(1, steps + 1):
         lines.append(
