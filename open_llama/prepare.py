@@ -54,7 +54,8 @@ def parser(benchmark: str = "open_llama") -> Parser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders of .jsonl, .json, .parquet, .arrow or plain text (text also as .gz)",
+        help="files or folders: JSON lines or plain text (both also as .gz), .parquet or .arrow; "
+        "in folders, .json files are left out",
     )
     texts.add_argument(
         "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"

@@ -47,15 +47,15 @@ def input_files(inputs: list[Path]) -> list[Path]:
     for path in inputs:
         if path.is_dir():
             every = list(_files_below(path))
-            # Other .json files in folders are settings, such as those of a data set on disk.
-            inside = sorted(
-                file
-                for file in every
-                if kind_of(file) and ".json" not in map(str.lower, file.suffixes)
-            )
+            # The .json files in folders are settings, such as those of a data set on disk.
+            inside = sorted(file for file in every if kind_of(file) and not _is_json(file))
             if not inside:
-                why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
-                raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
+                suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
+                why = f"no file in it ends in {suffixes} (or .gz)"
+                do = "name files or another folder"
+                if any(map(_is_json, every)):
+                    do = "name its .json files themselves if they are JSON lines"
+                raise ConfigError(f"{path}: nothing to read", why, do)
             left_out = len(every) - len(inside)
             say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
             found += inside
@@ -83,6 +83,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
     for name, _, names in os.walk(folder, onerror=refuse):
         yield from (path for path in (Path(name) / each for each in names) if path.is_file())
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether the name has the suffix .json, which a .gz may follow."""
+    return ".json" in map(str.lower, path.suffixes)
 
 
 def kind_of(path: Path) -> str:

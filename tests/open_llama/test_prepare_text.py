@@ -534,6 +534,16 @@ def test_a_record_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypat
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
 
 
+def test_a_folder_that_has_only_json_files_asks_for_their_names(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    for words in ("another folder", "its .json files"):
+        with pytest.raises(ConfigError, match="nothing to read") as caught:
+            text_inputs.input_files([tmp_path])
+        assert words in caught.value.do and ".json," not in caught.value.why
+        (tmp_path / "a.JSON.gz").write_bytes(gzip.compress(lines()))
+    assert text_inputs.input_files([tmp_path / "a.JSON.gz"]) == [tmp_path / "a.JSON.gz"]
+
+
 def test_the_metadata_of_a_parquet_file_are_read_once(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=10)
