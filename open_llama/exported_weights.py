@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common import config as configs
 from common.data.preparation import say
-from common.errors import ConfigError
+from common.errors import ConfigError, WeightsError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -23,7 +24,7 @@ from common.model.shapes import ModelShape
 from common.paths import data_folder
 from common.training.build import DTYPES, default_dtype
 from common.training.checkpoint import DcpReader
-from common.training.continuation import DATA_FILES, data_record, newest
+from common.training.continuation import DATA_FILES, damaged, data_record, newest
 from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
@@ -120,9 +121,27 @@ def adapter_sizes(shape: ModelShape, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
-    """Return the whole master weight of parameter `name` in a checkpoint, fp32 on the CPU."""
+    """Return the whole master weight of parameter `name` in a checkpoint, fp32 on the CPU.
+
+    Raises WeightsError if the checkpoint is damaged, or is removed because the run saved a new one.
+    """
     master = torch.empty(size, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming a single process", which is right
-        dcp.load({f"{name}.master": master}, storage_reader=DcpReader(str(folder)), no_dist=True)
+        try:
+            reader = DcpReader(str(folder))
+            dcp.load({f"{name}.master": master}, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise _cause(folder, error) from None
     return master
+
+
+def _cause(folder: Path, error: CheckpointException) -> BaseException:
+    """Return the error for a checkpoint `folder` that could not be read."""
+    (cause, _), *_ = error.failures.values()
+    if isinstance(cause, KeyboardInterrupt):
+        return cause
+    if not folder.is_dir():
+        why = "a run removes its checkpoint when a newer one is complete"
+        return WeightsError(f"{folder} was removed while it was read", why, "export again")
+    return damaged(folder, str(cause).partition("\n")[0])

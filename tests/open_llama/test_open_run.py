@@ -13,9 +13,10 @@ import torch
 from synthetic_run import records
 
 from common import paths
-from common.errors import CheckFailed, ConfigError, DataError
+from common.errors import CheckFailed, ConfigError, DataError, WeightsError
 from common.paths import ROOT
 from open_llama import exported_weights
+from open_llama.rules import rules_of
 from submission.examined_log import examine
 
 MODEL = {
@@ -159,6 +160,27 @@ def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
     (tmp_path / "out.partial").mkdir()  # as after SIGKILL
     with pytest.raises(ConfigError, match=r"out\.partial exists"):
         exported_weights.export(options)
+
+
+@pytest.mark.parametrize("fate", ["removed", "damaged"])
+def test_a_checkpoint_that_cannot_be_read_is_named(run_dir, tmp_path, monkeypatch, fate):
+    """A running run removes its checkpoint when it has saved the next one."""
+    run = tmp_path / "run"
+    shutil.copytree(run_dir / "checkpoints", run / "checkpoints")
+    shutil.copy(run_dir / "config.toml", run)
+    (folder,) = (run / "checkpoints").iterdir()
+
+    def spoil(config):
+        if fate == "removed":
+            shutil.rmtree(folder)
+        else:
+            next(folder.glob("*.safetensors")).write_bytes(b"x" * 100)
+        return rules_of(config)
+
+    monkeypatch.setattr(exported_weights, "rules_of", spoil)  # called after the folder is chosen
+    with pytest.raises(WeightsError, match=fate):
+        exported_weights.export(argparse.Namespace(run=run, out=None))
+    assert not list(run.glob("exported*"))
 
 
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):
