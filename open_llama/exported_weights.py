@@ -31,12 +31,16 @@ from open_llama.tokenizer import copy_tokenizer
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the newest checkpoint of `options.run`. Raises ConfigError if the output exists.
+    """Write the newest checkpoint of `options.run`. Its folder gets its name when it is complete.
 
-    The output has a temporary name until it is complete.
+    Raises ConfigError if the run is of another benchmark, or if the output exists.
     """
     run = options.run
     folder, facts = newest(run)
+    if facts["benchmark"] != BENCHMARK:
+        what = f"{run} is a run of {facts['benchmark']}"
+        why = f"export reads the checkpoints of {BENCHMARK}"
+        raise ConfigError(what, why, f"name a run of {BENCHMARK}")
     config = configs.load(run / "config.toml", Config)
     rules = rules_of(config)
     out = options.out or run / f"exported_step_{facts['step']:08d}"

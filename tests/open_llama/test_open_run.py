@@ -183,6 +183,14 @@ def test_a_checkpoint_that_cannot_be_read_is_named(run_dir, tmp_path, monkeypatc
     assert not list(run.glob("exported*"))
 
 
+def test_a_run_of_another_benchmark_is_not_exported(run_dir, tmp_path):
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
+    (path,) = tmp_path.glob("checkpoints/*/facts.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"benchmark": "llama31_8b"}))
+    with pytest.raises(ConfigError, match="a run of llama31_8b"):
+        exported_weights.export(argparse.Namespace(run=tmp_path, out=None))
+
+
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):
     page = (run_dir / "report.html").read_text()
     assert "Finished" in page and "Target reached" not in page and "target -" not in page
