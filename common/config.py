@@ -244,7 +244,7 @@ def load(
     except FileNotFoundError:
         neighbors = [each.stem for each in path.parent.glob("*.toml")]
         near = difflib.get_close_matches(path.stem, neighbors, 1)
-        do = "name one of the files under configs/"
+        do = "check the path, or name one of the files under configs/"
         if near:
             do = f"did you mean {path.with_name(near[0])}.toml?"
         why = f"{path.absolute()} does not exist"

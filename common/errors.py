@@ -199,7 +199,7 @@ def failure_of(error: BaseException) -> RunError | None:
         )
     if isinstance(error, OSError) and number in DISK_ERRNOS:
         return StorageError(
-            f"{error.filename or 'a file of the run'}: {error.strerror}",
+            f"{error.filename or 'a file'}: {error.strerror}",
             "the disk is full, read-only or failing",
             "free space, or check the mount and the kernel log; then start again",
         )

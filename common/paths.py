@@ -1,11 +1,17 @@
-"""Paths of the repository's root and of this user's cache folder."""
+"""Paths of the repository's root, of a benchmark's data, and of this user's cache folder."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def data_folder(benchmark: str, environment: Mapping[str, str]) -> Path:
+    """Return the directory of a benchmark's data: DATADIR, or its default in the repository."""
+    return Path(environment.get("DATADIR") or ROOT / "data" / benchmark)
 
 
 def cache_folder(name: str) -> Path:

@@ -16,7 +16,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError, WeightsError
 from common.hardware import Probe, probe
-from common.paths import ROOT
+from common.paths import ROOT, data_folder
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
     BASE_FILES,
@@ -256,10 +256,9 @@ def directories(
     data. It reads DATADIR only if all of its files are already there. A run never writes to
     DATADIR. `config`: None if no config is selected.
     """
-    data = ROOT / "data" / benchmark
     given = Path(environment["DATADIR"]) if environment.get("DATADIR") else None
     if config is None or not config.miniature:
-        data = given or data
+        data = data_folder(benchmark, environment)
     elif given and all((given / name).is_file() for name in rules_of(benchmark, config).data_files):
         data = given
     else:

@@ -117,7 +117,9 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises DataError, and executes nothing.
     """
-    if path.exists() and not path.is_file():
+    if not path.exists():
+        raise DataError(f"{path}: no such file", "--npy-dir should hold it", "check the path")
+    if not path.is_file():
         raise DataError(
             f"{path} is not a regular file",
             "a pipe or a device may never end",
@@ -155,7 +157,7 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
         what = f"{path}: not a packed array: {type(error).__name__}: {error}"
         raise DataError(
             what,
-            "the file is missing, incomplete, damaged or in another format",
+            "the file is incomplete, damaged or in another format",
             "check the path, or fetch it again",
         ) from error
 

@@ -67,7 +67,7 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
     if "data" in missing:
         require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
     if "weights" in missing:
-        require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
+        require_free_space(weights, WEIGHTS_BYTES, "the checkpoint of Llama 2 70B")
 
 
 def _say_how(data_dir: Path, weights: Path, not_downloaded: str) -> list[str]:

@@ -61,6 +61,9 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
                     writer.add(ids)
                 read += len(batch)
                 progress.at(batch[-1][1])
+        if not writer.lengths:
+            why = "all texts are empty" if read else "the inputs are empty"
+            raise DataError("no document with a token among the inputs", why, "add text")
         index = writer.finish()
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")
@@ -84,6 +87,8 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
 
     A `.json` file must have the vocabulary size of Llama 3.1.
     """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", "it was given as --tokenizer", "check the name")
     if path.suffix != ".json":
         model = corpus.load_sentencepiece(path)
         return model.encode, model.vocab_size()

@@ -44,7 +44,7 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
                     copy.files[name] = facts_of(data_dir / name, progress.advance)
             _compare(str(data_dir / name), expected, copy.files[name], bad, unknown)
         except OSError as error:
-            bad.append(f"{data_dir / name}: expected a file, got {error.strerror}")
+            bad.append(f"{data_dir / name}: cannot be read: {error.strerror}")
     for prefix, facts in manifest.pairs.items():
         try:
             copy.pairs[prefix] = _read_pair(data_dir / prefix, manifest.vocab_size, full)

@@ -13,7 +13,7 @@ import torch
 from common import config as configs
 from common.data.indexed_dataset_header import require_validation, stored_sequences
 from common.data.preparation import say
-from common.errors import ConfigError, PreflightError
+from common.errors import ConfigError, NonFinite, PreflightError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import CONFIG
@@ -139,7 +139,16 @@ def measure(options: argparse.Namespace) -> None:
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
         loss = evaluate(model, rank_micro_batches(pairs, processes, size), processes)
     torch.distributed.destroy_process_group()
+    if not math.isfinite(loss):
+        what = f"{options.model}: the loss is {loss}"
+        why = "a weight or an activation of the model is not finite"
+        raise NonFinite(what, why, "check the run or the file that the weights come from")
     print(
-        f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}:"
+        f"loss {loss:.4f}, perplexity {perplexity(loss)}:"
         f" {sequences:,} sequences of {length} tokens"
     )
+
+
+def perplexity(loss: float) -> str:
+    """Return e^loss as text, which is "inf" beyond the largest float."""
+    return f"{torch.tensor(loss, dtype=torch.float64).exp().item():.2f}"

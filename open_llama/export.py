@@ -2,7 +2,7 @@
 
 RUN is the directory of a run that was started with --checkpoint. It may still be running. The
 format is that of the weights or adapters at the end of a run. The tokenizer of weights is copied
-from DATADIR, the folder of the run's data.
+from DATADIR, the folder of the run's data (default: data/open_llama in the repository).
 """
 
 from __future__ import annotations

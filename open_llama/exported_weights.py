@@ -4,56 +4,83 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common import config as configs
 from common.data.preparation import say
-from common.errors import ConfigError
+from common.errors import ConfigError, WeightsError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.peft_adapter import save_peft_adapter
 from common.model.saved_model import FILE_BYTES
 from common.model.shapes import ModelShape
+from common.paths import data_folder
 from common.training.build import DTYPES, default_dtype
 from common.training.checkpoint import DcpReader
-from common.training.continuation import newest
+from common.training.continuation import DATA_FILES, damaged, data_record, newest
 from open_llama.base_config import copy_generation_config, kept_entries
-from open_llama.rules import Config, Rules, in_repository, rules_of
+from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the newest checkpoint of `options.run`. Raises ConfigError if the output exists."""
+    """Write the newest checkpoint of `options.run`. Its folder gets its name when it is complete.
+
+    Raises ConfigError if the run is of another benchmark, or if the output exists.
+    """
     run = options.run
     folder, facts = newest(run)
+    if facts["benchmark"] != BENCHMARK:
+        what = f"{run} is a run of {facts['benchmark']}"
+        why = f"export reads the checkpoints of {BENCHMARK}"
+        raise ConfigError(what, why, f"name a run of {BENCHMARK}")
     config = configs.load(run / "config.toml", Config)
     rules = rules_of(config)
     out = options.out or run / f"exported_step_{facts['step']:08d}"
-    if out.exists():
-        raise ConfigError(f"{out} exists", "nothing is overwritten", "name another --out")
-    if config.lora_rank:
-        export_adapter(folder, config, rules, out)
-    else:
-        data_dir = Path(os.environ["DATADIR"]) if os.environ.get("DATADIR") else None
-        export_model(folder, config, rules, out, data_dir)
-        if data_dir:
-            copy_tokenizer(data_dir, out)
+    partial = out.with_name(f"{out.name}.partial")
+    for path in (out, partial):
+        if path.exists():
+            do = "remove it, or name another --out"
+            raise ConfigError(f"{path} exists", "nothing is overwritten", do)
+    try:
+        if config.lora_rank:
+            export_adapter(folder, config, rules, partial)
         else:
-            say("note: DATADIR is not set, so no tokenizer is copied")
+            export_model(folder, config, rules, partial, data_of_run(facts, rules))
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
+
+
+def data_of_run(facts: dict, rules: Rules) -> Path | None:
+    """Return the folder of the data, or None, with a note, if it holds the data of another run.
+
+    `facts`: those of the checkpoint. Older ones do not record the data, which are then accepted.
+    """
+    data_dir = data_folder(BENCHMARK, os.environ)
+    stored = data_record(data_dir, rules.data_files)
+    recorded = facts.get(DATA_FILES, stored)
+    if all(recorded.get(name) == identity for name, identity in stored.items()):
+        return data_dir
+    say(f"note: {data_dir} holds other data than the run's: set DATADIR to copy their tokenizer")
+    return None
 
 
 def export_model(
     folder: Path, config: Config, rules: Rules, out: Path, data_dir: Path | None
 ) -> None:
-    """Write the weights, rounded to the run's precision. Host memory holds the rounded model.
+    """Write the weights, rounded to the run's precision, and the tokenizer in `data_dir`.
 
-    `data_dir`: folder of the data, if it is known.
+    Host memory holds the rounded model. `data_dir`: folder of the run's data, if it is known.
     """
     with default_dtype(DTYPES[config.precision]):
         model = fused_llama(rules.shape, rules.sequence_length)
@@ -65,6 +92,8 @@ def export_model(
     entries = kept_entries(config, data_dir)
     write_checkpoint(model, out, files=files, layout=ORDINARY, entries=entries)
     copy_generation_config(config, out)
+    if data_dir and not copy_tokenizer(data_dir, out):
+        say(f"note: {data_dir} has no tokenizer to copy; DATADIR names the folder of the data")
 
 
 def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> None:
@@ -96,9 +125,27 @@ def adapter_sizes(shape: ModelShape, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
-    """Return the whole master weight of parameter `name` in a checkpoint, fp32 on the CPU."""
+    """Return the whole master weight of parameter `name` in a checkpoint, fp32 on the CPU.
+
+    Raises WeightsError if the checkpoint is damaged, or is removed because the run saved a new one.
+    """
     master = torch.empty(size, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming a single process", which is right
-        dcp.load({f"{name}.master": master}, storage_reader=DcpReader(str(folder)), no_dist=True)
+        try:
+            reader = DcpReader(str(folder))
+            dcp.load({f"{name}.master": master}, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise _cause(folder, error) from None
     return master
+
+
+def _cause(folder: Path, error: CheckpointException) -> BaseException:
+    """Return the error for a checkpoint `folder` that could not be read."""
+    (cause, _), *_ = error.failures.values()
+    if isinstance(cause, KeyboardInterrupt):
+        return cause
+    if not folder.is_dir():
+        why = "a run removes its checkpoint when a newer one is complete"
+        return WeightsError(f"{folder} was removed while it was read", why, "export again")
+    return damaged(folder, str(cause).partition("\n")[0])

@@ -18,7 +18,8 @@ from common.errors import ConfigError
 def generate(options: argparse.Namespace) -> None:
     """Print a continuation of each prompt. Note a length that the model was not trained with.
 
-    Raises ConfigError if there is no model, or if transformers is not installed.
+    Raises ConfigError if there is no model, if transformers is not installed, or if the model
+    cannot read a prompt.
     """
     # These need torch, which --help must not import.
     from common.model.peft_adapter import require_adapter
@@ -37,6 +38,10 @@ def generate(options: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.eos)
     prompts = tokenizer.encode(options.prompt)
+    if [] in prompts:
+        what = "--prompt '' has no tokens"
+        why = "the tokenizer puts no beginning-of-text token before a text"
+        raise ConfigError(what, why, "name a text to continue")
     total = max(map(len, prompts)) + options.tokens
     trained, path = trained_length(options.model, options.adapter)
     if 0 < trained < total:
@@ -45,6 +50,7 @@ def generate(options: argparse.Namespace) -> None:
             f" with sequences of {trained:,} ({path})"
         )
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(options.model))
+    require_known(prompts, model.config.vocab_size)
     if options.adapter:
         model = with_adapter(model, options.adapter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,6 +75,15 @@ def generate(options: argparse.Namespace) -> None:
         print(tokenizer.decode(tokens[0].tolist()))
 
 
+def require_known(prompts: list[list[int]], vocab_size: int) -> None:
+    """Raise ConfigError if an id of a prompt is outside the model's vocabulary."""
+    largest = max(map(max, prompts))
+    if largest >= vocab_size:
+        what = f"a prompt has the token id {largest}, but the model's ids end at {vocab_size - 1}"
+        why = "the tokenizer belongs to another model"
+        raise ConfigError(what, why, "name the tokenizer of the model with --tokenizer")
+
+
 def end_tokens(model: Any, eos: int, chosen: bool) -> list[int]:
     """Return the ids that end a text: `eos`, and unless it was `chosen` by --eos, the model's own.
 
@@ -87,6 +102,17 @@ def with_adapter(model: Any, folder: Path) -> Any:
     except ImportError as error:
         raise ConfigError(str(error), "peft reads adapters", "pip install peft") from error
     return PeftModel.from_pretrained(model, str(folder))
+
+
+def seed(text: str) -> int:
+    """Parse an argument that is a seed of torch: a whole number below 2^64."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 to 2^64 - 1")
+    return number
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
@@ -136,7 +162,9 @@ def parser(benchmark: str = "open_llama") -> Parser:
         metavar="X",
         help="sample from the most likely tokens with this total probability (default: 0.95)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
+    parser.add_argument(
+        "--seed", type=seed, default=1, metavar="N", help="random seed (default: 1)"
+    )
     return parser
 
 

@@ -10,6 +10,7 @@ tokenizer's end-of-text token. An interrupted preparation continues where it sto
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ from common.command_line import Parser, count, program
 
 def fraction(text: str) -> float:
     """Parse an argument that is a number between 0 and 1, both excluded."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1")
     return number
 
 
@@ -50,7 +54,8 @@ def parser(benchmark: str = "open_llama") -> Parser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders of .jsonl, .json, .parquet, .arrow or plain text (text also as .gz)",
+        help="files or folders: JSON lines or plain text (both also as .gz), .parquet or .arrow; "
+        "in folders, .json files are left out",
     )
     texts.add_argument(
         "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"

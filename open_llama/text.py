@@ -20,7 +20,7 @@ from typing import Any
 
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, say
-from common.errors import StorageError, listed, write_whole
+from common.errors import ConfigError, StorageError, listed, write_text
 from open_llama.text_inputs import divide, input_files
 from open_llama.text_parts import Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
@@ -43,6 +43,9 @@ def prepare_text(
     inputs or an empty split, StorageError if `data_dir` holds other token files.
     """
     files = input_files(inputs)
+    if data_dir.exists() and not data_dir.is_dir():
+        why = "--data-dir is the folder of the token files"
+        raise ConfigError(f"{data_dir} is not a folder", why, "name another folder")
     data_dir.mkdir(parents=True, exist_ok=True)
     with locked(data_dir / f".{RECORD}.lock"):
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
@@ -62,7 +65,7 @@ def prepare_text(
         tokenize(divide(files), parts, settings, processes)
         indices = join(parts, data_dir, size)
         record |= loaded.token_ids
-        write_whole(data_dir / RECORD, json.dumps(record, indent=1).encode() + b"\n")
+        write_text(data_dir / RECORD, json.dumps(record, indent=1) + "\n")
         shutil.rmtree(parts)
     for split, index in indices.items():
         say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
@@ -72,19 +75,27 @@ def prepare_text(
 def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab_size: int) -> Path:
     """Copy the tokenizer to `data_dir`, or train one there. Return its file.
 
+    A trained tokenizer that is there already is kept, with a note unless the data are complete.
+
     Raises StorageError if another tokenizer is there.
     """
     if vocab_size:
         target = data_dir / "tokenizer.model"
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
+        elif not (data_dir / RECORD).is_file():
+            say(f"note: no tokenizer is trained, because {target} exists; remove it to train one")
         return target
     source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
     target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
     if target.exists() and sha256_of(target) != sha256_of(source):
-        why = "the token files there were made with that one"
-        raise StorageError(f"{target} is another tokenizer", why, "name another --data-dir")
+        why = "nothing is overwritten"
+        do = "remove it, or name another --data-dir"
+        if (data_dir / RECORD).is_file():
+            why = "the token files there were made with that one"
+            do = "name another --data-dir"
+        raise StorageError(f"{target} is another tokenizer", why, do)
     if not target.exists():
         shutil.copyfile(source, target)
         for name in COMPANIONS[target.name]:
@@ -109,13 +120,18 @@ def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
     The ids of TOKENS are not compared: they follow from the tokenizer and the options, and earlier
     versions did not write them.
     """
-    found = json.loads((data_dir / RECORD).read_text())
-    if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if key not in TOKENS}
-    if found != record:
+    path = data_dir / RECORD
+    do = "name another --data-dir"
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        what = f"{path} exists and is no record of a preparation"
+        raise StorageError(what, "nothing is overwritten", do)
+    found = {key: value for key, value in found.items() if key not in TOKENS}
+    changed = [key for key in record | found if found.get(key) != record.get(key)]
+    if changed:
         what = f"{data_dir} holds token files of other inputs or options"
-        why = "nothing is overwritten"
-        if isinstance(found, dict):
-            changed = [key for key in record | found if found.get(key) != record.get(key)]
-            why = f"its {RECORD} has other {listed(changed)}, and {why}"
-        raise StorageError(what, why, "name another --data-dir")
+        why = f"its {RECORD} has other {listed(changed)}, and nothing is overwritten"
+        raise StorageError(what, why, do)

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,15 @@ def input_files(inputs: list[Path]) -> list[Path]:
     for path in inputs:
         if path.is_dir():
             every = list(_files_below(path))
-            # Other .json files in folders are settings, such as those of a data set on disk.
-            inside = sorted(
-                file
-                for file in every
-                if kind_of(file) and ".json" not in map(str.lower, file.suffixes)
-            )
+            # The .json files in folders are settings, such as those of a data set on disk.
+            inside = sorted(file for file in every if kind_of(file) and not _is_json(file))
             if not inside:
-                why = f"no file in it ends in {', '.join(KNOWN)} (or .gz)"
-                raise ConfigError(f"{path}: nothing to read", why, "name files or another folder")
+                suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
+                why = f"no file in it ends in {suffixes} (or .gz)"
+                do = "name files or another folder"
+                if any(map(_is_json, every)):
+                    do = "name its .json files themselves if they are JSON lines"
+                raise ConfigError(f"{path}: nothing to read", why, do)
             left_out = len(every) - len(inside)
             say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
             found += inside
@@ -82,6 +83,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
     for name, _, names in os.walk(folder, onerror=refuse):
         yield from (path for path in (Path(name) / each for each in names) if path.is_file())
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether the name has the suffix .json, which a .gz may follow."""
+    return ".json" in map(str.lower, path.suffixes)
 
 
 def kind_of(path: Path) -> str:
@@ -137,7 +143,9 @@ def bytes_of(source: Source) -> int:
     return source.end - source.begin
 
 
+@cache  # asked for each row group, and the metadata of a file with a thousand take milliseconds
 def _row_groups(path: Path) -> int:
+    """Return the number of row groups in a Parquet file. Raises DataError."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -156,11 +164,15 @@ def documents(source: Source, key: str) -> Iterator[str]:
     try:
         with path.open("rb") as raw:
             file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
-            if kind == "json":
-                lines = file if _has_suffix(path, ".gz") else _lines_within(file, source)
-                yield from json_documents(lines, path, key, "--key")
-            else:
+            if kind == "text":
                 yield from _text_documents(file.read(), path)
+            elif _has_suffix(path, ".gz"):
+                yield from json_documents(file, path, key, "--key")
+            else:
+                skipped = _seek_line(file, source.begin)
+                yield from json_documents(
+                    _lines_until(file, source.end), path, key, "--key", skipped
+                )
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _unreadable(path, error) from error
 
@@ -171,12 +183,17 @@ def documents_of_part(part: list[Source], key: str) -> Iterator[str]:
         yield from documents(source, key)
 
 
-def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
-    """Yield the lines that begin within the source's bytes."""
-    if source.begin:
-        file.seek(source.begin - 1)
+def _seek_line(file: Any, begin: int) -> int:
+    """Go to the first line that begins at byte `begin` or later. Return the byte of its start."""
+    if begin:
+        file.seek(begin - 1)
         file.readline()  # the rest of a line that began before
-    while file.tell() < source.end:
+    return file.tell()
+
+
+def _lines_until(file: Any, end: int) -> Iterator[bytes]:
+    """Yield the lines that begin before byte `end`."""
+    while file.tell() < end:
         line = file.readline()
         if not line:
             return
@@ -186,7 +203,7 @@ def _lines_within(file: Any, source: Source) -> Iterator[bytes]:
 def _text_documents(content: bytes, path: Path) -> Iterator[str]:
     """Yield a plain text file as one document, or as several if it exceeds LONGEST_TEXT."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # without the byte order mark that Windows writes
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"

@@ -20,7 +20,7 @@ from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import index_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.preparation import say
-from common.errors import DataError, StorageError, write_whole
+from common.errors import DataError, StorageError, write_text
 from common.terminal import Progress
 from open_llama.text_inputs import Source, bytes_of, documents_of_part, draw_of, no_documents
 from open_llama.tokenizer import RECORD, Tokenizer, load_tokenizer
@@ -56,7 +56,7 @@ def parts_folder(data_dir: Path, record: dict[str, Any]) -> Path:
             raise StorageError(what, "nothing is overwritten", do)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    write_whole(known, json.dumps(record).encode())
+    write_text(known, json.dumps(record))
     return folder
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.data import corpus
 from common.data.preparation import say
-from common.errors import ConfigError, write_whole
+from common.errors import ConfigError, write_text
 from open_llama.text_inputs import (
     Source,
     documents,
@@ -46,8 +46,8 @@ def train_tokenizer(files: list[Path], key: str, vocab_size: int, target: Path) 
     texts = vocabulary_texts(files, key)
     if not texts:
         raise no_documents()
-    config = json.dumps(TOKENIZER_CONFIG, indent=1).encode() + b"\n"
-    write_whole(target.with_name("tokenizer_config.json"), config)
+    config = json.dumps(TOKENIZER_CONFIG, indent=1) + "\n"
+    write_text(target.with_name("tokenizer_config.json"), config)
     try:
         corpus.train_sentencepiece(texts, vocab_size, target)
     except RuntimeError as error:

@@ -59,6 +59,12 @@ def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """Return `path`, or the tokenizer file in the folder `path`. Raises DataError without one."""
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such file",
+            "a tokenizer is a tokenizer.json or a SentencePiece model, or a folder with one",
+            "check the path",
+        )
     if not path.is_dir():
         return path
     found = [path / name for name in COMPANIONS if (path / name).is_file()]
@@ -71,14 +77,18 @@ def tokenizer_file(path: Path) -> Path:
     return found[0]
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer in the folder `source`, if there is one, to the folder `target`."""
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy the tokenizer in the folder `source`, if there is one, to the folder `target`.
+
+    Return whether there is one.
+    """
     for name, companions in COMPANIONS.items():
         if (source / name).is_file():
             for each in (name, *companions):
                 if (source / each).is_file():
                     shutil.copyfile(source / each, target / each)
-            return
+            return True
+    return False
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:

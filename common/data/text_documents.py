@@ -9,17 +9,19 @@ from pathlib import Path
 
 from common.errors import DataError, listed
 
+BLOCK_BYTES = 1 << 20  # read together to count lines
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
 def json_documents(
-    file: Iterable[bytes], path: Path, key: str, option: str = "--jsonl-key"
+    file: Iterable[bytes], path: Path, key: str, option: str = "--jsonl-key", skipped: int = 0
 ) -> Iterator[str]:
     """Yield the text under `key` of each line of a JSON lines file.
 
-    `file`: the open file.
+    `file`: the open file, or some of its lines.
     `path`: its name, for errors.
     `option`: the option that names the key, for errors.
+    `skipped`: bytes of the file before the first line of `file`, for the line numbers in errors.
 
     Raises DataError if a line is not a JSON object or has no valid text.
     """
@@ -27,36 +29,56 @@ def json_documents(
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path}: line {number}: no document: not JSON: {error}",
-                "each line must be a JSON object",
-                "repair the line, or convert the file to JSON lines",
-            ) from error
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}: line {number}: no document: {type(record).__name__}, not an object",
-                "each line must be a JSON object",
-                "repair the line, or convert the file to JSON lines",
-            )
-        if key not in record:
-            raise DataError(
-                f'{path}: line {number}: no key "{key}"',
-                f"it has {listed(record, 8) or 'no key'}",
-                f"name the key that holds the text with {option}, or repair the line",
-            )
-        text = record[key]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{path}: line {number}: {key} is {type(text).__name__}, not text",
-                "a document must be a string",
-                "repair the line",
-            )
-        if LONE_SURROGATE.search(text):
-            raise DataError(
-                f"{path}: line {number}: {key} contains half of a surrogate pair",
-                "tokenizers reject it, because it does not encode a character",
-                "repair the line, or leave it out",
-            )
+            text = _text_of(line, key, option)
+        except DataError as error:
+            # Counted only now, because counting reads all of the file before this line.
+            place = f"{path}: line {_line_ends(path, skipped) + number}"
+            raise DataError(f"{place}: {error.what}", error.why, error.do) from error
         yield text
+
+
+def _text_of(line: bytes, key: str, option: str) -> str:
+    """Return the text under `key` of a line. Raises DataError, which does not name the line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"no document: not JSON: {error}",
+            "each line must be a JSON object",
+            "repair the line, or convert the file to JSON lines",
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(
+            f"no document: {type(record).__name__}, not an object",
+            "each line must be a JSON object",
+            "repair the line, or convert the file to JSON lines",
+        )
+    if key not in record:
+        raise DataError(
+            f'no key "{key}"',
+            f"it has {listed(record, 8) or 'no key'}",
+            f"name the key that holds the text with {option}, or repair the line",
+        )
+    text = record[key]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{key} is {type(text).__name__}, not text",
+            "a document must be a string",
+            "repair the line",
+        )
+    if LONE_SURROGATE.search(text):
+        raise DataError(
+            f"{key} contains half of a surrogate pair",
+            "tokenizers reject it, because it does not encode a character",
+            "repair the line, or leave it out",
+        )
+    return text
+
+
+def _line_ends(path: Path, size: int) -> int:
+    """Return the number of line ends in the first `size` bytes of a file."""
+    ends = 0
+    with path.open("rb") as file:
+        while block := file.read(min(BLOCK_BYTES, size - file.tell())):
+            ends += block.count(b"\n")
+    return ends

@@ -36,7 +36,9 @@ from llama2_70b_lora import rules as lora_rules
 from llama2_70b_lora.data import IGNORE_INDEX, write_rows
 from llama31_8b import rules as pretraining_rules
 
-FILES, THREADS, STD = 29, 8, 0.02
+FILES = 29  # of MLCommons' checkpoint
+THREADS = 8
+STD = 0.02  # of the weights
 FIRST_BYTE = 3  # of Llama 2's byte tokens: <0x00> is id 3
 ANSWER = 8  # the last 1 / 8 of a validation sequence counts, as a summary does
 DOCUMENT = 2000  # tokens of a document of the 8B

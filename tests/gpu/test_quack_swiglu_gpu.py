@@ -79,7 +79,7 @@ class Case:
         return [self.result(linear, quantizers) for linear, quantizers in pairs]
 
     def states(self, column):
-        """A column of the state of the result's two quantizers."""
+        """Return a column of the state of the result's two quantizers."""
         return [float(quantizer.state[column]) for quantizer, _ in self.quantizers]
 
     def truth(self):

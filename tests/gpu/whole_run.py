@@ -110,18 +110,64 @@ def steps_line(run: Path, watch: Watch) -> list[str]:
     return lines
 
 
-def main() -> None:
+def send_signal(args: argparse.Namespace, run_of, child: subprocess.Popen) -> float | None:
+    """Send the signal that `args` ask for. Return its Unix time, or None if none was sent."""
+    if args.stop_after is None and args.kill_rank is None:
+        return None
+    wait_for(run_of, "run_start", child, args.after if args.stop_after is None else args.stop_after)
+    if child.poll() is not None:
+        return None
+    target = child.pid
+    number = signal.SIGTERM
+    if args.kill_rank is not None:
+        heartbeat = run_of() / f"ranks/rank_{args.kill_rank}.heartbeat"
+        target = json.loads(heartbeat.read_text())["pid"]
+        number = signal.SIGKILL
+    sent = time.time()
+    os.kill(target, number)
+    return sent
+
+
+def print_report(run: Path, watch: Watch, began: float) -> None:
+    """Print times, memory and the verdict of a run. `began`: Unix time of the command."""
+    for key in ("init_start", "init_stop", "run_start", "run_stop"):
+        if at := time_of(run, key):
+            print(f"{at - began:9.1f} s  {key}")
+    records = read_attempt(run / "result.txt").records
+    shown = ("event", "name", "seconds", "ops", "base_bytes", "base_seconds", "loss")
+    for event in records:
+        if event["event"] in ("phase", "self_test", "eval"):
+            print("          ", {name: value for name, value in event.items() if name in shown})
+    print(*steps_line(run, watch), sep="\n")
+    gpus = [event["memory_gib"] for event in records if event.get("memory_gib")]
+    print(
+        f"host memory taken: {(watch.before - watch.least) / 2**30:.1f} GiB"
+        + (f"; GPU memory reserved: {max(gpus):.1f} GiB" if gpus else "")
+    )
+    sys.stdout.flush()  # before the lines of `check`
+    subprocess.run([str(ROOT / "run_and_time.sh"), "check", str(run / "result.txt")], check=False)
+    failure = run / "failure.json"
+    print(failure.read_text() if failure.exists() else "no failure.json")
+    print(*(run.parent / "attempts.jsonl").read_text().splitlines()[-1:])
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of this program, and the arguments after `--`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("benchmark", choices=["llama2_70b_lora", "llama31_8b"])
-    parser.add_argument("--data-dir", type=Path, help="default: what ./run_and_time.sh takes")
+    parser.add_argument("--data-dir", type=Path, help="default: that of ./run_and_time.sh")
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--stop-after", type=float)
     parser.add_argument("--kill-rank", type=int)
     parser.add_argument("--after", type=float, default=10.0)
-    own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
-    args = parser.parse_args(own.split())
+    end = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:end]), words[end + 1 :]
+
+
+def main() -> None:
+    args, options = parse(sys.argv[1:])
     log_dir = args.log_dir.absolute()
     environment = os.environ | {"LOGDIR": str(log_dir)}
     if args.data_dir:
@@ -134,25 +180,17 @@ def main() -> None:
     watch = Watch(log_dir)
     watch.start()
     began = time.time()
-    command = [str(ROOT / "run_and_time.sh"), args.benchmark, *options.split()]
+    command = [str(ROOT / "run_and_time.sh"), args.benchmark, *options]
     child = subprocess.Popen(
         command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
     )
-    hit = None
-    if args.stop_after is not None or args.kill_rank is not None:
-        seconds = args.after if args.stop_after is None else args.stop_after
-        wait_for(run_of, "run_start", child, seconds)
-        if child.poll() is None:
-            target = child.pid
-            number = signal.SIGTERM
-            if args.kill_rank is not None:
-                target = json.loads(
-                    (run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text()
-                )["pid"]
-                number = signal.SIGKILL
-            hit = time.time()
-            os.kill(target, number)
-    code = child.wait()
+    try:
+        sent = send_signal(args, run_of, child)
+        code = child.wait()
+    except BaseException:  # such as Ctrl-C, which does not reach the run in its own session
+        child.terminate()
+        child.wait()
+        raise
     ended = time.time()
     run = run_of()
     left = processes_of(run) if run else []
@@ -160,37 +198,11 @@ def main() -> None:
     watch.join()
     print(
         f"\n{' '.join(command)}\nexit code {code} after {ended - began:.1f} s"
-        + (f", {ended - hit:.1f} s after the signal" if hit else "")
+        + (f", {ended - sent:.1f} s after the signal" if sent else "")
     )
     print(f"processes left: {sorted(left) or 'none'}")
-    if run is None:
-        return
-    for key in ("init_start", "init_stop", "run_start", "run_stop"):
-        if at := time_of(run, key):
-            print(f"{at - began:9.1f} s  {key}")
-    records = read_attempt(run / "result.txt").records
-    for event in records:
-        if event["event"] in ("phase", "self_test", "eval"):
-            print(
-                "          ",
-                {
-                    name: value
-                    for name, value in event.items()
-                    if name
-                    in ("event", "name", "seconds", "ops", "base_bytes", "base_seconds", "loss")
-                },
-            )
-    print(*steps_line(run, watch), sep="\n")
-    gpus = [event["memory_gib"] for event in records if event.get("memory_gib")]
-    print(
-        f"host memory taken: {(watch.before - watch.least) / 2**30:.1f} GiB"
-        + (f"; GPU memory reserved: {max(gpus):.1f} GiB" if gpus else "")
-    )
-    subprocess.run([str(ROOT / "run_and_time.sh"), "check", str(run / "result.txt")], check=False)
-    print(
-        (run / "failure.json").read_text() if (run / "failure.json").exists() else "no failure.json"
-    )
-    print(*(log_dir / args.benchmark / "attempts.jsonl").read_text().splitlines()[-1:])
+    if run:
+        print_report(run, watch, began)
 
 
 if __name__ == "__main__":

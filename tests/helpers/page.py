@@ -52,9 +52,9 @@ class Page(HTMLParser):
 
 
 def read_page(path: Path) -> str:
-    """The text of the page at `path`, without its scripts.
+    """Return the text of the page at `path`, without its scripts.
 
-    It must be whole, stand alone, link to its own sections and to files beside it only.
+    The page must be whole, stand alone, link to its own sections and to files beside it only.
     """
     text = path.read_text(encoding="utf-8")
     page = Page(text)

@@ -322,7 +322,7 @@ def phase_event(name: str, seconds: float, time_s: float) -> dict:
 
 
 def events(steps: int = 50, interval: int = 12288) -> list[dict]:
-    """Events of a run that reaches the target at its fourth evaluation, with even numbers."""
+    """Return events of a run that reaches the target at its fourth evaluation, in even numbers."""
     lines = [phase_event("init", 30.0, 0.0)]
     for step in range(1, steps + 1):
         lines.append(
@@ -392,7 +392,7 @@ def run_start_s(log: Path) -> float:
 
 
 def sample_lines(source: str, start_s: float, gpus: list[dict], samples: list[list[dict]]) -> list:
-    """The lines of gpu_samples.jsonl: what the GPUs are, and one sample of each a second."""
+    """Return the lines of gpu_samples.jsonl: the GPUs, then a sample of all of them each second."""
     start = {"event": "start", "source": source, "time": start_s, "gpus": gpus}
     rows = [
         {"event": "sample", "time_s": second, "gpus": values}
@@ -424,7 +424,7 @@ def gpu_samples(gpus: int, start_s: float) -> list[dict]:
 
 
 class Clock:
-    """Stands in for the module `time` in common/training/mllog.py."""
+    """Replacement of the module `time` in common/training/mllog.py."""
 
     def __init__(self) -> None:
         self.now_ns = 1_790_000_000_000 * MS
@@ -438,7 +438,7 @@ class Clock:
 
 @dataclass
 class Plan:
-    """One attempt: at which evaluation it reaches its target, or how it fails."""
+    """An attempt: the evaluation that reaches the target, or the kind of failure."""
 
     evaluations: int
     seed: int

@@ -219,7 +219,8 @@ BROKEN = {
     "z.jsonl": (b'{"text": 5}\n', "int"),
     "l.jsonl": (b"[1]\n", "no document"),
     "t.txt": (b"fine\n\nnot fine \xff\n", "line 3: not UTF-8"),
-    "e.jsonl": (b"", "at least one document"),
+    "e.jsonl": (b"", "the inputs are empty"),
+    "f.jsonl": (b'{"text": ""}\n', "all texts are empty"),
     "g.jsonl.gz": (gzip.compress(b'{"text": "good"}\n' * 1000)[:-20], "broken gzip"),
     "h.jsonl.gz": (b"no gzip at all", "broken gzip"),
 }
@@ -250,6 +251,12 @@ def test_unknown_and_missing_inputs_are_refused(built, tmp_path, capsys):
         prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
     )
     assert ".jsonl" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("text")
+    rest[1] = str(tmp_path)  # a folder
+    assert (
+        prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
+    )
+    assert f"{tmp_path}: no such file" in capsys.readouterr().err
 
 
 # ---- verify

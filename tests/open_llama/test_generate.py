@@ -1,20 +1,22 @@
 """`generate` and `eval` of small models with random weights, and what both refuse."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 
 from common.data import corpus
-from common.errors import ConfigError, PreflightError, WeightsError
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
+from common.errors import ConfigError, NonFinite, PreflightError, WeightsError
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import ModelShape
 from open_llama import eval as evaluation_command
-from open_llama import generate
+from open_llama import evaluation, generate
 from open_llama.tokenizer import load_tokenizer
 
 TEXTS = [f"Document {number} has {number * 37 % 101} words, and a line.\n" for number in range(99)]
@@ -98,6 +100,23 @@ def test_a_number_out_of_its_range_is_refused(words, capsys):
     assert "is not a number from 0 to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["-1", "x", str(2**64)])
+def test_a_seed_out_of_its_range_is_refused(value, capsys):
+    assert generate.main(["x", "--prompt", "x", "--seed", value]) == ConfigError.exit_code
+    assert "is not a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 6000}, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))  # without beginning-of-text
+    words = [str(model), "--tokenizer", str(tmp_path), "--eos", "a"]
+    for prompt, reason in (("", "has no tokens"), ("b", "token id 6000")):
+        assert generate.main([*words, "--prompt", prompt]) == ConfigError.exit_code
+        assert reason in capsys.readouterr().err
+
+
 def test_a_wrong_adapter_is_refused_without_asking_for_it_elsewhere(model, tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "nowhere"):
         words = [str(model), "--prompt", "x", "--adapter", str(folder)]
@@ -117,6 +136,21 @@ def test_the_directory_of_a_run_is_no_model_and_no_adapter(model, tmp_path, caps
     words = [str(run / "model"), *evaluated, *adapter, "--device", "cpu"]
     assert evaluation_command.main(words) == WeightsError.exit_code
     assert "adapter/ of a run" in capsys.readouterr().err
+
+
+def test_eval_prints_any_finite_loss_and_refuses_others(model, tmp_path, monkeypatch, capsys):
+    writer = IndexedDatasetWriter(tmp_path / "text", 300)
+    writer.add(list(range(50)))
+    writer.finish()
+    words = [str(model), "--data", str(tmp_path / "text"), "--sequence-length", "8"]
+    for loss, code, printed in (
+        (2.0, 0, "perplexity 7.39"),
+        (800.0, 0, "perplexity inf"),
+        (math.nan, NonFinite.exit_code, "the loss is nan"),
+    ):
+        monkeypatch.setattr(evaluation, "evaluate", lambda *_, loss=loss: loss)
+        assert evaluation_command.main([*words, "--device", "cpu"]) == code
+        assert printed in "".join(capsys.readouterr())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

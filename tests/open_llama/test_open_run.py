@@ -1,5 +1,6 @@
 """Run the documented example in small: text, a model, `eval`, and weights of a checkpoint."""
 
+import argparse
 import json
 import os
 import shutil
@@ -11,8 +12,11 @@ import pytest
 import torch
 from synthetic_run import records
 
-from common.errors import CheckFailed, ConfigError, DataError
+from common import paths
+from common.errors import CheckFailed, ConfigError, DataError, WeightsError
 from common.paths import ROOT
+from open_llama import exported_weights
+from open_llama.rules import rules_of
 from submission.examined_log import examine
 
 MODEL = {
@@ -113,16 +117,78 @@ def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, fo
         assert (entries["bos_token_id"], entries["eos_token_id"]) == (1, 2)
 
 
-@pytest.mark.slow
-def test_a_model_is_exported_without_its_tokenizer_if_datadir_is_not_set(run_dir, folder):
-    for data_dir, copied in ((str(folder / "data"), True), ("", False)):
-        out = folder / f"exported_{copied}"
-        done = launch(
-            folder, "open_llama", "export", str(run_dir), "--out", str(out), DATADIR=data_dir
-        )
-        assert done.returncode == 0, done.stderr
-        assert (out / "tokenizer.model").is_file() == copied
-        assert ("DATADIR" in done.stderr) == (not copied)
+def test_only_the_tokenizer_of_the_data_of_the_run_is_exported(
+    run_dir, folder, tmp_path, monkeypatch, capsys
+):
+    """From DATADIR, or from its default."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.delenv("DATADIR", raising=False)
+    default = tmp_path / "data/open_llama"
+    default.parent.mkdir()
+    others = tmp_path / "others"
+    shutil.copytree(folder / "data", others)
+    with (others / "train.bin").open("ab") as file:
+        file.write(bytes(2))
+    for number, (data_dir, note) in enumerate(
+        ((None, "has no tokenizer"), (others, "holds other data"), (folder / "data", ""))
+    ):
+        if data_dir:
+            default.unlink(missing_ok=True)
+            default.symlink_to(data_dir)
+        out = tmp_path / f"out{number}"
+        exported_weights.export(argparse.Namespace(run=run_dir, out=out))
+        said = capsys.readouterr().err
+        assert (out / "tokenizer.model").is_file() == (not note)
+        assert "DATADIR" in said if note else "note" not in said
+        assert note in said
+    monkeypatch.setenv("DATADIR", str(others))
+    exported_weights.export(argparse.Namespace(run=run_dir, out=tmp_path / "last"))
+    assert not (tmp_path / "last/tokenizer.model").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
+    def fill_disk(model, folder, **options):
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    options = argparse.Namespace(run=run_dir, out=tmp_path / "out")
+    with monkeypatch.context() as full:
+        full.setattr(exported_weights, "write_checkpoint", fill_disk)
+        with pytest.raises(OSError, match="No space"):
+            exported_weights.export(options)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out.partial").mkdir()  # as after SIGKILL
+    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+        exported_weights.export(options)
+
+
+@pytest.mark.parametrize("fate", ["removed", "damaged"])
+def test_a_checkpoint_that_cannot_be_read_is_named(run_dir, tmp_path, monkeypatch, fate):
+    """A running run removes its checkpoint when it has saved the next one."""
+    run = tmp_path / "run"
+    shutil.copytree(run_dir / "checkpoints", run / "checkpoints")
+    shutil.copy(run_dir / "config.toml", run)
+    (folder,) = (run / "checkpoints").iterdir()
+
+    def spoil(config):
+        if fate == "removed":
+            shutil.rmtree(folder)
+        else:
+            next(folder.glob("*.safetensors")).write_bytes(b"x" * 100)
+        return rules_of(config)
+
+    monkeypatch.setattr(exported_weights, "rules_of", spoil)  # called after the folder is chosen
+    with pytest.raises(WeightsError, match=fate):
+        exported_weights.export(argparse.Namespace(run=run, out=None))
+    assert not list(run.glob("exported*"))
+
+
+def test_a_run_of_another_benchmark_is_not_exported(run_dir, tmp_path):
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
+    (path,) = tmp_path.glob("checkpoints/*/facts.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"benchmark": "llama31_8b"}))
+    with pytest.raises(ConfigError, match="a run of llama31_8b"):
+        exported_weights.export(argparse.Namespace(run=tmp_path, out=None))
 
 
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):

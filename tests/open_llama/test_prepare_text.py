@@ -452,6 +452,115 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
     assert "--jsonl-key" in caught.value.do
 
 
+def test_an_error_counts_the_lines_from_the_beginning_of_the_file(tmp_path, monkeypatch):
+    """Also if another process reads a later part of the file, or only some places are read."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines() + b"{}\n" + lines())
+    monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
+    with pytest.raises(DataError) as caught:
+        for part in text_inputs.divide([path]):
+            list(text_inputs.documents_of_part(part, "text"))
+    assert f"line {len(TEXTS) + 1}:" in caught.value.what
+    monkeypatch.setattr(text_tokenizer, "PLACE_BYTES", 100)
+    with pytest.raises(DataError) as caught:
+        text_tokenizer.vocabulary_texts([path], "text")
+    assert f"line {len(TEXTS) + 1}:" in caught.value.what
+
+
+def test_a_folder_or_tokenizer_that_cannot_be_used_is_named(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    given = ["text", "--input", str(tmp_path / "a.jsonl")]
+    out = tmp_path / "out"
+    for named, code, words in (
+        (tmp_path / "absent.model", DataError.exit_code, "absent.model: no such file"),
+        (tmp_path / "a.jsonl", DataError.exit_code, "a.jsonl: expected a SentencePiece"),
+    ):
+        assert main([*given, "--tokenizer", str(named), "--data-dir", str(out)]) == code
+        assert words in capsys.readouterr().err
+    with_tokenizer = [*given, "--tokenizer", str(tokenizer), "--data-dir"]
+    assert main([*with_tokenizer, str(tmp_path / "a.jsonl")]) == ConfigError.exit_code
+    assert "a.jsonl is not a folder" in capsys.readouterr().err
+    for other in ("{", "[]"):
+        (out / RECORD).write_text(other)
+        assert main([*with_tokenizer, str(out)]) == StorageError.exit_code
+        assert f"{out / RECORD} exists" in capsys.readouterr().err
+    for value in ("x", "1"):
+        words = [*with_tokenizer, str(out), "--validation-fraction", value]
+        assert main(words) == ConfigError.exit_code
+        assert "is not a number between 0 and 1" in capsys.readouterr().err
+
+
+def test_another_tokenizer_may_be_removed_unless_token_files_were_made_with_it(
+    tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    another = tmp_path / "another.model"
+    corpus.train_sentencepiece(TEXTS, 310, another)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.model").write_bytes(another.read_bytes())
+    with pytest.raises(StorageError) as caught:
+        prepare(out, [tmp_path / "a.jsonl"], tokenizer)
+    assert "remove it" in caught.value.do and "made" not in caught.value.why
+    prepare(out, [tmp_path / "a.jsonl"], another)
+    with pytest.raises(StorageError) as caught:
+        prepare(out, [tmp_path / "a.jsonl"], tokenizer)
+    assert "remove it" not in caught.value.do and "made with" in caught.value.why
+
+
+def test_a_tokenizer_that_an_earlier_try_trained_is_kept_and_noted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    (folder,) = write_folder(tmp_path / "texts")
+    settings = Settings("", "", "text", 1e-9)
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="validation"):
+        prepare_text([folder], out, settings, 1, 300)
+    assert "note:" not in capsys.readouterr().err
+    trained = (out / "tokenizer.model").read_bytes()
+    (folder / "more.txt").write_text("other words in another text " * 50)
+    settings = Settings("", "", "text", VALIDATION)
+    for notes in (1, 0):  # the second time the data are complete
+        prepare_text([folder], out, settings, 1, 300)
+        assert (out / "tokenizer.model").read_bytes() == trained
+        assert capsys.readouterr().err.count(f"because {out / 'tokenizer.model'} exists") == notes
+
+
+def test_a_record_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    (tmp_path / f"out/{RECORD}.partial").mkdir(parents=True)  # the name of the temporary file
+    with pytest.raises(StorageError, match=f"cannot write .*/out/{RECORD}$"):
+        prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+
+
+def test_a_folder_that_has_only_json_files_asks_for_their_names(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    for words in ("another folder", "its .json files"):
+        with pytest.raises(ConfigError, match="nothing to read") as caught:
+            text_inputs.input_files([tmp_path])
+        assert words in caught.value.do and ".json," not in caught.value.why
+        (tmp_path / "a.JSON.gz").write_bytes(gzip.compress(lines()))
+    assert text_inputs.input_files([tmp_path / "a.JSON.gz"]) == [tmp_path / "a.JSON.gz"]
+
+
+def test_the_metadata_of_a_parquet_file_are_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=10)
+    reads = []
+    read = parquet.read_metadata
+    monkeypatch.setattr(parquet, "read_metadata", lambda path: reads.append(path) or read(path))
+    (part,) = text_inputs.divide([path])
+    assert len(part) == 20 and sum(map(text_inputs.bytes_of, part)) <= path.stat().st_size
+    assert len(reads) == 1
+
+
+def test_the_byte_order_mark_of_a_plain_text_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a line\n".encode("utf-8-sig"))
+    ((source,),) = text_inputs.divide([tmp_path / "a.txt"])
+    assert list(text_inputs.documents(source, "text")) == ["a line\n"]
+
+
 def test_the_vocabulary_of_a_tokenizer_json_ends_at_its_largest_id(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"a": 0, "b": 70_000, "<end>": 2}

@@ -28,8 +28,8 @@ STYLES = {
 
 
 def table(title: str, text: str) -> dict[str, float]:
-    """Name -> milliseconds of the first table below a bold title."""
-    # |---| is not among them.
+    """Return name -> milliseconds of the first table below a bold title."""
+    # The pattern does not match the line |---|.
     heads, values = re.findall(r"^\| (.+) \|$", text[text.index(f"**{title}**") :], re.MULTILINE)[
         :2
     ]

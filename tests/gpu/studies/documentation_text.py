@@ -161,7 +161,7 @@ class PlainText(HTMLParser):
 
 
 def text_of(path: Path) -> str:
-    """The text of a file, or "" if it has too little or is not in English."""
+    """Return the text of a file, or "" if it has too little or is not in English."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     text = content.decode(errors="replace")
     if path.suffix in HTML:
@@ -236,13 +236,13 @@ tokenizer_at = cache(corpus.load_sentencepiece)  # each process loads it once
 
 
 def encode(tokenizer: Path, document: tuple[str, str]) -> tuple[str, int, np.ndarray]:
-    """(package, characters, ids) of a (package, text)."""
+    """Return (package, characters, ids) of `document`, which is (package, text)."""
     package, text = document
     return package, len(text), np.array(tokenizer_at(tokenizer).encode(text), np.uint16)
 
 
 def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2) -> Path:
-    """Token files of at least `tokens` tokens, whole documents, built once. Returns their prefix.
+    """Build token files of at least `tokens` tokens, whole documents, once. Return their prefix.
 
     Files that another machine built are taken as they are, without a look at `packages`. Raises
     DataError if those have too little text.

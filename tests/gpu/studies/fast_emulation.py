@@ -28,7 +28,10 @@ ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
 
 @triton.jit
 def _power_of_two(exponent):
-    """exponent: int32, -127 to 127. 2^-127 is subnormal: the highest bit of its mantissa."""
+    """Return 2^exponent in fp32.
+
+    `exponent`: int32, from -127 to 127. 2^-127 is subnormal: the highest bit of its mantissa.
+    """
     return tl.maximum((exponent + 127) << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
@@ -41,8 +44,9 @@ def _round(
     LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The nearest number of a format, ties to even; with `noise` in 0 to 1, up where the rest is
-    larger. 12582912 = 1.5 * 2^23.
+    """Round `x` to the nearest number of a format, ties to even.
+
+    STOCHASTIC: round up where the remainder of a step is larger than `noise`, which is from 0 to 1.
     """
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * (1.0 / (1 << MANTISSA)), LEAST_STEP)
@@ -51,14 +55,17 @@ def _round(
         below = tl.floor(steps)
         steps = below + tl.where(steps - below > noise, 1.0, 0.0)
     else:
+        # 1.5 * 2^23: fp32 has no fractions near it, so adding it rounds to a whole number.
         steps = (steps + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(steps * step, -LARGEST), LARGEST)
 
 
 @triton.jit
 def _load(x, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of fp32, the index of each element in a contiguous result, and which elements there
-    are.
+    """Load a tile as fp32.
+
+    Return it, the index of each element in a contiguous result, and a mask of the elements that
+    exist.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -152,7 +159,7 @@ def emulate(
     square: bool = False,
     stochastic: bool = False,
 ) -> Tensor:
-    """As block_formats.emulate; x may be a transposed view."""
+    """Return the result of block_formats.emulate. `x` may be a transposed view."""
     assert x.shape[1] % block_format.block_size == 0 and not (
         square and x.shape[0] % block_format.block_size
     ), "blocks must be whole"
@@ -187,7 +194,7 @@ def emulate(
 
 
 def hadamard(x: Tensor, random_signs: bool) -> Tensor:
-    """As block_formats.hadamard."""
+    """Return the result of block_formats.hadamard."""
     assert x.shape[1] % HADAMARD_SIZE == 0, "blocks must be whole"
     out = x.new_empty(x.shape, dtype=torch.float32)
     _transform[tiles_of(x)](
@@ -208,10 +215,10 @@ PLAIN, PLAIN_HADAMARD = block_formats.emulate, block_formats.hadamard
 
 
 def install(device: torch.device, side: int = 1024) -> str:
-    """Let the package use these.
+    """Let the package use these functions instead of its own.
 
-    Returns what they round otherwise, of side x side normal numbers per format, as they are and
-    transformed.
+    Return a text with the number of elements that they round differently in each format, among
+    side x side normal numbers, as they are and transformed.
     """
     x, found = torch.randn(side, side, device=device).bfloat16(), []
     for name, block_format in block_formats.BLOCK_FORMATS.items():
@@ -228,6 +235,6 @@ def install(device: torch.device, side: int = 1024) -> str:
         )
     block_formats.emulate, block_formats.hadamard = emulate, hadamard
     return (
-        f"kernels; of {x.numel():,} elements they round otherwise, plain and transformed: "
+        f"kernels; of {x.numel():,} elements they round differently, plain and transformed: "
         f"{', '.join(found)}"
     )

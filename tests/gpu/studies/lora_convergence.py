@@ -114,10 +114,9 @@ def config_of(size: Size, in_fp8: bool) -> Config:
 def fine_tune(
     size: Size, in_fp8: bool, folder: Path, data_dir: Path, steps: int, processes: Processes
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each
-    step.
-    """
-    config, rules = config_of(size, in_fp8), replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
+    """Return the adapters' first gradients by name, fp32 on the CPU, and the loss of each step."""
+    config = config_of(size, in_fp8)
+    rules = replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
 
     def load(model, base):
         load_base(model, folder, None, base)

@@ -85,8 +85,9 @@ def options_of(name: str, steps: int) -> dict[str, object]:
 
 
 def prepare_text(data_dir: Path) -> Path:
-    """Token files of the documentation of the standard library and of TEXT_PACKAGES, built once.
-    Returns their prefix.
+    """Build token files of the documentation of the standard library and of TEXT_PACKAGES, once.
+
+    Return their prefix.
 
     Files that another machine built are taken as they are, whatever versions it has.
     """

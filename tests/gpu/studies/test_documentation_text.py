@@ -151,7 +151,7 @@ def test_what_repeats_is_left_out():
 
 @pytest.fixture
 def packages(tmp_path):
-    """Two of three pages each, one page in both."""
+    """Two packages of three pages each, of which one is in both."""
     for package, numbers in (("tea-doc", (1, 2, 3)), ("coffee-doc", (3, 4, 5))):
         for number in numbers:
             path = tmp_path / "packages" / package / "usr" / f"{number}.html"

@@ -111,6 +111,8 @@ def plot(runs: dict[str, Path], out: Path) -> None:
 
     losses = {label: training_losses(run) for label, run in runs.items()}
     steps = min(map(len, losses.values()))
+    if steps < MEAN_OF:
+        raise SystemExit(f"error: a run has {steps} steps, fewer than the {MEAN_OF} of a mean")
     ends = range(MEAN_OF, steps + 1, MEAN_OF)
     means = {
         label: [statistics.fmean(curve[end - MEAN_OF : end]) for end in ends]
@@ -125,8 +127,9 @@ def plot(runs: dict[str, Path], out: Path) -> None:
         lower.plot(ends, gaps, linewidth=1)
         if label == first:
             continue
-        for stretch in range(0, len(gaps), len(gaps) // STRETCHES):
-            part = gaps[stretch : stretch + len(gaps) // STRETCHES]
+        length = max(1, len(gaps) // STRETCHES)
+        for stretch in range(0, len(gaps), length):
+            part = gaps[stretch : stretch + length]
             last = ends[stretch] - MEAN_OF + len(part) * MEAN_OF
             print(f"to step {last}: {label} minus {first} {statistics.fmean(part):+.4f}")
     upper.set(ylabel=f"training loss, means over {MEAN_OF} steps")
@@ -144,7 +147,9 @@ def labelled_run(text: str) -> tuple[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     texts = commands.add_parser("text")
     texts.add_argument("--packages", nargs="*", default=[])

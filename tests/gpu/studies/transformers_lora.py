@@ -21,7 +21,9 @@ WARMUP, STEPS = 2, 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     torch.set_default_dtype(torch.bfloat16)
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def base() -> torch.nn.Module:
-    """Qwen3-8B's shape (Qwen/Qwen3-8B, config.json)."""
+    """Return a model with random weights of Qwen3-8B's shape (Qwen/Qwen3-8B, config.json)."""
     sizes = {
         "hidden_size": 4096,
         "intermediate_size": 12288,
