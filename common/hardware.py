@@ -241,7 +241,7 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
             "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env
         )
         for _, name, memory_mib, capability, *_ in rows:
-            if not (name and memory_mib.isdigit() and re.fullmatch(r"\d+\.\d+", capability)):
+            if not (name and memory_mib.isdecimal() and re.fullmatch(r"\d+\.\d+", capability)):
                 raise DriverError(
                     f"it reports name {name!r}, memory {memory_mib!r}, "
                     f"compute capability {capability!r}"
@@ -359,7 +359,7 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
         index = -1
         if len(matches) == 1:
             index = matches[0]
-        elif entry.isdigit():
+        elif entry.isdecimal():
             index = int(entry)
         if not 0 <= index < count:
             break

@@ -160,13 +160,16 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     that is not valid. Raise SystemExit after printing the help or the version.
     """
     words: list[str] = []
+    asks_for_help = False
     for word in arguments:
         if word in SWITCHES:
             os.environ[SWITCHES[word]] = "1"
         elif word == "help" and len(words) < 2:
-            words.append("--help")
+            asks_for_help = True
         else:
             words.append(word)
+    if asks_for_help:
+        words.append("--help")  # last, so that `help plan` is `plan --help`
     if "--version" in words:
         print(version())
         raise SystemExit(0)

@@ -31,6 +31,14 @@ class RunResult:
     started: bool = False  # whether the log has a run_start
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL. Real-time signals have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def read_result(path: Path) -> RunResult:
     """Return the outcome in the log at `path`, an empty RunResult if it is missing or damaged.
 
@@ -186,7 +194,7 @@ def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
             "(see dmesg)",
             "free host memory, then start again",
         )
-    end = signal.Signals(-code).name if code < 0 else "exit code 0"
+    end = signal_name(-code) if code < 0 else "exit code 0"
     return RankLost(
         f"{who} died without a message",
         f"{end}: a crash in native code, or a lost device",

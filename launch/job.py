@@ -64,7 +64,7 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
         rank = "0"
     address = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT") or str(PORT)
-    if not rank.isdigit() or int(rank) >= count:
+    if not rank.isdecimal() or int(rank) >= count:
         nodes = plural(count, "node")
         what = f"the config is for {nodes}, but NODE_RANK is not set"
         if rank:
@@ -83,7 +83,7 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
             "all nodes connect to node 0",
             "set it to the host name of node 0, or use run.sub",
         )
-    if not port.isdigit() or not 0 < int(port) < 65535:
+    if not port.isdecimal() or not 0 < int(port) < 65535:
         raise ConfigError(
             f"MASTER_PORT={port} is not a valid port",
             "this port and the next one are used",

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -226,7 +225,7 @@ def judge(
         error = ending.hang
         failed_rank = ending.failed_rank or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
-        name = signal.Signals(-ending.returncode).name
+        name = diagnosis.signal_name(-ending.returncode)
         error = RankLost(
             "torchrun, which starts the ranks, was killed",
             f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "

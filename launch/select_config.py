@@ -361,7 +361,7 @@ def _no_gpu_for(config: RunConfig) -> RunError:
 def requested_gpus(environment: Mapping[str, str]) -> int:
     """Return DGXNGPU, 0 if it is not set. Raise ConfigError if it is not a number of GPUs."""
     text = environment.get("DGXNGPU", "")
-    if text and (not text.isdigit() or int(text) < 1):
+    if text and (not text.isdecimal() or int(text) < 1):
         raise ConfigError(
             f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
         )

@@ -74,7 +74,7 @@ def request_from(
     """Return the request. Raise ConfigError for invalid values and for values that conflict."""
     count = environment.get("NEXP") or ("0" if resume else "1")
     seed = environment.get("SEED", "")
-    if not count.isdigit() or (int(count) < 1 and not resume):
+    if not count.isdecimal() or (int(count) < 1 and not resume):
         raise ConfigError(
             f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it"
         )
@@ -89,7 +89,7 @@ def request_from(
         limit = 0 if count == "1" else MAX_FAILURES
     if not seed:
         return SeriesRequest(int(count), limit, None, resume)
-    if not seed.isdigit() or int(seed) >= 2**32:
+    if not seed.isdecimal() or int(seed) >= 2**32:
         raise ConfigError(
             f"SEED={seed} is not a seed",
             "it must be from 0 to 2^32 - 1",

@@ -169,7 +169,7 @@ def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
     """
     if wanted:
         sizes = wanted.lower().split("x")
-        if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
             raise ConfigError(
                 f"--shape {wanted}",
                 "a shape consists of three numbers of at least 1",

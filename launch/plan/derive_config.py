@@ -237,7 +237,7 @@ def _derive(
     """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory."""
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
-    if batch.isdigit() and int(batch) % gpus:
+    if batch.isdecimal() and int(batch) % gpus:
         raise _cannot_be_shared(benchmark, file, int(batch), gpus)
     start = _start(benchmark, path, file, kind, gpus, overrides)
     work = _workload_of_layers(benchmark, start, layers)

@@ -67,6 +67,8 @@ from launch.select_config import (
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
+# Options that need --nodes, and their defaults.
+OF_NODES = {"launcher": "", "deadline": 600.0, "out": Path("preflight_nodes")}
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
@@ -103,6 +105,13 @@ def examine(benchmark: str, rest: list[str]) -> None:
     if options.nodes is not None:
         examine_nodes(options, os.environ)
         return
+    for name in OF_NODES:
+        if getattr(options, name) != OF_NODES[name]:
+            raise ConfigError(
+                f"--{name} without --nodes",
+                f"--{name} applies to several hosts only",
+                f"add --nodes, or leave out --{name}",
+            )
     rows, ranks = check(options, os.environ)
     verdict = overall(rows)
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
@@ -150,21 +159,21 @@ def _add_node_options(parser: Parser) -> None:
     )
     several.add_argument(
         "--launcher",
-        default="",
+        default=OF_NODES["launcher"],
         metavar="COMMAND",
         help="ssh, srun, or a command with {node} in it (default: srun in a Slurm job, else ssh)",
     )
     several.add_argument(
         "--deadline",
         type=number_between(1, 7200),  # an agent ends after 7200 s (nodes/agent.py)
-        default=600.0,
+        default=OF_NODES["deadline"],
         metavar="S",
         help="seconds for the checks of each host by itself (default: 600)",
     )
     several.add_argument(
         "--out",
         type=Path,
-        default=Path("preflight_nodes"),
+        default=OF_NODES["out"],
         metavar="DIR",
         help="directory for the lists of hosts and the page (default: preflight_nodes)",
     )

@@ -85,13 +85,14 @@ def test_a_missed_target_is_no_single_ranks_failure(tmp_path):
     ("code", "exit_code", "words"),
     [
         (-9, 14, "SIGKILL"),
+        (-40, 14, "signal 40"),  # a real-time signal, which has no name
         (-11, 14, "SIGSEGV"),
         (0, 14, "exit code 0"),
         (1, 1, "exit code 1"),
         (12, 12, "12"),
     ],
 )
-def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words):
+def test_a_rank_without_a_record_is_the_failed_one(tmp_path, code, exit_code, words):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True)
     exits(tmp_path, (2, -15), (1, code), (0, 14))
     error, failed_rank = diagnosis.diagnose(tmp_path, 3)

@@ -61,6 +61,7 @@ def test_no_gpu_is_the_miniature():
         (H200X4, {"DGXSYSTEM": "H200"}, "H200"),
         (H200X4, {"DGXNGPU": "3"}, "3 GPUs .*16"),
         (H200X4, {"DGXNGPU": "two"}, "DGXNGPU=two"),
+        (H200X4, {"DGXNGPU": "²"}, "DGXNGPU=²"),
         (H200X4, {"DGXNGPU": "2", "DGXSYSTEM": "H200_1x4"}, "DGXNGPU=2"),
     ],
 )

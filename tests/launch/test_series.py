@@ -259,6 +259,7 @@ def test_what_can_be_requested():
     [
         ({"NEXP": "0"}, None, False),
         ({"NEXP": "ten"}, None, False),
+        ({"NEXP": "²"}, None, False),
         ({"SEED": "-1"}, None, False),
         ({"SEED": str(2**32)}, None, False),
         ({"SEED": "7", "NEXP": "3"}, None, False),

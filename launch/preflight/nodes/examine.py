@@ -115,7 +115,7 @@ def master_port(environment: Mapping[str, str]) -> int:
     Under torchrun, which listens on MASTER_PORT, the port after the next one is returned.
     """
     text = environment.get("MASTER_PORT") or str(PORT)
-    if not text.isdigit() or not 0 < int(text) < 65535:
+    if not text.isdecimal() or not 0 < int(text) < 65535:
         raise ConfigError(
             f"MASTER_PORT={text} is not a valid port",
             "this port and the next one are checked",
@@ -227,10 +227,10 @@ def add_link_rows(report: Report) -> None:
     """Add the rows about ports, clocks and links: some for each node, some for the network."""
     nodes = list(dict.fromkeys(node for pair in report.links for node in pair))
     why = judge.unreachable(report.links)
-    culprits = judge.blamed(why, nodes)
+    links_of_nodes = judge.links_by_node(why, nodes)
     slow = judge.judge_links("links", report.rates, nodes)
     for node in nodes:
-        report.rows[node].append(judge.judge_ports(node, culprits, why))
+        report.rows[node].append(judge.judge_ports(node, links_of_nodes, why))
         report.rows[node].append(judge.judge_clock(node, report.links))
         report.rows[node].append(slow[node])
     interfaces = {}  # node -> the interface over which it sends
@@ -304,12 +304,12 @@ def measure_pairs(report: Report, remotes: Sequence[Remote], port: int, seconds:
                 why[pair] = answer["error"]
             else:
                 report.pairs[pair] = answer["rates"]["all-reduce"]
-    culprits = judge.blamed(why, nodes)
+    links_of_nodes = judge.links_by_node(why, nodes)
     rate_rows = judge.judge_links("all-reduce in pairs", report.pairs, nodes)
     for node in nodes:
         row = rate_rows[node]
-        if node in culprits:
-            value = "; ".join(f"{a} with {b}: {why[a, b]}" for a, b in culprits[node])
+        if node in links_of_nodes:
+            value = "; ".join(f"{a} with {b}: {why[a, b]}" for a, b in links_of_nodes[node])
             row = CheckRow("all-reduce in pairs", "refuse", value, "", judge.NCCL_LOG)
         report.rows[node].append(row)
 

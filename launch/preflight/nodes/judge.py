@@ -76,12 +76,12 @@ def judge_clock(node: str, links: Mapping[Pair, Mapping]) -> CheckRow:
     return CheckRow("clock", verdict, f"{offset * 1e3:+.3f} ms", expected, do)
 
 
-def blamed(bad: Iterable[Pair], nodes: Sequence[str]) -> dict[str, list[Pair]]:
+def links_by_node(bad: Iterable[Pair], nodes: Sequence[str]) -> dict[str, list[Pair]]:
     """Attribute bad links to as few nodes as possible: return node -> its bad links.
 
-    The node with the most bad links is blamed first, then the one with the most of those that are
-    left. If several have equally many, the node that receives over most of them is blamed, or else
-    the last one. With two nodes, the cause cannot be told.
+    The node with the most bad links comes first, then the one with the most of those that are left.
+    If several have equally many, the one that receives over most of them is taken, or else the last
+    one. With two nodes, the cause cannot be told.
     """
     left = set(bad)
     links_of: dict[str, list[Pair]] = {}
@@ -91,9 +91,9 @@ def blamed(bad: Iterable[Pair], nodes: Sequence[str]) -> dict[str, list[Pair]]:
         return sum(node in pair for pair in left), receiving, nodes.index(node)
 
     while left:
-        culprit = max(nodes, key=number_of_bad_links)
-        links_of[culprit] = sorted(pair for pair in left if culprit in pair)
-        left -= set(links_of[culprit])
+        worst_node = max(nodes, key=number_of_bad_links)
+        links_of[worst_node] = sorted(pair for pair in left if worst_node in pair)
+        left -= set(links_of[worst_node])
     return links_of
 
 
@@ -109,12 +109,14 @@ def unreachable(links: Mapping[Pair, Mapping]) -> dict[Pair, str]:
     return why_unreachable
 
 
-def judge_ports(node: str, culprits: Mapping[str, list[Pair]], why: Mapping[Pair, str]) -> CheckRow:
+def judge_ports(
+    node: str, links_of_nodes: Mapping[str, list[Pair]], why: Mapping[Pair, str]
+) -> CheckRow:
     """Judge whether this node's ports are reachable, and whether it reaches those of others.
 
-    `culprits`: result of `blamed`. `why`: result of `unreachable`.
+    `links_of_nodes`: result of `links_by_node`. `why`: result of `unreachable`.
     """
-    pairs = culprits.get(node, [])
+    pairs = links_of_nodes.get(node, [])
     links_by_reason: dict[str, list[str]] = {}
     for start, to in pairs:
         links_by_reason.setdefault(why[start, to], []).append(f"{start} -> {to}")
@@ -145,7 +147,7 @@ def judge_links(
         verdict = worst(1 - rate / healthy, SLOW)
         if verdict != "ok":
             bad[verdict].add(pair)
-    culprits = {verdict: blamed(pairs, nodes) for verdict, pairs in bad.items()}
+    links_of_nodes = {verdict: links_by_node(pairs, nodes) for verdict, pairs in bad.items()}
     rows = {}
     for node in nodes:
         own = {pair: rate for pair, rate in rates.items() if node in pair}
@@ -156,7 +158,7 @@ def judge_links(
         value = f"slowest {min(good):.2f} Gb/s" if good else "only links to slow nodes"
         rows[node] = CheckRow(check, "ok", value, expected)
         for verdict in ("warn", "refuse"):
-            if pairs := culprits[verdict].get(node):
+            if pairs := links_of_nodes[verdict].get(node):
                 value = ", ".join(f"{a} -> {b} {rates[a, b]:.2f} Gb/s" for a, b in pairs)
                 rows[node] = CheckRow(check, verdict, value, expected, do)
     return rows

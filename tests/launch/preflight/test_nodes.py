@@ -110,7 +110,7 @@ def test_a_slow_node_is_blamed_even_among_three():
 def test_one_closed_port_blames_the_node_that_closed_it():
     probes = {(x, "c"): {"port_errors": {"29500": "timed out"}} for x in "ab"}
     why = judge.unreachable(probes | {("c", "a"): {"port_errors": {}}})
-    rows = {node: judge.judge_ports(node, judge.blamed(why, "abc"), why) for node in "abc"}
+    rows = {node: judge.judge_ports(node, judge.links_by_node(why, "abc"), why) for node in "abc"}
     assert [rows[node].verdict for node in "abc"] == ["ok", "ok", "refuse"]
     assert "29500" in rows["c"].value
 
@@ -176,6 +176,15 @@ def test_hosts_that_are_no_hosts_are_refused(hosts):
         remote.node_names(hosts)
     with pytest.raises(ConfigError, match="--nodes"):
         preflight_command.examine("", ["--nodes", hosts])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("option", "value"), [("--launcher", "ssh"), ("--deadline", "60"), ("--out", "elsewhere")]
+)
+def test_an_option_of_several_nodes_is_refused_for_one(option, value):
+    with pytest.raises(ConfigError, match=f"{option} without --nodes"):
+        preflight_command.examine("", [option, value])
 
 
 @pytest.mark.quick
