@@ -248,7 +248,7 @@ def test_a_full_disk_is_a_storage_error_and_the_partial_model_is_removed(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (
         failure.value.exit_code == 17
-        and "full" in failure.value.why
+        and "free space" in failure.value.why
         and not list(tmp_path.iterdir())
     )
 
