@@ -24,6 +24,7 @@ OPTIONAL = (
     "pytorch-triton-rocm",
     "amd-aiter",
     "flash-attn-4",
+    "quack-kernels",
     "nvidia-cutlass-dsl",
     "transformer-engine",
 )

@@ -8,6 +8,7 @@ import pytest
 from probes import H200X4
 
 from common.config import load
+from common.engines import ENGINES
 from common.errors import StorageError
 from common.paths import ROOT
 from launch import run_directory
@@ -32,7 +33,9 @@ def test_unwritable_results_are_a_storage_error(tmp_path):
 
 def test_facts(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    installed = {"torch": "2.13.0", "flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1"}
+    installed = {"torch": "2.13.0", "nvidia-cutlass-dsl": "4.8.1"}
+    for operation in ENGINES.values():
+        installed |= {engine.package: engine.oldest for engine in operation if engine.package}
     monkeypatch.setattr(run_directory, "version_of", installed.get)
     config = load(ROOT / "configs/llama31_8b/H200_1x4.toml", Config)
     run_directory.write_config_and_versions(tmp_path, config, run_directory.versions(ROOT, H200X4))
