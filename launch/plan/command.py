@@ -2,11 +2,12 @@
 
 `./run_and_time.sh <benchmark> plan` needs no GPU and no torch.
 
-    plan                    the config that fits this machine; without a GPU, all configs
-    plan --config FILE      one config; if it has gpu = "any", on this machine
-    plan --all              a table of all configs of the benchmark
-    plan --scaling GPU      minutes to the target on 1 to 512 of these GPUs
-    plan ... --set K=V      with one value changed
+    plan                      the config that fits this machine; without a GPU, all configs
+    DGXSYSTEM=B200_1x4 plan   the config for these GPUs, derived if configs/ has no file
+    plan --config FILE        one config; if it has gpu = "any", on this machine
+    plan --all                a table of all configs of the benchmark
+    plan --scaling GPU        minutes to the target on 1 to 512 of these GPUs
+    plan ... --set K=V        with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The
 formulas are in memory.py and step_time.py of launch/plan/. `./run_and_time.sh plan` without a
@@ -243,8 +244,10 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
             f"node's {config.gpus_per_node} GPUs."
         )
     largest = largest_micro_batch(config, work, kind)
-    lines.append(f"Largest micro-batch that fits if nothing else changes: {largest}.")
-    lines += ["", flops_line(work), "", kinds_table(benchmark, config)]
+    share = config.global_batch_size // config.world_size
+    limit = f" The global batch allows {share}." if largest > share else ""
+    lines.append(f"Largest micro-batch that fits if nothing else changes: {largest}.{limit}")
+    lines += ["", flops_line(work), "", kinds_caption(config), "", kinds_table(benchmark, config)]
     lines += ["", target_line(benchmark, config), SOURCES]
     return lines
 
@@ -331,6 +334,13 @@ def _speed(planned: Estimate) -> list[str]:
         f"{planned.eval_s:.1f}",
         minutes,
     ]
+
+
+def kinds_caption(config: RunConfig) -> str:
+    """Return the sentence above `kinds_table`."""
+    count = config.world_size
+    gpus = "one GPU" if count == 1 else f"{count} GPUs"
+    return f"The same settings on {gpus} of every kind, whose own configs may differ (plan --all):"
 
 
 def kinds_table(benchmark: str, config: RunConfig) -> str:
