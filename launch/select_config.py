@@ -212,6 +212,8 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
     names = variables_of_real_run(environment)
     if names and not explicit and not wants_miniature(options):
         are = "is" if len(names) == 1 else "are"
+        if system:
+            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
         raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
 
 

@@ -237,7 +237,7 @@ def problems(description: dict) -> list[str]:
     for key in WHOLE_NUMBERS:
         is_whole = converts_to_int(description.get(key))
         require(key, is_whole, "is not an integer (result_summarizer crashes)")
-    known = "; ".join(STATUS.values())
+    known = ", ".join(f"{short} ({full})" for short, full in STATUS.items())
     require(
         "status",
         description.get("status") in STATUS.values(),
