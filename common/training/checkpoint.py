@@ -316,6 +316,8 @@ class Checkpoints:
     def load(self) -> int:
         """Load the checkpoint of the run named by --continue, and return its number of steps.
 
+        Call it once, since it frees the copies in host memory if the run saves no checkpoints.
+
         Returns 0 without --continue. Raises ConfigError if there is no checkpoint, or if it belongs
         to another run or device. Raises WeightsError if it is damaged.
         """

@@ -41,7 +41,8 @@ def save_on_and_on(rank, ranks, port, folder, ready):
 
 
 def load_on_and_on(rank, ranks, port, folder, ready):
-    checkpoints = made(rank, ranks, port, folder, checkpoint=None, continues=folder)
+    """Load again and again, which only a run that also saves can do."""
+    checkpoints = made(rank, ranks, port, folder, checkpoint="1", continues=folder)
     ready.touch()
     while checkpoints.load():
         pass
