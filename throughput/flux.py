@@ -129,7 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=count,
         metavar="N",
-        help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
+        help="side of the image in pixels "
+        f"(default: {RESOLUTION['cuda']}, on a CPU {RESOLUTION['cpu']})",
     )
     parser.add_argument(
         "--layers",
