@@ -111,7 +111,7 @@ def start(name: str, rest: list[str]) -> int:
         module.measure(options, recorded)
         recorded.finish()
     except Exception as error:
-        result.write_failure(folder, failure_of(error) or internal_error(error))
+        recorded.fail(failure_of(error) or internal_error(error))
         raise
     return 0
 

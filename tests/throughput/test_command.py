@@ -82,6 +82,15 @@ def test_a_result_is_written_once(tmp_path, capsys):
     assert (tmp_path / "a" / "result.json").read_bytes() == before
 
 
+def test_a_directory_without_a_measured_row_can_be_named_again(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "a")]
+    assert main(["gpt", "--device", "cpu", "--batch", "2", "--sweep", *out]) == 2
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["failure.json"]
+    capsys.readouterr()
+    assert main([*MLP, *out]) == 0
+    assert not (tmp_path / "a" / "failure.json").exists()
+
+
 def test_a_signal_ends_it_in_three_lines_and_keeps_what_was_measured(tmp_path):
     command = [
         sys.executable,
