@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         if name.startswith(("NCCL_", "RCCL_")):
             result.data["machine"][name] = value
     counts = options.gpus or [gpus for gpus in (1, 2, 4, 8) if gpus <= available]
-    for gpus in sorted(counts):
+    for gpus in sorted(set(counts)):  # a number is not compared with itself
         processes = "process" if gpus == 1 else "processes"
         print(f"starting {gpus} {processes} ...", file=sys.stderr, flush=True)
         measured, error = run_request(request, gpus)
