@@ -683,8 +683,16 @@ def test_two_profiles_are_compared_kernel_by_kernel(tmp_path, capsys):
     assert "| GEMM | qkv: 1 x 2 x 3 | 0.060 | 60.0% | 0.090 | 69.2% | +0.030 | 100% |" in table
     assert 'class="tiles"' in (tmp_path / "both" / "page.html").read_text()
     assert command.main(["compare", folders[0], "--out", str(tmp_path / "one")]) == 2
-    (tmp_path / "before" / "profile.json").write_text("{}")
-    assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
+    without_tokens = {key: before[key] for key in before if key != "tokens_per_step_per_rank"}
+    for spoilt in (
+        {},
+        without_tokens,
+        before | {"window_ms": 0},
+        before | {"kernels": [{"name": "x"}]},
+        before | {"classes": [{"name": "x", "ms": "1"}]},
+    ):
+        (tmp_path / "before" / "profile.json").write_text(json.dumps(spoilt))
+        assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -288,6 +288,11 @@ def test_baseline_files_are_checked_before_anything_is_measured(tmp_path, on_gpu
     file.write_text("[]")
     with pytest.raises(DataError, match="not a baseline"):
         on_gpus(tmp_path / "s", 1.0, against=str(file))
+    row = {"table": "llama", "keys": {"seq": 8192}, "column": "tokens_per_s", "value": 1.0}
+    for spoilt in ({"value": 0}, {"value": None}, {"value": "1"}, {"keys": None}):
+        file.write_text(json.dumps({"gpu": "H200", "source": "", "rows": [row | spoilt]}))
+        with pytest.raises(DataError, match="not a baseline"):
+            on_gpus(tmp_path / "s", 1.0, against=str(file))
     with pytest.raises(ConfigError, match="--save-baseline"):
         on_gpus(tmp_path / "s", 1.0, save_baseline=file)
     with pytest.raises(ConfigError, match="--save-baseline"):
