@@ -88,7 +88,9 @@ TABLES = (
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
         published=(
-            PublishedValues("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),
+            PublishedValues(
+                "flux", ("model", "precision", "resolution", "batch"), "images_per_s_per_gpu"
+            ),
         ),
     ),
     Table(

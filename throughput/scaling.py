@@ -82,8 +82,8 @@ SCALING = Table(
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
-        PublishedValues("scaling_7b", ("model", "gpus"), "tokens_per_s"),
-        PublishedValues("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
+        PublishedValues("scaling_7b", ("model", "gpus", "seq"), "tokens_per_s"),
+        PublishedValues("scaling_ddp", ("model", "gpus", "batch", "seq"), "tokens_per_s"),
     ),
 )
 COLLECTIVES = Table(
