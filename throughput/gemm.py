@@ -62,7 +62,7 @@ TABLES = (
             Column("best_percent", "Best, % of peak", "", ".1f"),
             Column("best_shape", "Best shape"),
         ),
-        keys=("precision", "call", "library"),
+        keys=("precision", "call", "library", "shapes"),
         value="average",
         formulas=("Average: mean of the TFLOP/s of all shapes, without weights.",),
         published=(PublishedValues("gemm_gpus", (), "tflops"),),
