@@ -635,6 +635,16 @@ def test_the_document_is_per_step():
     assert found["products"][0]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
 
 
+def test_the_rate_of_products_leaves_out_the_time_of_those_without_a_shape():
+    product = kernel(GEMM, 0, 60_000, label="qkv: 1 x 2 x 3", flops=12)
+    adapter = kernel("_down_kernel", 60_000, 40_000)
+    found = document(breakdown([product, adapter], 0, 100_000), 100_000, 1, FACTS)
+    rows = {row["name"]: row for row in found["classes"]}
+    assert rows["GEMM"]["kernel_ms"] == pytest.approx(0.1)
+    assert rows["GEMM"]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
+    assert [row["tflops"] for row in found["products"]] == [rows["GEMM"]["tflops"], None]
+
+
 def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
     shown = time_profile.text(table())
     assert (
