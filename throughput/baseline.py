@@ -21,7 +21,7 @@ from throughput import published, report
 from throughput.files import read_json, write_json
 from throughput.tables import Section, Table
 
-TOLERANCE = "3%"
+TOLERANCE = 0.03  # fraction below the baseline that passes
 BASELINES = Path(__file__).with_name("baselines")
 PASS = "PASS"
 FAIL = "FAIL"
@@ -67,7 +67,7 @@ class BaselineVerdict:
 def percentage(text: str) -> float:
     """Parse an option such as 3% and return it as a fraction."""
     if not re.fullmatch(r"\d+(\.\d+)?%", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage such as {TOLERANCE}")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage such as {TOLERANCE:.0%}")
     return float(text[:-1]) / 100
 
 

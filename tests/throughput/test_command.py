@@ -38,6 +38,7 @@ def three_lines(capsys) -> list[str]:
         (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
         (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
+        (["settings", "--out", "ignored"], "--out"),
     ],
 )
 def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
