@@ -75,12 +75,13 @@ def parser_of(name: str) -> Parser:
     module = importlib.import_module(f"throughput.{name}")
     parser = Parser(f"throughput {name}", module.__doc__)
     module.add_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="new directory for the result (default: one in LOGDIR/throughput)",
-    )
+    if name != "settings":  # it only prints
+        parser.add_argument(
+            "--out",
+            type=Path,
+            metavar="DIR",
+            help="new directory for the result (default: one in LOGDIR/throughput)",
+        )
     if name not in WITHOUT_RESULT:
         shared_options.add(parser, "device")
     return parser
@@ -111,7 +112,7 @@ def start(name: str, rest: list[str]) -> int:
         module.measure(options, recorded)
         recorded.finish()
     except Exception as error:
-        result.write_failure(folder, failure_of(error) or internal_error(error))
+        recorded.fail(failure_of(error) or internal_error(error))
         raise
     return 0
 

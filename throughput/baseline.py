@@ -16,11 +16,12 @@ from typing import Any
 
 from common.command_line import meant
 from common.errors import CheckFailed, ConfigError, listed
+from common.records.json_lines import is_number
 from throughput import published, report
 from throughput.files import read_json, write_json
 from throughput.tables import Section, Table
 
-TOLERANCE = "3%"
+TOLERANCE = 0.03  # fraction below the baseline that passes
 BASELINES = Path(__file__).with_name("baselines")
 PASS = "PASS"
 FAIL = "FAIL"
@@ -66,7 +67,7 @@ class BaselineVerdict:
 def percentage(text: str) -> float:
     """Parse an option such as 3% and return it as a fraction."""
     if not re.fullmatch(r"\d+(\.\d+)?%", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage such as {TOLERANCE}")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage such as {TOLERANCE:.0%}")
     return float(text[:-1]) / 100
 
 
@@ -147,6 +148,11 @@ def read(path: Path) -> Baseline:
 
     def parse(data: dict[str, Any]) -> Baseline:
         rows = tuple(BaselineRow(**row) for row in data["rows"])
+        for row in rows:
+            if not isinstance(row.keys, dict):
+                raise TypeError(f"keys is {row.keys!r}, not an object")
+            if not is_number(row.value) or row.value <= 0:
+                raise ValueError(f"value is {row.value!r}, not a number above 0")
         return Baseline(str(data["gpu"]), str(data["source"]), rows)
 
     return read_json(

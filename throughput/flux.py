@@ -88,7 +88,9 @@ TABLES = (
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
         published=(
-            PublishedValues("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),
+            PublishedValues(
+                "flux", ("model", "precision", "resolution", "batch"), "images_per_s_per_gpu"
+            ),
         ),
     ),
     Table(
@@ -129,7 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=count,
         metavar="N",
-        help=f"side of the image in pixels (default: {RESOLUTION['cuda']})",
+        help="side of the image in pixels "
+        f"(default: {RESOLUTION['cuda']}, on a CPU {RESOLUTION['cpu']})",
     )
     parser.add_argument(
         "--layers",

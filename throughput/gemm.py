@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.command_line import count
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
 from throughput.result import Result, TimedRow
@@ -61,7 +62,7 @@ TABLES = (
             Column("best_percent", "Best, % of peak", "", ".1f"),
             Column("best_shape", "Best shape"),
         ),
-        keys=("precision", "call", "library"),
+        keys=("precision", "call", "library", "shapes"),
         value="average",
         formulas=("Average: mean of the TFLOP/s of all shapes, without weights.",),
         published=(PublishedValues("gemm_gpus", (), "tflops"),),
@@ -168,14 +169,14 @@ def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
     On a CPU the sizes are smaller. Raises ConfigError if `wanted` is not a shape.
     """
     if wanted:
-        sizes = wanted.lower().split("x")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        try:
+            m, k, n = map(count, wanted.lower().split("x"))
+        except (ValueError, argparse.ArgumentTypeError):
             raise ConfigError(
                 f"--shape {wanted}",
                 "a shape consists of three numbers of at least 1",
                 "use the form MxKxN, such as 8192x8192x8192",
-            )
-        m, k, n = map(int, sizes)
+            ) from None
         return {(m, k, n): SHAPES.get((m, k, n), "--shape")}
     if device == "cuda":
         return dict(SHAPES)

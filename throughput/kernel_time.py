@@ -104,6 +104,7 @@ class ProfileRow:
     kernel_ns: int = 0  # sum of durations, in which two concurrent kernels count twice
     launches: int = 0
     flops: int = 0
+    product_ns: int = 0  # part of kernel_ns of matrix products whose shape, and so flops, is known
 
     @property
     def hidden_ns(self) -> int:
@@ -153,10 +154,12 @@ def breakdown(
             continue
         name = event.label or event.name
         for row in (classes[kind], kernels.setdefault((kind, name), ProfileRow(name, kind))):
+            kernel_ns = own if event.kind == "op" else inside
             row.exposed_ns += own
-            row.kernel_ns += own if event.kind == "op" else inside
+            row.kernel_ns += kernel_ns
             row.launches += 1
             row.flops += event.flops
+            row.product_ns += kernel_ns if event.label else 0
     classes[IDLE].exposed_ns = idle_ns
     rows = sorted(kernels.values(), key=lambda row: -row.exposed_ns)
     return {

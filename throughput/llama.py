@@ -57,7 +57,7 @@ TABLES = (
             Column("planned_gib", "Planned", "GiB", ".1f"),
             Column("note", "Note"),
         ),
-        keys=("model", "mode", "precision", "layers", "seq", "gpus", "batch"),
+        keys=("model", "mode", "precision", "layers", "seq", "gpus", "batch", "micro_batches"),
         value="tokens_per_s_per_gpu",
         formulas=(
             "Step: forward, backward, reduction of the gradients, clipping, AdamW in fp32 on fp32 "
@@ -86,9 +86,11 @@ TABLES = (
             ),
         ),
         published=(
-            PublishedValues("llama_fsdp", ("model", "precision", "seq"), "tflops"),
             PublishedValues(
-                "qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"
+                "llama_fsdp", ("model", "mode", "precision", "layers", "seq"), "tflops"
+            ),
+            PublishedValues(
+                "qwen3_8b", ("model", "mode", "precision", "layers", "seq"), "tokens_per_s_per_gpu"
             ),
         ),
     ),
@@ -148,7 +150,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             case = tuned(case, options, result)
         while not attempt(case, options, result):
             smaller = case.config.micro_batch_size - 1
-            if options.batch != shared_options.MAX or not smaller:
+            if not case.largest or not smaller:
                 break
             case = replace(case, config=with_micro_batch(case.config, smaller))
 

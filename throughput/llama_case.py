@@ -48,6 +48,7 @@ class LlamaCase:
     work: Workload
     kind: GpuKind | None  # None: a CPU
     source: str  # origin of the settings, "" if they are those of a file in configs/
+    largest: bool = False  # whether the batch is the largest that fits by calculation
 
     @property
     def benchmark(self) -> str:
@@ -156,7 +157,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Lla
     config = settings_that_fit(replace(case, config=config), as_benchmark)
     if largest:
         config = with_micro_batch(config, largest_micro_batch(config, work, kind))
-    return replace(case, config=config)
+    return replace(case, config=config, largest=largest)
 
 
 def _case_on_cpu(case: LlamaCase, batch: int | str) -> LlamaCase:

@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared_options.add(
         parser,
         "warmup",
-        batch={"type": count, "default": 256, "metavar": "N"},
+        batch={
+            "type": count,
+            "default": 256,
+            "metavar": "N",
+            "help": "samples per step (default: %(default)s)",
+        },
         steps=steps,
     )
 

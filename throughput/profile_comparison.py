@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.records.json_lines import is_number
 from throughput import report
 from throughput.files import read_json
 from throughput.tables import Section
@@ -57,8 +58,14 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / PROFILE
 
     def parse(profile: dict[str, Any]) -> dict[str, Any]:
-        for key in ("window_ms", "classes", "kernels", "device", "started"):
+        for key in ("device", "benchmark", "started", "tokens_per_step_per_rank"):
             profile[key]  # raises KeyError if it is missing
+        times_ms = [profile["window_ms"]]
+        for row in (*profile["classes"], *profile["kernels"]):
+            row["name"]
+            times_ms.append(row["ms"])
+        if not all(map(is_number, times_ms)) or times_ms[0] <= 0:
+            raise ValueError("a time is not a number, or the step took none")
         return profile
 
     return read_json(

@@ -156,6 +156,16 @@ class Result:
                 f"see {self.folder / NAME}",
             )
 
+    def fail(self, error: RunError) -> None:
+        """Write failure.json, the error that ended the measurement, if the folder can be written.
+
+        Without rows, also remove result.json, so that the folder can be named again.
+        """
+        with contextlib.suppress(OSError, StorageError):
+            if not self.rows:
+                (self.folder / NAME).unlink(missing_ok=True)
+            write_json(self.folder / FAILURE, error.as_dict())
+
     def _write(self) -> None:
         write_json(self.folder / NAME, self.data)
 
@@ -203,13 +213,6 @@ def claim(folder: Path) -> None:
         "a result is never overwritten",
         "name a new directory with --out",
     )
-
-
-def write_failure(folder: Path, error: RunError) -> None:
-    """Write failure.json, the error that ended a measurement, if `folder` can be written."""
-    with contextlib.suppress(OSError, StorageError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / FAILURE, error.as_dict())
 
 
 def read_failure(folder: Path) -> str:

@@ -82,8 +82,8 @@ SCALING = Table(
     ),
     plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
     published=(
-        PublishedValues("scaling_7b", ("model", "gpus"), "tokens_per_s"),
-        PublishedValues("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
+        PublishedValues("scaling_7b", ("model", "gpus", "seq"), "tokens_per_s"),
+        PublishedValues("scaling_ddp", ("model", "gpus", "batch", "seq"), "tokens_per_s"),
     ),
 )
 COLLECTIVES = Table(
@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         if name.startswith(("NCCL_", "RCCL_")):
             result.data["machine"][name] = value
     counts = options.gpus or [gpus for gpus in (1, 2, 4, 8) if gpus <= available]
-    for gpus in sorted(counts):
+    for gpus in sorted(set(counts)):  # a number is not compared with itself
         processes = "process" if gpus == 1 else "processes"
         print(f"starting {gpus} {processes} ...", file=sys.stderr, flush=True)
         measured, error = run_request(request, gpus)

@@ -94,9 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=baseline.percentage,
-        default=baseline.TOLERANCE,
         metavar="PERCENT",
-        help="how far below the baseline a row may be (default: 3%%)",
+        help="with --against: how far below the baseline a row may be (default: 3%%)",
     )
 
 
@@ -105,6 +104,13 @@ def main(options: argparse.Namespace) -> int:
 
     Raises CheckFailed if a row fails against the baseline, and other RunErrors.
     """
+    if options.tolerance is not None and not options.against:
+        raise ConfigError(
+            "--tolerance without --against",
+            "there is no baseline to compare with",
+            "add --against, or leave out --tolerance",
+        )
+    tolerance = baseline.TOLERANCE if options.tolerance is None else options.tolerance
     detected = probe(os.environ)
     device = shared_options.device_of(options.device, detected)
     shared_options.check_torch(device, detected)
@@ -124,8 +130,8 @@ def main(options: argparse.Namespace) -> int:
     verdicts: list[baseline.BaselineVerdict] = []
     comparison: list[Section] = []
     if reference:
-        verdicts = baseline.compare(reference, list(results.values()), options.tolerance)
-        comparison = [baseline.section(reference, verdicts, options.tolerance)]
+        verdicts = baseline.compare(reference, list(results.values()), tolerance)
+        comparison = [baseline.section(reference, verdicts, tolerance)]
     suite_page.write(folder, ended, results, verdicts, comparison)
     if failed:
         # A shell reports a process that signal N ended as 128 + N.

@@ -130,7 +130,7 @@ def document(rows: dict[str, list[ProfileRow]], window_ns: int, steps: int, fact
             "kernel_ms": row.kernel_ns / 1e6 / steps,
             "hidden_ms": row.hidden_ns / 1e6 / steps,
             "launches": row.launches / steps,
-            "tflops": row.flops / row.kernel_ns / 1e3 if row.flops and row.kernel_ns else None,
+            "tflops": row.flops / row.product_ns / 1e3 if row.flops and row.product_ns else None,
         }
 
     entries = {name: [entry(row) for row in part] for name, part in rows.items()}

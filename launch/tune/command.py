@@ -7,6 +7,7 @@ with config and output for each measurement.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import shutil
 import time
@@ -129,7 +130,7 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
 
 def _resumed(parent: Path, stem: str, identity: dict) -> tuple[Path, Journal]:
     """Return the newest search in `parent` with this identity. Raises ConfigError without one."""
-    for folder in sorted(parent.glob(f"{stem}_[0-9]*"), reverse=True):
+    for folder in sorted(parent.glob(f"{glob.escape(stem)}_[0-9]*"), reverse=True):
         journal = Journal(folder)
         if as_json(journal.identity) == as_json(identity):
             return folder, journal

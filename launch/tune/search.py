@@ -91,7 +91,8 @@ class Journal:
         self._append(dict(vars(measurement)))
 
     def find(self, changes: Changes, length: str) -> Measurement | None:
-        for each in self.measurements:
+        """Return the newest measurement of `changes` with this length, None if there is none."""
+        for each in reversed(self.measurements):
             if each.changes == changes and each.length == length:
                 return each
         return None
@@ -210,13 +211,17 @@ class Search:
         return fastest.changes
 
     def _measured(self, changes: Changes, length: str) -> Measurement:
-        """Return the measurement in the journal, or measure and add it. Raises OutOfTime."""
-        if known := self.journal.find(changes, length):
+        """Return the measurement in the journal, or measure and add it. Raises OutOfTime.
+
+        A measurement that was stopped at a shorter limit is repeated.
+        """
+        limit_s = self._limit_s()
+        known = self.journal.find(changes, length)
+        if known and not (known.outcome == "stopped" and known.seconds < limit_s):
             return known
         spent_s = self.journal.seconds
         if spent_s >= self.budget_s:
             raise OutOfTime
-        limit_s = self._limit_s()
 
         def stop(seconds: float) -> bool:
             self.show(spent_s + seconds)

@@ -14,7 +14,7 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.cli import read
 from throughput import published, shared_options
-from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main
+from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main, parser_of
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,9 @@ def three_lines(capsys) -> list[str]:
         (["mlp", "--device", "tpu"], "tpu"),
         (["gemm", "--precision", "fp4"], "fp4"),
         (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
+        (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
+        (["settings", "--out", "ignored"], "--out"),
     ],
 )
 def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
@@ -79,6 +81,15 @@ def test_a_result_is_written_once(tmp_path, capsys):
     assert main([*MLP, "--out", str(tmp_path / "a")]) == 2
     assert "contains files" in three_lines(capsys)[0]
     assert (tmp_path / "a" / "result.json").read_bytes() == before
+
+
+def test_a_directory_without_a_measured_row_can_be_named_again(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "a")]
+    assert main(["gpt", "--device", "cpu", "--batch", "2", "--sweep", *out]) == 2
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["failure.json"]
+    capsys.readouterr()
+    assert main([*MLP, *out]) == 0
+    assert not (tmp_path / "a" / "failure.json").exists()
 
 
 def test_a_signal_ends_it_in_three_lines_and_keeps_what_was_measured(tmp_path):
@@ -157,6 +168,15 @@ def test_options_of_all_measurements():
     ):
         with pytest.raises(ConfigError):
             parser.parse_args(words)
+
+
+@pytest.mark.parametrize("what", MEASUREMENTS)
+def test_the_help_of_batch_names_max_only_if_it_is_accepted(what):
+    (batch,) = [
+        action for action in parser_of(what)._actions if "--batch" in action.option_strings
+    ] or [None]
+    if batch is not None:
+        assert ("max" in batch.help) == (batch.type is shared_options.count_or_max)
 
 
 def test_gpus_and_device_must_be_there():

@@ -306,13 +306,14 @@ def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
     )
 
 
-def test_the_published_number_stands_beside_the_whole_model_only():
+def test_the_published_number_stands_beside_the_whole_model_at_512_pixels_only():
     (wanted,) = flux.TABLES[0].published
-    whole, part = (
-        flux.row_of(flux.request_from(options(layers=layers)), 8) for layers in (None, [12, 24])
-    )
-    values = [published.values_text(row, wanted, "MI300X") for row in (whole, part)]
-    assert values == ["4.51", "-"]
+    rows = [
+        flux.row_of(flux.request_from(options(**changes)), 8)
+        for changes in ({}, {"layers": [12, 24]}, {"resolution": 1024})
+    ]
+    values = [published.values_text(row, wanted, "MI300X") for row in rows]
+    assert values == ["4.51", "-", "-"]
 
 
 @pytest.mark.parametrize(

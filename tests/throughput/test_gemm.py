@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from throughput import gemm, mlp, published
+from throughput import gemm, mlp, published, report
 from throughput.__main__ import main
 from throughput.result import Result
+from throughput.tables import Table
 
 pytestmark = pytest.mark.quick
 
@@ -55,6 +56,17 @@ def test_summary_copy_and_roofs(products):
         products["notes"]["roofline"]["bandwidth"][1] == pytest.approx(copy["gbps"] / 1e3)
         and products["notes"]["roofline"]["peaks"] == []
     )
+
+
+def test_averages_over_different_numbers_of_shapes_are_not_compared(products):
+    """As of one --shape and of all, or if one shape runs out of memory."""
+    data = products | {"tables": [Table.from_dict(fields) for fields in products["tables"]]}
+    summary = [row for row in data["rows"] if row["table"] == "summary"]
+    more = data | {"rows": [row | {"shapes": 7} for row in summary]}
+    sections = report.comparison_sections([("one", data), ("all", more)])
+    (averages,) = [section for section in sections if section.title.startswith("Average")]
+    assert len(averages.rows) == 2 * len(summary)
+    assert {row[-1] for row in averages.rows} == {"-"}
 
 
 def test_the_average_counts_each_shape_once_and_leaves_failures_out(tmp_path):

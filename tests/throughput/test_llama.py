@@ -15,7 +15,7 @@ from common.paths import ROOT
 from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
-from throughput import llama, llama_case, memory
+from throughput import llama, llama_case, memory, published
 from throughput.result import Result, TimedRow, read
 
 pytestmark = pytest.mark.quick
@@ -200,6 +200,27 @@ def result(tmp_path, monkeypatch):
     )
 
 
+def test_published_numbers_stand_beside_the_same_model_and_mode_only():
+    for number, gpu in enumerate(("MI325X", "MI350X")):
+        wanted = llama.TABLES[0].published[number]
+        model = ("llama3.1-8b", "qwen3-8b")[number]
+        rows = [
+            case(KINDS[gpu], model=model, precision="fp8", batch=1, seq=8192, **changes).row()
+            for changes in ({}, {"lora": True}, {"layers": 8})
+        ]
+        values = [published.values_text(row, wanted, gpu) for row in rows]
+        assert values[0] != "-" and values[1:] == ["-", "-"]
+
+
+def test_rows_with_and_without_accumulation_are_not_compared(result, monkeypatch):
+    runs_up_to(9, monkeypatch)
+    for batch in (None, 1):
+        llama.measure(options(model="llama3.1-8b", precision="fp8", batch=batch), result)
+    assert [(row["batch"], row["micro_batches"]) for row in result.rows] == [(1, 16), (1, 1)]
+    keys = llama.TABLES[0].keys
+    assert len({tuple(row[key] for key in keys) for row in result.rows}) == 2
+
+
 def runs_up_to(batch: int, monkeypatch, fails=OutOfMemory):
     def run(case, options, result):
         if case.config.micro_batch_size > batch:
@@ -211,10 +232,13 @@ def runs_up_to(batch: int, monkeypatch, fails=OutOfMemory):
     monkeypatch.setattr(llama, "run", run)
 
 
-def test_batch_max_takes_one_less_until_it_runs_and_each_attempt_is_a_row(result, monkeypatch):
+@pytest.mark.parametrize("batch", ["max", None], ids=["max", "default"])
+def test_batch_max_takes_one_less_until_it_runs_and_each_attempt_is_a_row(
+    result, monkeypatch, batch
+):
     largest = case(gpus=1, model="qwen3-4b", batch="max", seq=4096).config.micro_batch_size
     runs_up_to(largest - 2, monkeypatch)
-    llama.measure(options(model="qwen3-4b", batch="max", seq=4096), result)
+    llama.measure(options(model="qwen3-4b", batch=batch, seq=4096), result)
     assert [(row["batch"], row.get("error")) for row in result.rows] == [
         (largest, "out of memory"),
         (largest - 1, "out of memory"),

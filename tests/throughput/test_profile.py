@@ -635,6 +635,16 @@ def test_the_document_is_per_step():
     assert found["products"][0]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
 
 
+def test_the_rate_of_products_leaves_out_the_time_of_those_without_a_shape():
+    product = kernel(GEMM, 0, 60_000, label="qkv: 1 x 2 x 3", flops=12)
+    adapter = kernel("_down_kernel", 60_000, 40_000)
+    found = document(breakdown([product, adapter], 0, 100_000), 100_000, 1, FACTS)
+    rows = {row["name"]: row for row in found["classes"]}
+    assert rows["GEMM"]["kernel_ms"] == pytest.approx(0.1)
+    assert rows["GEMM"]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
+    assert [row["tflops"] for row in found["products"]] == [rows["GEMM"]["tflops"], None]
+
+
 def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
     shown = time_profile.text(table())
     assert (
@@ -683,8 +693,16 @@ def test_two_profiles_are_compared_kernel_by_kernel(tmp_path, capsys):
     assert "| GEMM | qkv: 1 x 2 x 3 | 0.060 | 60.0% | 0.090 | 69.2% | +0.030 | 100% |" in table
     assert 'class="tiles"' in (tmp_path / "both" / "page.html").read_text()
     assert command.main(["compare", folders[0], "--out", str(tmp_path / "one")]) == 2
-    (tmp_path / "before" / "profile.json").write_text("{}")
-    assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
+    without_tokens = {key: before[key] for key in before if key != "tokens_per_step_per_rank"}
+    for spoilt in (
+        {},
+        without_tokens,
+        before | {"window_ms": 0},
+        before | {"kernels": [{"name": "x"}]},
+        before | {"classes": [{"name": "x", "ms": "1"}]},
+    ):
+        (tmp_path / "before" / "profile.json").write_text(json.dumps(spoilt))
+        assert command.main(["compare", *folders, "--out", str(tmp_path / "bad")]) == 15
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -337,7 +337,7 @@ def test_the_counts_are_measured_one_after_the_other(result, monkeypatch):
         return found_in(next(times)) | {"collectives": []}, None
 
     monkeypatch.setattr(scaling, "run_request", run_request)
-    scaling.measure(options(gpus=[2, 1]), result)
+    scaling.measure(options(gpus=[2, 1, 2]), result)
     assert counts == [1, 2] and [(row["strategy"], row["gpus"]) for row in result.rows] == [
         *(("DDP", 1), ("ZeRO-2", 1), ("DDP", 2), ("ZeRO-2", 2))
     ]

@@ -23,7 +23,7 @@ MLP = "mlp --steps 1 --warmup 1 --batch 2"
 
 
 def asked(folder, quick=False, **more) -> argparse.Namespace:
-    options = {"save_baseline": None, "against": None, "tolerance": 0.03} | more
+    options = {"save_baseline": None, "against": None, "tolerance": None} | more
     return argparse.Namespace(out=folder, quick=quick, device="cpu", gpus=None, **options)
 
 
@@ -288,6 +288,11 @@ def test_baseline_files_are_checked_before_anything_is_measured(tmp_path, on_gpu
     file.write_text("[]")
     with pytest.raises(DataError, match="not a baseline"):
         on_gpus(tmp_path / "s", 1.0, against=str(file))
+    row = {"table": "llama", "keys": {"seq": 8192}, "column": "tokens_per_s", "value": 1.0}
+    for spoilt in ({"value": 0}, {"value": None}, {"value": "1"}, {"keys": None}):
+        file.write_text(json.dumps({"gpu": "H200", "source": "", "rows": [row | spoilt]}))
+        with pytest.raises(DataError, match="not a baseline"):
+            on_gpus(tmp_path / "s", 1.0, against=str(file))
     with pytest.raises(ConfigError, match="--save-baseline"):
         on_gpus(tmp_path / "s", 1.0, save_baseline=file)
     with pytest.raises(ConfigError, match="--save-baseline"):
@@ -300,6 +305,12 @@ def test_a_suite_with_a_failed_part_saves_no_baseline(tmp_path, commands):
     codes["mlp"] = 1
     assert suite.main(asked(tmp_path / "s", save_baseline=tmp_path / "base.json")) == 1
     assert not (tmp_path / "base.json").exists()
+
+
+def test_a_tolerance_without_a_baseline_is_refused(tmp_path, commands):
+    with pytest.raises(ConfigError, match="--tolerance without --against"):
+        suite.main(asked(tmp_path / "s", tolerance=0.05))
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_tolerance_is_a_percentage():

@@ -27,6 +27,7 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
 from common.paths import ROOT
+from launch import run_directory
 from launch.plan.derive_config import overrides_of
 from launch.select_config import select_config
 from throughput.gemm_tuning.tunable_op_files import (
@@ -71,6 +72,8 @@ def work(benchmark: str, *rest: str) -> int:
     options = parser(benchmark).parse_args(rest)
     if options.path is None and options.step != "check":
         parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
+    if options.out and options.step != "tune":
+        parser(benchmark).error(f"argument --out: {options.step} writes no tuned file")
     detected = Probe("none") if options.device == "cpu" else probe()
     if options.step == "record" and not detected.devices:
         raise PreflightError(
@@ -139,6 +142,7 @@ def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
     recorded = read_recorded(options.path)
     tuner = _tuner(config)
     out = options.out or ROOT / "configs" / "gemm" / f"{config.gpu}.csv"
+    run_directory.require_writable(out.parent, "--out")  # not after hours of tuning
     for line in tuner.tune(recorded, out, config.gpus_per_node, tuner.torch.device("cuda")):
         print(line, flush=True)
     return 0

@@ -174,6 +174,15 @@ def test_a_resumed_search_measures_the_rest_only(tmp_path):
     assert Journal(two).identity == {"config": BASE.as_toml()}
 
 
+def test_more_minutes_repeat_what_was_stopped_because_there_were_few(tmp_path):
+    _, finished = search(new_journal(tmp_path), StandIn(seconds=30.0), budget_s=60.0)
+    journal = Journal(tmp_path)
+    assert not finished and {each.outcome for each in journal.measurements} == {"stopped"}
+    made, finished = search(journal, StandIn(seconds=30.0))
+    assert finished and made.best == reduced(BASE, OPTIMUM)
+    assert journal.find({}, "short").outcome == "done"
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path

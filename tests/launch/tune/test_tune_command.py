@@ -107,6 +107,14 @@ def test_resume_continues_the_same_search_only(benchmark_name, tmp_path, capsys)
     assert "--resume" in capsys.readouterr().err
 
 
+def test_resume_finds_a_search_whose_config_has_brackets_in_its_name(tmp_path):
+    folder = tmp_path / "llama31_8b_mine[1]_20261126-120000"
+    folder.mkdir()
+    Journal(folder).begin({"benchmark": "llama31_8b"})
+    found, _ = command._resumed(tmp_path, "llama31_8b_mine[1]", {"benchmark": "llama31_8b"})
+    assert found == folder
+
+
 def test_the_first_failure_is_the_exit_code_if_nothing_can_be_measured(
     benchmark_name, tmp_path, monkeypatch
 ):

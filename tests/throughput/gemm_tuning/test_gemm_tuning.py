@@ -434,6 +434,21 @@ def test_tune_runs_in_the_configs_environment_without_its_tunable_op_variables(
         cli.tune("llama31_8b", config, options(path=tmp_path / "absent"))
 
 
+def test_a_tuned_file_that_cannot_be_written_is_refused_before_tuning(gpu, tmp_path, monkeypatch):
+    (tmp_path / "untuned0.csv").write_text(f"{','.join(MM)}\n")
+    monkeypatch.setattr(tuner, "tune", None)
+    out = tmp_path / "untuned0.csv" / "out.csv"  # in a file instead of a directory
+    with pytest.raises(StorageError):
+        cli.tune("llama31_8b", run_config(), options(path=tmp_path, out=out))
+
+
+@pytest.mark.parametrize("step", ["record", "check"])
+def test_out_is_refused_where_no_tuned_file_is_written(tmp_path, capsys, step):
+    path = tmp_path / "new"
+    assert cli.main(["llama31_8b", step, str(path), "--out", str(tmp_path / "x.csv")]) == 2
+    assert "--out" in capsys.readouterr().err.splitlines()[0] and not path.exists()
+
+
 def test_check_takes_the_configs_file_or_another_and_compares_versions(gpu, tmp_path, capsys):
     with pytest.raises(ConfigError, match="no file"):
         cli.check("llama31_8b", run_config(), options())
