@@ -85,7 +85,7 @@ def examine(
     if ours is None:
         ours = own_log.is_ours(log)
     title, verdict = _official_verdict(log, path, ruleset, ours)
-    findings = list(verdict.complaints)
+    findings = [*verdict.complaints, *_unread_records(log, verdict)]
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
     title = f"{log.value('submission_benchmark')}, {title}"
@@ -117,6 +117,19 @@ def _official_verdict(
     elif unofficial:
         title += " (without --ruleset: checked by its own rules)"
     return title, compliance_checker.closed_verdict(path, applied, log)
+
+
+def _unread_records(log: Log, verdict: LogVerdict) -> list[Finding]:
+    """Return a finding for each line that our rules cannot read and `verdict` does not name.
+
+    The official parser accepts some of them, for example with the text "123" or NaN as time_ms.
+    """
+    named = {complaint.line for complaint in verdict.complaints}
+    findings = []
+    for bad in log.bad:
+        if bad.line not in named and not bad.reason.startswith(compliance_checker.SKIPPED):
+            findings.append(Finding(bad.line, "line_format", bad.reason, "OWN; CC mlp_parser"))
+    return findings
 
 
 def rule_findings(
