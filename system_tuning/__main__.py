@@ -213,7 +213,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
 
 
 def _run() -> int:
-    """Run the command of this process and return its exit code, also if stdout cannot be written."""
+    """Run the command and return its exit code. Stdout that cannot be written is no traceback."""
     try:
         code = main()
         print(end="", flush=True)
