@@ -39,6 +39,9 @@ class ExaminedLog:
     verdict: LogVerdict  # of the official compliance checker
     findings: tuple[Finding, ...]  # of the official checker and of our rules, sorted by line
     seeds: tuple[Event, ...] = ()  # the records of the key seed
+    # The last values of submission_benchmark and global_batch_size, as the RCP checker reads them.
+    benchmark: object = None
+    batch: object = None
 
     def errors(self, werror: bool = False) -> list[Finding]:
         """Return the findings that fail the log. See the function of the same name."""
@@ -89,7 +92,15 @@ def examine(
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
     title = f"{log.value('submission_benchmark')}, {title}"
-    return ExaminedLog(path, title, verdict, tuple(findings), tuple(log.all("seed")))
+    return ExaminedLog(
+        path,
+        title,
+        verdict,
+        tuple(findings),
+        seeds=tuple(log.all("seed")),
+        benchmark=log.last("submission_benchmark"),
+        batch=log.last("global_batch_size"),
+    )
 
 
 def _official_verdict(
