@@ -323,7 +323,8 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
         "framework": torch,
     }
     for key, value in ran_on.items():
-        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
+        described = str(description[key])  # the official tools accept a number as well
+        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", described) is not None
         require(
             named,
             f"{request.system}: {key} is {description[key]}, not {value}",
