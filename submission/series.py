@@ -288,6 +288,12 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     """Return the name of the series at `path` and its runs. See `read_series`."""
     name = path.resolve().name
     logs = _logs(path)
+    if logs and wanted:
+        raise ConfigError(
+            f"--series {wanted}: {path} is a log or a folder of logs",
+            "only a run ledger has series",
+            "name LOGDIR/<benchmark>, or leave out --series",
+        )
     if logs:
         return name, [read_run(log, ruleset) for log in logs]
     record = ledger.choose(path / ledger.NAME, wanted)

@@ -467,6 +467,17 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     assert run.state == FAILED and "no evaluation" in run.reason
 
 
+def test_a_ruleset_without_the_benchmark_is_no_missing_file(amd, capsys):
+    found = evaluate(capsys, str(amd), "--ruleset", "5.0.0", code=20)
+    assert found["result"]["score"] is None
+    assert "no rules for llama31_8b" in found["runs"][0]["reason"]
+
+
+def test_series_is_refused_for_logs_that_have_no_ledger(amd, capsys):
+    assert score.main([str(amd), "--series", "2026"]) == 2
+    assert "--series" in capsys.readouterr().err
+
+
 def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
     folder = synthetic_run.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
     assert "RCP test        FAILED (RCP found)" in text(capsys, folder, code=20)
