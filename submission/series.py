@@ -348,7 +348,7 @@ def check_same(series: Series) -> None:
     for run in series.runs:
         if run.benchmark and run.batch is None:
             raise ConfigError(
-                f"{run.path} has no global_batch_size",
+                f"{run.path} has no global_batch_size that is a number of at least 1",
                 "the RCP test needs it",
                 "name complete logs",
             )

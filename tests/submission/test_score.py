@@ -467,6 +467,15 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     assert run.state == FAILED and "no evaluation" in run.reason
 
 
+def test_a_batch_without_reference_is_not_blamed_on_fast_runs(tmp_path, capsys):
+    runs = [Timed(2_000 * 256)] * 10
+    folder = synthetic_run.write_timed_series(
+        tmp_path / "results", PRETRAINING, runs, global_batch_size=256
+    )
+    printed = text(capsys, str(folder), code=20)
+    assert "Missing RCP" in printed and "NO SCORE" in printed and "faster" not in printed
+
+
 def test_a_ruleset_without_the_benchmark_is_no_missing_file(amd, capsys):
     found = evaluate(capsys, str(amd), "--ruleset", "5.0.0", code=20)
     assert found["result"]["score"] is None
