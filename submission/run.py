@@ -390,11 +390,12 @@ def _find_gpus(run: Run) -> None:
     """
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
-        run.gpu = config["gpu"]
-        run.nodes = config["nodes"]
-        run.gpus_per_node = config["gpus_per_node"]
-        run.gpus = run.nodes * run.gpus_per_node
-        return
+        sizes = (config["nodes"], config["gpus_per_node"])
+        if isinstance(config["gpu"], str) and all(type(size) is int and size > 0 for size in sizes):
+            run.gpu = config["gpu"]
+            run.nodes, run.gpus_per_node = sizes
+            run.gpus = run.nodes * run.gpus_per_node
+            return
     # The log is <org>/results/<system>/<benchmark>/result_0.txt.
     model = ""
     system = run.path.resolve().parent.parent
