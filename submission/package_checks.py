@@ -143,7 +143,7 @@ def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -
     for run in ten.runs:
         require(
             bool(run.log.events),
-            f"{run.name} was killed and left no log",
+            f"{run.name} left no log",
             "a result set has ten files, and the official tools read each of them",
             "run more: NEXP with --resume, or a new series",
         )

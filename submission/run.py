@@ -152,17 +152,22 @@ class Run:
 
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
-        lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
-        if self.start and lost_in_ledger and not self.log.events:
-            return LOST  # nothing says that its clock never started
         if not self.log.first("run_start"):
-            return NOT_STARTED
+            lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
+            if self.start and lost_in_ledger and not self.log.events:
+                return LOST  # nothing says that its clock never started
+            return LOST if self._clock_started_in_ledger else NOT_STARTED
         if not self.log.first("run_stop"):
             # A log of another name was chosen by its submitter: see docs/submission.md.
             return LOST if self.path.name == "result.txt" else FAILED
         has_result = self.samples is not None and (self.minutes or 0) > 0
         claims_success = self.status == "success" and self.reached and has_result
         return GOOD if claims_success and not self.refused else FAILED
+
+    @property
+    def _clock_started_in_ledger(self) -> bool:
+        """Whether the launcher saw a run_start, which the log may have lost since then."""
+        return self.end.get("clock") is True or self.end.get("exit_code") == 0
 
     @property
     def began(self) -> datetime | None:
@@ -255,6 +260,8 @@ class Run:
             if what := self.failure.get("what"):
                 return str(what)
             return run_states.NO_END
+        if self._clock_started_in_ledger and not self.log.first("run_start"):
+            return "its log has lost the run_start that the ledger says it had"
         return str(self.end.get("reason") or "")
 
     @cached_property

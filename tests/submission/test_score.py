@@ -468,7 +468,7 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
 
 
 def test_a_batch_without_reference_is_not_blamed_on_fast_runs(tmp_path, capsys):
-    runs = [Timed(2_000 * 256)] * 10
+    runs = [Timed(40 * 12_288)] * 10
     folder = synthetic_run.write_timed_series(
         tmp_path / "results", PRETRAINING, runs, global_batch_size=256
     )
