@@ -148,6 +148,14 @@ def test_a_wrong_interval_says_what_it_may_gain(tmp_path):
 # A result set.
 
 
+def test_a_second_run_stop_that_the_rcp_checker_reads_is_an_error(tmp_path):
+    def abort_again(log):
+        stop = log[find(log, "run_stop")]
+        log.append({**stop, "metadata": {**stop["metadata"], "status": "aborted"}})
+
+    assert found(of_others(tmp_path, abort_again)).get("status") == "error"
+
+
 def seeded(seed):
     def change(log):
         log[find(log, "seed")]["value"] = seed
