@@ -47,6 +47,9 @@ REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
 
+# More GPUs than any system has: a larger number in a description is an error.
+MAX_GPUS = 1_000_000
+
 # States of a run, as docs/submission.md names them.
 GOOD = "good"
 FAILED = "did not converge"
@@ -410,7 +413,8 @@ def _find_gpus(run: Run) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         description = json.loads(file.read_text(encoding="utf-8-sig"))
         nodes = int(description["number_of_nodes"])
-        run.gpus = nodes * int(description["accelerators_per_node"])
+        gpus = nodes * int(description["accelerators_per_node"])
+        run.gpus = gpus if 1 <= gpus <= MAX_GPUS else None
         model = str(description["accelerator_model_name"])
     named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
     # `NVIDIA H200-SXM5-141GB` -> H200. An unknown name is kept unchanged.

@@ -482,6 +482,18 @@ def test_a_ruleset_without_the_benchmark_is_no_missing_file(amd, capsys):
     assert "no rules for llama31_8b" in found["runs"][0]["reason"]
 
 
+@pytest.mark.parametrize("number", ["-1", "0", "1" + "0" * 400])
+def test_a_number_of_gpus_that_no_system_has_is_unknown(tmp_path, number, capsys):
+    folder = tmp_path / "results" / "S" / LORA.rules.BENCHMARK
+    synthetic_run.write_timed_series(folder, LORA, [Timed(3072)])
+    system = tmp_path / "systems" / "S.json"
+    write_system(system)
+    system.write_text(
+        json.dumps(json.loads(system.read_text()) | {"accelerators_per_node": number})
+    )
+    assert evaluate(capsys, str(folder), code=20)["gpus"] is None
+
+
 def test_series_is_refused_for_logs_that_have_no_ledger(amd, capsys):
     assert score.main([str(amd), "--series", "2026"]) == 2
     assert "--series" in capsys.readouterr().err
