@@ -287,7 +287,8 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     """Return the name of the series at `path` and its runs. See `read_series`."""
     name = path.resolve().name
-    logs = _logs(path)
+    # Beside a ledger, a stray copy result_0.txt of a log is not the series.
+    logs = [] if (path / ledger.NAME).is_file() else _logs(path)
     if logs and wanted:
         raise ConfigError(
             f"--series {wanted}: {path} is a log or a folder of logs",

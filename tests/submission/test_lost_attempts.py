@@ -184,3 +184,11 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
         4,
         *range(6, 13),
     )
+
+
+def test_a_copy_of_a_log_beside_the_ledger_does_not_hide_the_series(tmp_path):
+    folder = synthetic.write(tmp_path, LORA, synthetic.plans([3, 4]))
+    log = next(folder.glob("*/result.txt"))
+    (folder / "result_0.txt").write_bytes(log.read_bytes())
+    assert [run.number for run in read_series([folder]).runs] == [1, 2]
+    assert len(read_series([folder], synthetic.SERIES).runs) == 2
