@@ -8,8 +8,9 @@ it has notes or not. Each finding names its line, rule and source.
 Logs that this project wrote must also follow its conventions (submission/own_log.py). The log names
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
 miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
-ruleset. A folder stands for all result*.txt below it. Files named result_*.txt are a result set,
-and are also checked together (submission/result_set.py).
+ruleset. A folder stands for all result*.txt below it. The files result_*.txt of one folder are a
+result set, and are also checked together (submission/result_set.py). Logs that are named one by one
+are not.
 
 Exit code 0 if no log has an error (with --werror: nor a warning), 20 if one has, 2 for wrong usage
 or no readable log, 18 without the official checker. Nothing is written.
@@ -71,9 +72,12 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     Raises ConfigError if a folder has no logs, PreflightError without the official checker.
     """
     logs: list[Path] = []
+    sets: dict[Path, list[ExaminedLog]] = {}
     for path in paths:
-        logs += _logs(path)
-    sets = result_set.folders(logs) if any(path.is_dir() for path in paths) else {}
+        named = _logs(path)
+        logs += named
+        if path.is_dir():
+            sets |= result_set.folders(named)
     version = official_tools.checker_version()
     if not as_json:
         suffix = ", warnings are errors (--werror)" if werror else ""

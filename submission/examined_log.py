@@ -39,6 +39,9 @@ class ExaminedLog:
     verdict: LogVerdict  # of the official compliance checker
     findings: tuple[Finding, ...]  # of the official checker and of our rules, sorted by line
     seeds: tuple[Event, ...] = ()  # the records of the key seed
+    # The last values of submission_benchmark and global_batch_size, as the RCP checker reads them.
+    benchmark: object = None
+    batch: object = None
 
     def errors(self, werror: bool = False) -> list[Finding]:
         """Return the findings that fail the log. See the function of the same name."""
@@ -85,11 +88,19 @@ def examine(
     if ours is None:
         ours = own_log.is_ours(log)
     title, verdict = _official_verdict(log, path, ruleset, ours)
-    findings = list(verdict.complaints)
+    findings = [*verdict.complaints, *_unread_records(log, verdict)]
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
     title = f"{log.value('submission_benchmark')}, {title}"
-    return ExaminedLog(path, title, verdict, tuple(findings), tuple(log.all("seed")))
+    return ExaminedLog(
+        path,
+        title,
+        verdict,
+        tuple(findings),
+        seeds=tuple(log.all("seed")),
+        benchmark=log.last("submission_benchmark"),
+        batch=log.last("global_batch_size"),
+    )
 
 
 def _official_verdict(
@@ -117,6 +128,19 @@ def _official_verdict(
     elif unofficial:
         title += " (without --ruleset: checked by its own rules)"
     return title, compliance_checker.closed_verdict(path, applied, log)
+
+
+def _unread_records(log: Log, verdict: LogVerdict) -> list[Finding]:
+    """Return a finding for each line that our rules cannot read and `verdict` does not name.
+
+    The official parser accepts some of them, for example with the text "123" or NaN as time_ms.
+    """
+    named = {complaint.line for complaint in verdict.complaints}
+    findings = []
+    for bad in log.bad:
+        if bad.line not in named and not bad.reason.startswith(compliance_checker.SKIPPED):
+            findings.append(Finding(bad.line, "line_format", bad.reason, "OWN; CC mlp_parser"))
+    return findings
 
 
 def rule_findings(

@@ -63,31 +63,41 @@ class Samples:
 def read_samples(run: Run) -> Samples:
     """Return the samples from run_start to run_stop.
 
-    Lines that are not complete JSON objects are skipped.
+    Lines that are not complete JSON objects, or have another form, are skipped.
     """
     samples = Samples()
     low = 0.0
     high = float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
+        gpus = _list(record.get("gpus"))
         if record.get("event") == "start":
-            samples.source = record["source"]
-            samples.gpus = record["gpus"]
-            samples.rows = [[] for _ in record["gpus"]]
+            time = record.get("time")
+            if not finite(time) or not all(isinstance(gpu, dict) for gpu in gpus):
+                continue
+            samples.source = str(record.get("source"))
+            samples.gpus = gpus
+            samples.rows = [[] for _ in gpus]
             start = run.log.first("run_start")
             stop = run.log.first("run_stop")
-            low = start.time_ms / 1e3 - record["time"] if start else 0.0
+            low = start.time_ms / 1e3 - time if start else 0.0
             # A killed run has no run_stop: its samples end at the failure.
-            end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
-            high = end - record["time"] if start else float("inf")
+            end = stop.time_ms / 1e3 if stop else run.failure.get("time")
+            high = end - time if start and finite(end) else float("inf")
         elif record.get("event") == "sample":
             time_s = record.get("time_s")
             if not finite(time_s) or not low <= time_s <= high:
                 continue
-            for rows, values in zip(samples.rows, record["gpus"], strict=False):
-                rows.append({"minute": (time_s - low) / 60} | (values or {}))
+            for rows, values in zip(samples.rows, gpus, strict=False):
+                known = values if isinstance(values, dict) else {}
+                rows.append({"minute": (time_s - low) / 60} | known)
         elif record.get("event") == "note":
             samples.notes.append(str(record.get("what")))
     return samples
+
+
+def _list(value: object) -> list:
+    """Return `value` if it is a list, else []."""
+    return value if isinstance(value, list) else []
 
 
 def energy_kwh(samples: Samples) -> float | None:
@@ -138,7 +148,7 @@ def _table(samples: Samples) -> Block:
     gpus = range(len(samples.gpus))
     known = [key for key in CURVES if any(samples.values(gpu, key) for gpu in gpus)]
     for gpu, identity in enumerate(samples.gpus):
-        name = f"{gpu}: {identity['name'] or 'no name'}"
+        name = f"{gpu}: {identity.get('name') or 'no name'}"
         spans = [span(samples.values(gpu, key)) for key in known]
         energy = output.number(_kwh(samples, gpu), ".3f")
         rows.append([name, *spans, energy, _throttle_text(samples.throttled(gpu))])
@@ -153,10 +163,20 @@ def _throttle_text(shares: dict[str, float] | None) -> str:
 
 
 def rank_comparisons(run: Run) -> list[dict]:
-    """Return the rank comparisons (common/training/rank_comparison.py), oldest first."""
-    compared = []
+    """Return the rank comparisons (common/training/rank_comparison.py), oldest first.
+
+    Records of another form are skipped.
+    """
+    compared: list[dict] = []
     for record in run.records:
-        if record.get("event") == "ranks" and record.get("block_ms"):
+        times_ms = _list(record.get("block_ms"))
+        slow = record.get("slow")
+        if record.get("event") != "ranks" or not times_ms or not finite(record.get("samples")):
+            continue
+        ranks = len(compared[0]["block_ms"]) if compared else len(times_ms)
+        are_times = all(finite(time) and time > 0 for time in times_ms)
+        are_ranks = isinstance(slow, list) and all(rank in range(ranks) for rank in slow)
+        if len(times_ms) == ranks and are_times and are_ranks:
             compared.append(record)
     return compared
 

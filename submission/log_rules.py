@@ -175,17 +175,18 @@ def _without_early_evaluation(
 def wrong_status(log: Log, rules: Rules) -> Violations:
     """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
 
-    If the rules have no target, any status is accepted.
+    The RCP checker reads the last run_stop of a log, the summarizer the first one. If the rules
+    have no target, any status is accepted.
     """
-    stop = log.first("run_stop")
-    if stop is None or not rules.target_loss:
+    if not rules.target_loss:
         return
     reached = any(reaches(event, rules) for event in log.all("eval_accuracy"))
-    status = stop.metadata.get("status")
-    if (status == "success") != reached or status not in ("success", "aborted"):
-        outcome = "reached" if reached else "not reached"
-        message = f"status is {status!r}, but the target of {rules.target_loss} was {outcome}"
-        yield stop.line, message
+    for stop in log.all("run_stop"):
+        status = stop.metadata.get("status")
+        if (status == "success") != reached or status not in ("success", "aborted"):
+            outcome = "reached" if reached else "not reached"
+            message = f"status is {status!r}, but the target of {rules.target_loss} was {outcome}"
+            yield stop.line, message
 
 
 def after_target(log: Log, rules: Rules) -> Violations:

@@ -143,7 +143,7 @@ def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -
     for run in ten.runs:
         require(
             bool(run.log.events),
-            f"{run.name} was killed and left no log",
+            f"{run.name} left no log",
             "a result set has ten files, and the official tools read each of them",
             "run more: NEXP with --resume, or a new series",
         )
@@ -323,7 +323,8 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
         "framework": torch,
     }
     for key, value in ran_on.items():
-        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
+        described = str(description[key])  # the official tools accept a number as well
+        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", described) is not None
         require(
             named,
             f"{request.system}: {key} is {description[key]}, not {value}",

@@ -88,9 +88,12 @@ def point_at(benchmark: str, batch: int, ruleset: str) -> ReferencePoint | None:
     """Return the reference convergence point for the global batch `batch`.
 
     The checker's `check_directory` selects it in the same way. None if `batch` is larger than that
-    of every point.
+    of every point, or if `ruleset` lacks the benchmark.
     """
-    checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
+    try:
+        checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
+    except FileNotFoundError:  # the file of the points, which the checker opens
+        return None
     record = checker._find_rcp(batch, POINTS)
     if record is None:
         low = checker._find_top_min_rcp(batch, POINTS)

@@ -40,6 +40,7 @@ from submission.series_page import comparison_page, series_page
 # A directory with one of these files is a run directory.
 RUN_FILES = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
 WATCH_S = 10.0  # time between two writings of the page with --watch
+MAX_NAMED = 4  # runs in the file name of a comparison, which may have at most 255 bytes
 WAIT_S = 1.0  # between two looks for a directory that --watch waits for
 
 
@@ -91,6 +92,12 @@ def _report(options: argparse.Namespace) -> None:
             "it writes the page of the runs in one directory",
             "use it alone",
         )
+    if options.series and (options.export or len(folders) > 1):
+        raise ConfigError(
+            "--series cannot be used with --export or several directories",
+            "it selects the series of one page",
+            "name one LOGDIR/<benchmark>, or leave out --series",
+        )
     if options.export:
         for folder in folders:
             tracking.export(folder, options.export)
@@ -98,8 +105,10 @@ def _report(options: argparse.Namespace) -> None:
     path = first / "report.html"
     hints: list[Advice] = []
     if len(folders) > 1:
-        others = "_and_".join(folder.resolve().name for folder in folders[1:])
-        path = first / f"compared_with_{others}.html"
+        others = [folder.resolve().name for folder in folders[1:]]
+        if len(others) > MAX_NAMED:
+            others[MAX_NAMED:] = [f"{len(others) - MAX_NAMED}_more"]
+        path = first / f"compared_with_{'_and_'.join(others)}.html"
         write_text(path, comparison_page([_read(folder) for folder in folders], first))
     else:
         if options.watch:
@@ -117,6 +126,12 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
     `_report`.
     """
     hints: list[Advice] = []
+    if series and not (folder / ledger.NAME).is_file():
+        raise ConfigError(
+            f"--series {series}: {folder} has no {ledger.NAME}",
+            "only a run ledger has series",
+            "name LOGDIR/<benchmark>, or leave out --series",
+        )
     if _is_run(folder):
         run = _read(folder)
         hints = advice(run)

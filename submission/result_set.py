@@ -23,15 +23,24 @@ def folders(logs: Iterable[Path]) -> dict[Path, list[ExaminedLog]]:
 
 
 def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
-    """Return the findings about the logs as a set, which concern their number and their seeds.
+    """Return the findings about the logs as a set: their number, benchmark, batch and seeds.
 
-    The official seed checker must be able to read the seeds, and no two logs may have the same one.
+    The RCP checker refuses a set with different benchmarks or batches. The seed checker must be
+    able to read the seeds, and no two logs may have the same one.
     """
     findings = []
     logs = [examined for examined in logs if NAME.fullmatch(examined.path.name)]
     if len(logs) != SUBMISSION_RUNS:
         message = f"{len(logs)} logs; a result set has {SUBMISSION_RUNS}"
         findings.append(Finding(0, "number", message, "TR Benchmark Results"))
+    for key, values in {
+        "submission_benchmark": [examined.benchmark for examined in logs],
+        "global_batch_size": [examined.batch for examined in logs],
+    }.items():
+        others = [value for value in values if value != values[0]]
+        if others:
+            message = f"the logs differ in {key}: {values[0]} and {others[0]}"
+            findings.append(Finding(0, "different", message, "RCP rcp_checker.py"))
     first_with: dict[tuple[str, str, str], str] = {}  # seed as the checker compares it -> log
     for examined in logs:
         log = examined.path.name

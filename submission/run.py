@@ -47,6 +47,9 @@ REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
 
+# More GPUs than any system has: a larger number in a description is an error.
+MAX_GPUS = 1_000_000
+
 # States of a run, as docs/submission.md names them.
 GOOD = "good"
 FAILED = "did not converge"
@@ -152,17 +155,22 @@ class Run:
 
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
-        lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
-        if self.start and lost_in_ledger and not self.log.events:
-            return LOST  # nothing says that its clock never started
         if not self.log.first("run_start"):
-            return NOT_STARTED
+            lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
+            if self.start and lost_in_ledger and not self.log.events:
+                return LOST  # nothing says that its clock never started
+            return LOST if self._clock_started_in_ledger else NOT_STARTED
         if not self.log.first("run_stop"):
             # A log of another name was chosen by its submitter: see docs/submission.md.
             return LOST if self.path.name == "result.txt" else FAILED
         has_result = self.samples is not None and (self.minutes or 0) > 0
         claims_success = self.status == "success" and self.reached and has_result
         return GOOD if claims_success and not self.refused else FAILED
+
+    @property
+    def _clock_started_in_ledger(self) -> bool:
+        """Whether the launcher saw a run_start, which the log may have lost since then."""
+        return self.end.get("clock") is True or self.end.get("exit_code") == 0
 
     @property
     def began(self) -> datetime | None:
@@ -255,6 +263,8 @@ class Run:
             if what := self.failure.get("what"):
                 return str(what)
             return run_states.NO_END
+        if self._clock_started_in_ledger and not self.log.first("run_start"):
+            return "its log has lost the run_start that the ledger says it had"
         return str(self.end.get("reason") or "")
 
     @cached_property
@@ -390,11 +400,12 @@ def _find_gpus(run: Run) -> None:
     """
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
-        run.gpu = config["gpu"]
-        run.nodes = config["nodes"]
-        run.gpus_per_node = config["gpus_per_node"]
-        run.gpus = run.nodes * run.gpus_per_node
-        return
+        sizes = (config["nodes"], config["gpus_per_node"])
+        if isinstance(config["gpu"], str) and all(type(size) is int and size > 0 for size in sizes):
+            run.gpu = config["gpu"]
+            run.nodes, run.gpus_per_node = sizes
+            run.gpus = run.nodes * run.gpus_per_node
+            return
     # The log is <org>/results/<system>/<benchmark>/result_0.txt.
     model = ""
     system = run.path.resolve().parent.parent
@@ -402,7 +413,8 @@ def _find_gpus(run: Run) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         description = json.loads(file.read_text(encoding="utf-8-sig"))
         nodes = int(description["number_of_nodes"])
-        run.gpus = nodes * int(description["accelerators_per_node"])
+        gpus = nodes * int(description["accelerators_per_node"])
+        run.gpus = gpus if 1 <= gpus <= MAX_GPUS else None
         model = str(description["accelerator_model_name"])
     named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
     # `NVIDIA H200-SXM5-141GB` -> H200. An unknown name is kept unchanged.

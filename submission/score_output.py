@@ -172,9 +172,11 @@ def _verdict_lines(ten: TenRuns) -> list[str]:
             command = f"NEXP={SUBMISSION_RUNS} {PROGRAM} {ten.runs[0].benchmark} --resume"
             lines.append(f"                  to run the others: {command}")
     elif ten.score is None:
-        lines.append(
-            "  NO SCORE        the RCP test failed: the runs converged faster than it allows"
-        )
+        line = "  NO SCORE        the RCP test failed"
+        point = ten.runs[0].point
+        if point is not None and ten.samples is not None and ten.samples < point.minimum:
+            line += ": the runs converged faster than it allows"
+        lines.append(line)
     else:
         lines.append(
             f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}"

@@ -287,7 +287,14 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     """Return the name of the series at `path` and its runs. See `read_series`."""
     name = path.resolve().name
-    logs = _logs(path)
+    # Beside a ledger, a stray copy result_0.txt of a log is not the series.
+    logs = [] if (path / ledger.NAME).is_file() else _logs(path)
+    if logs and wanted:
+        raise ConfigError(
+            f"--series {wanted}: {path} is a log or a folder of logs",
+            "only a run ledger has series",
+            "name LOGDIR/<benchmark>, or leave out --series",
+        )
     if logs:
         return name, [read_run(log, ruleset) for log in logs]
     record = ledger.choose(path / ledger.NAME, wanted)
@@ -342,7 +349,7 @@ def check_same(series: Series) -> None:
     for run in series.runs:
         if run.benchmark and run.batch is None:
             raise ConfigError(
-                f"{run.path} has no global_batch_size",
+                f"{run.path} has no global_batch_size that is a number of at least 1",
                 "the RCP test needs it",
                 "name complete logs",
             )

@@ -4,7 +4,8 @@ The settings are those of the whole host. In a container, `apply` and `hold` the
 only with --in-container. `revert` is always allowed.
 
 Exit codes, as in the whole project: 0 success, 2 wrong usage, 17 the journal cannot be read or
-written, 18 a file does not have the wanted value, or the command is refused in a container.
+written, or the output cannot be written, 18 a file does not have the wanted value, or the command
+is refused in a container, 141 the reader of the output ended early.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from system_tuning.settings import SETTINGS, Setting
 
 # Exit codes.
 SUCCESS = 0
+WRONG_USAGE = 2
 JOURNAL_ERROR = 17
+OUTPUT_ERROR = 17
 NOT_DONE = 18
+PIPE_CLOSED = 141  # that of a program killed by SIGPIPE
 
 
 def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
@@ -34,7 +38,18 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     `root`: the root of the file system; tests pass a copy of a host's /proc and /sys.
     """
     options = _parse(arguments)
-    settings = [setting for setting in SETTINGS if setting.name in options.only]
+    if options.command == "revert" and options.only:
+        _print_error(
+            "revert takes no --only",
+            "it restores every value in the journal",
+            "revert everything, then apply the settings to keep with apply --only",
+        )
+        return WRONG_USAGE
+    if options.command != "check" and options.json:
+        _print_error(f"{options.command} takes no --json", "only check prints JSON", "leave it out")
+        return WRONG_USAGE
+    only = options.only or [setting.name for setting in SETTINGS]
+    settings = [setting for setting in SETTINGS if setting.name in only]
     journal = root / JOURNAL_PATH
     if options.command == "check":
         return check(settings, root, options.json)
@@ -159,7 +174,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         nargs="+",
         choices=names,
-        default=names,
         metavar="NAME",
         help="settings to check, apply or hold (default: all)",
     )
@@ -198,5 +212,24 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     return SUCCESS
 
 
+def _run() -> int:
+    """Run the command and return its exit code. Stdout that cannot be written is no traceback."""
+    try:
+        code = main()
+        print(end="", flush=True)
+        return code
+    except OSError as error:
+        # The interpreter flushes stdout again at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        _print_error(
+            "cannot write the output",
+            str(error),
+            "free space, and run check to see the values that the files have now",
+        )
+        return OUTPUT_ERROR
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

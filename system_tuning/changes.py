@@ -6,6 +6,7 @@ was killed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -75,13 +76,16 @@ def revert(journal: Path) -> list[Change]:
 def hold(changes: list[Change], journal: Path) -> list[Change]:
     """Print the `changes` of `apply`, wait until standard input ends, and revert.
 
-    If a file did not accept its value, revert at once.
+    If a file did not accept its value, revert at once. The same holds if the output cannot be
+    written or the input cannot be read, for example because the caller was killed.
     """
-    print(*grouped(changes), sep="\n")
     failed = [change for change in changes if change.status == "failed"]
-    if not failed:
-        print(HELD, flush=True)
-        sys.stdin.read()
+    with contextlib.suppress(OSError, ValueError):
+        print(*grouped(changes), sep="\n")
+        if not failed:
+            print(HELD, flush=True)
+            if sys.stdin is not None:  # None if standard input is closed
+                sys.stdin.read()
     return [*failed, *revert(journal)]
 
 

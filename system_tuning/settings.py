@@ -52,11 +52,12 @@ def value_of(path: Path) -> str:
     """Return the value in the file at `path`, or "" if it cannot be read.
 
     If the file lists choices, the value is the word in brackets (`always [madvise] never`). A file
-    cannot be read if it is missing, or if its CPU is offline (the kernel then returns EBUSY).
+    cannot be read if it is missing or not text, or if its CPU is offline (the kernel then returns
+    EBUSY).
     """
     try:
         text = path.read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
     chosen = re.search(r"\[(\S+)\]", text)
     return chosen[1] if chosen else text

@@ -232,4 +232,5 @@ def _is_valid(line: dict) -> bool:
     if "run" not in LINES[event]:
         return True
     run = line["run"]
-    return Path(run).name == run and "\0" not in run
+    # Not printable are a NUL and a lone surrogate, which cannot be in a path.
+    return Path(run).name == run and run not in ("", "..") and run.isprintable()

@@ -90,3 +90,13 @@ def test_a_series_whose_id_names_no_file_is_skipped(tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [record.id for record in ledger.read(path)] == ["good-1"]
+
+
+def test_a_run_whose_directory_names_no_file_is_skipped(tmp_path):
+    path = tmp_path / ledger.NAME
+    lines = [{"event": "series", "series": "s", "goal": 1, "facts": {}}]
+    for attempt, run in enumerate(("a\0b", "../a", "\ud800", "", "..", "good-1")):
+        lines.append({"event": "start", "series": "s", "attempt": attempt, "run": run, "seed": 1})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (record,) = ledger.read(path)
+    assert [start["run"] for start in record.starts.values()] == ["good-1"]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import re
 import subprocess
@@ -312,6 +313,27 @@ def test_metadata_that_is_no_object_is_read_as_empty(tmp_path, metadata):
     )
     examined = examine(path, project_root=None)
     assert examined.verdict.rules == "6.1.0" and examined.findings == ()
+
+
+@pytest.mark.parametrize("time_ms", ["123", True, math.nan, math.inf])
+@pytest.mark.parametrize("key", ["run_start", "run_stop", "init_start"])
+def test_a_time_that_is_no_number_is_an_error_although_the_official_parser_takes_it(
+    tmp_path, key, time_ms
+):
+    log = records(write_good(tmp_path / "good.txt", LORA.rules.CLOSED))
+    log[find(log, "config_filename")]["value"] = "config.sh"  # a log of others
+    log[find(log, key)]["time_ms"] = time_ms
+    found = examine(write_records(tmp_path / "result_0.txt", log), project_root=None).errors()
+    line = find(log, key) + 1
+    assert [finding.line for finding in found if finding.rule == "line_format"] == [line]
+
+
+def test_a_line_that_the_official_parser_refuses_is_reported_once(tmp_path):
+    path = dialect(tmp_path / "result_0.txt", "srun")
+    with path.open("a") as file:
+        file.write(":::MLLOG {cut of\n")
+    (finding,) = examine(path, project_root=None).errors()
+    assert finding.rule == "line_format"
 
 
 def test_an_evaluation_without_its_count_is_a_finding(tmp_path):

@@ -148,6 +148,14 @@ def test_a_wrong_interval_says_what_it_may_gain(tmp_path):
 # A result set.
 
 
+def test_a_second_run_stop_that_the_rcp_checker_reads_is_an_error(tmp_path):
+    def abort_again(log):
+        stop = log[find(log, "run_stop")]
+        log.append({**stop, "metadata": {**stop["metadata"], "status": "aborted"}})
+
+    assert found(of_others(tmp_path, abort_again)).get("status") == "error"
+
+
 def seeded(seed):
     def change(log):
         log[find(log, "seed")]["value"] = seed
@@ -174,6 +182,25 @@ def test_equal_seeds_and_a_wrong_number_of_logs_fail_the_set(tmp_path, capsys):
     assert "4 logs" in printed
     assert re.search(r"result_1\.txt and result_3\.txt .*seed 2\b", printed)
     assert check.main([str(folder / "result_0.txt")]) == 0, "a log by name is no set"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("global_batch_size", 16), ("submission_benchmark", "llama31_8b")]
+)
+def test_a_set_of_two_benchmarks_or_batches_fails(tmp_path, capsys, key, value):
+    folder = write_set(tmp_path / "set", range(10))
+    log = records(folder / "result_4.txt")
+    log[find(log, key)]["value"] = value
+    write_records(folder / "result_4.txt", log)
+    examined = [examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))]
+    (finding,) = result_set.findings(examined)
+    assert key in finding.message
+
+
+def test_a_log_by_name_beside_a_folder_is_no_set(tmp_path, capsys):
+    folder = write_set(tmp_path / "set", range(10))
+    other = write_set(tmp_path / "other", [1])
+    assert check.main([str(folder), str(other / "result_0.txt")]) == 0
 
 
 def test_a_line_that_the_seed_checker_refuses_fails_the_set(tmp_path):

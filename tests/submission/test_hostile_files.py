@@ -57,6 +57,41 @@ def test_versions_of_a_wrong_shape_are_a_note(tmp_path, text, capsys):
     assert report.main([str(run)]) == 0 and score.main([str(folder)]) in (0, 20)
 
 
+LINES = {
+    "gpu_samples.jsonl": [
+        '{"event": "start"}',
+        '{"event": "start", "source": 1, "gpus": 7, "time": 1}',
+        '{"event": "start", "source": "x", "gpus": [{}], "time": "a"}',
+        '{"event": "start", "source": "x", "gpus": [{}], "time": 1}\n'
+        '{"event": "sample", "time_s": 1790853000}',
+        '{"event": "start", "source": "x", "gpus": [{}], "time": 0}\n'
+        '{"event": "sample", "time_s": 1790853000, "gpus": [7]}',
+    ],
+    "events.jsonl": [
+        '{"event": "ranks", "block_ms": 7, "slow": [9]}',
+        '{"event": "ranks", "block_ms": [1], "slow": [9], "samples": 1}',
+        '{"event": "ranks", "block_ms": [1], "slow": 9, "samples": 1}',
+        '{"event": "ranks", "block_ms": [1, 2], "slow": [], "samples": 1}\n'
+        '{"event": "ranks", "block_ms": [1], "slow": [], "samples": 2}',
+    ],
+    "config.toml": [
+        'gpu = "H200"\nnodes = "x"\ngpus_per_node = 8',
+        "gpu = 7\nnodes = 1\ngpus_per_node = 8",
+        'gpu = "H200"\nnodes = 1\ngpus_per_node = 1.5',
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in LINES.items() for text in texts]
+)
+def test_files_of_a_run_with_values_of_wrong_types_are_no_traceback(tmp_path, name, text, capsys):
+    folder = synthetic.write(tmp_path, LORA, synthetic.plans([5]), goal=1)
+    run = next(folder.glob("*/result.txt")).parent
+    (run / name).write_text(text + "\n")
+    assert report.main([str(run)]) == 0 and score.main([str(folder)]) in (0, 20)
+
+
 @pytest.mark.parametrize("value", [["llama2_70b_lora"], {"a": 1}, 7, None, ""])
 def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
     log = synthetic_run.records(

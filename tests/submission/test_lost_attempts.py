@@ -38,9 +38,26 @@ def killed_launcher(folder, run) -> None:
 
 def resumed(folder, run) -> None:
     """--resume entered the attempt as lost."""
-    lost = {"exit_code": 14, "kind": "lost", "reason": "its launcher ended without a word"}
+    change_end(
+        folder, {"exit_code": 14, "kind": "lost", "reason": "its launcher ended without a word"}
+    )
+
+
+def failed_early(folder, run) -> None:
+    change_end(
+        folder, {"exit_code": 18, "kind": "preflight", "reason": "a GPU is away", "clock": False}
+    )
+
+
+def missed(folder, run) -> None:
+    change_end(
+        folder, {"exit_code": 10, "kind": "target_missed", "reason": "missed", "clock": True}
+    )
+
+
+def change_end(folder, changes: dict) -> None:
     lines = [
-        line | lost if (line["event"], line.get("attempt")) == ("end", FIFTH + 1) else line
+        line | changes if (line["event"], line.get("attempt")) == ("end", FIFTH + 1) else line
         for line in ledger_lines(folder)
     ]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -88,7 +105,10 @@ CASES = {
     "killed in init, and lost by --resume": (log_without("init_stop"), resumed, NOT_STARTED),
     "no log, and a start without an end": (no_log, killed_launcher, LOST),
     "no log, and lost by --resume": (no_log, resumed, LOST),
-    "no log, and the launcher says why": (no_log, nothing, NOT_STARTED),
+    "no log, and the launcher says why": (no_log, failed_early, NOT_STARTED),
+    "no log of a run that the ledger calls good": (no_log, nothing, LOST),
+    "no log of a run that missed its target": (no_log, missed, LOST),
+    "a log cut in init of a run that missed": (log_without("init_stop"), missed, LOST),
     "aborted, and a start without an end": (in_vain, killed_launcher, FAILED),
     "a log that the official checker refuses": (against_the_rules, nothing, FAILED),
 }
@@ -97,6 +117,7 @@ CASES = {
 QUICK_CASES = [
     "killed in init, and a start without an end",
     "no log, and lost by --resume",
+    "no log of a run that missed its target",
     "aborted, and a start without an end",
     "a log that the official checker refuses",
 ]
@@ -163,3 +184,11 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
         4,
         *range(6, 13),
     )
+
+
+def test_a_copy_of_a_log_beside_the_ledger_does_not_hide_the_series(tmp_path):
+    folder = synthetic.write(tmp_path, LORA, synthetic.plans([3, 4]))
+    log = next(folder.glob("*/result.txt"))
+    (folder / "result_0.txt").write_bytes(log.read_bytes())
+    assert [run.number for run in read_series([folder]).runs] == [1, 2]
+    assert len(read_series([folder], synthetic.SERIES).runs) == 2

@@ -511,6 +511,7 @@ def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
         ({"division": "Closed"}, "not 'closed'"),
         ({"status": ""}, "status: ''"),
         ({"accelerators_per_node": 8}, "is not a string"),
+        ({"number_of_nodes": 2}, "number_of_nodes is 2, not 1"),  # the official tools accept it
     ],
 )
 def test_a_description_that_does_not_fit_is_refused(case, changes, said):

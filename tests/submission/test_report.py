@@ -692,6 +692,23 @@ def test_runs_are_put_beside_each_other(two):
     )
 
 
+def test_the_page_of_many_runs_has_a_name_that_a_file_may_have(two):
+    one, other = two
+    others = [other]
+    for number in range(6):
+        others.append(shutil.copytree(other, other.with_name(f"{number}_{'x' * 41}")))
+    assert report.main(list(map(str, [one, *others]))) == 0
+    assert [path.name for path in one.glob("compared_with_slower_and_0*_and_3_more.html")]
+
+
+def test_series_is_refused_where_there_is_none_to_select(two, capsys):
+    one, other = two
+    assert report.main([str(one), "--series", "2026"]) == 2
+    assert report.main([str(one), str(other), "--series", "2026"]) == 2
+    assert "--series" in capsys.readouterr().err
+    assert not (one / "report.html").exists()
+
+
 def test_what_differs_between_runs_is_named(two):
     one, other = two
     (one / "config.toml").write_text(

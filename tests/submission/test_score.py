@@ -467,6 +467,38 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     assert run.state == FAILED and "no evaluation" in run.reason
 
 
+def test_a_batch_without_reference_is_not_blamed_on_fast_runs(tmp_path, capsys):
+    runs = [Timed(40 * 12_288)] * 10
+    folder = synthetic_run.write_timed_series(
+        tmp_path / "results", PRETRAINING, runs, global_batch_size=256
+    )
+    printed = text(capsys, str(folder), code=20)
+    assert "Missing RCP" in printed and "NO SCORE" in printed and "faster" not in printed
+
+
+def test_a_ruleset_without_the_benchmark_is_no_missing_file(amd, capsys):
+    found = evaluate(capsys, str(amd), "--ruleset", "5.0.0", code=20)
+    assert found["result"]["score"] is None
+    assert "no rules for llama31_8b" in found["runs"][0]["reason"]
+
+
+@pytest.mark.parametrize("number", ["-1", "0", "1" + "0" * 400])
+def test_a_number_of_gpus_that_no_system_has_is_unknown(tmp_path, number, capsys):
+    folder = tmp_path / "results" / "S" / LORA.rules.BENCHMARK
+    synthetic_run.write_timed_series(folder, LORA, [Timed(3072)])
+    system = tmp_path / "systems" / "S.json"
+    write_system(system)
+    system.write_text(
+        json.dumps(json.loads(system.read_text()) | {"accelerators_per_node": number})
+    )
+    assert evaluate(capsys, str(folder), code=20)["gpus"] is None
+
+
+def test_series_is_refused_for_logs_that_have_no_ledger(amd, capsys):
+    assert score.main([str(amd), "--series", "2026"]) == 2
+    assert "--series" in capsys.readouterr().err
+
+
 def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
     folder = synthetic_run.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
     assert "RCP test        FAILED (RCP found)" in text(capsys, folder, code=20)

@@ -285,9 +285,50 @@ def test_only_the_named_settings_are_applied(call, epyc):
     )
 
 
-@pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--gpu"]])
+@pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--gpu"], ["--json"]])
 def test_wrong_usage_is_2(call, epyc, wrong):
     assert call(epyc, "apply", *wrong)[0] == 2
+
+
+def test_revert_refuses_only_and_restores_nothing(call, epyc):
+    call(epyc, "apply")
+    applied = contents(epyc)
+    code, printed = call(epyc, "revert", "--only", "governor")
+    assert code == 2 and "--only" in printed and contents(epyc) == applied
+
+
+def test_hold_reverts_if_its_caller_ended_before_it_could_print(call, epyc, monkeypatch):
+    class ClosedPipe(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    before = contents(epyc)
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    assert call(epyc, "hold")[0] == 0
+    assert contents(epyc) == before
+
+
+@pytest.mark.parametrize("stdin", [None, io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8")])
+def test_hold_reverts_if_its_input_is_closed_or_not_text(call, epyc, monkeypatch, stdin):
+    before = contents(epyc)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert call(epyc, "hold")[0] == 0
+    assert contents(epyc) == before
+
+
+@pytest.mark.parametrize(("output", "code"), [("/dev/full", 17), ("closed pipe", 141)])
+def test_an_output_that_cannot_be_written_is_no_traceback(output, code):
+    if output == "closed pipe":
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    else:
+        descriptor = os.open(output, os.O_WRONLY)
+    command = [sys.executable, "-m", "system_tuning", "check"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=descriptor, stderr=subprocess.PIPE, text=True, timeout=30
+    )
+    os.close(descriptor)
+    assert done.returncode == code and "Traceback" not in done.stderr
 
 
 def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(
@@ -379,7 +420,7 @@ def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, se
     before = contents(root)
     for _ in range(30):
         arguments = [generator.choice(["apply", "apply", "revert"])]
-        if generator.random() < 0.3:
+        if arguments == ["apply"] and generator.random() < 0.5:
             arguments += ["--only", *generator.sample(sorted(BY_NAME), 3)]
         with pytest.MonkeyPatch.context() as monkeypatch:
             if generator.random() < 0.7:
