@@ -36,6 +36,7 @@ PACKAGES = {
     "amd-aiter": "AITER",
     "flash-attn-4": "FlashAttention-4",
     "quack-kernels": "QuACK",
+    "transformer-engine": "Transformer Engine",
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import synthetic_series
 
 from common import inventory
+from common.engines import ENGINES
 from common.errors import ConfigError
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
@@ -118,6 +119,13 @@ def test_a_server_is_described_as_it_is(server, monkeypatch):
         "amdgpu driver 6.14.14, ROCm 7.0.2, FlashAttention-4 4.0.0b36, Python"
     )
     assert all(isinstance(text, str) for text in told.values()) and set(told) <= set(describe.KEYS)
+
+
+def test_the_package_of_every_engine_is_described(server, monkeypatch):
+    monkeypatch.setattr(inventory, "version_of", lambda package: f"{package} of the test")
+    told = inventory.facts(server, AMD_8)
+    for engine in sum(ENGINES.values(), ()):
+        assert f"{engine.package} of the test" in told["other_software_stack"] or not engine.package
 
 
 def test_memory_that_is_offline_does_not_count(tmp_path):
