@@ -106,8 +106,10 @@ def epyc(tmp_path):
 
 
 @pytest.fixture
-def call(capsys):
+def call(capsys, monkeypatch):
     """The command line on a copy of a host: exit code and what was printed."""
+    # With it, this process, and so each one that a later test starts, would ignore SIGTERM.
+    monkeypatch.setattr(cli, "_ignore_signals", lambda: None)
 
     def run(root: Path, *arguments: str) -> tuple[int, str]:
         try:
@@ -215,8 +217,6 @@ def test_a_container_changes_its_host_only_if_this_is_accepted(
     else:
         monkeypatch.setenv(sign.split()[1], "oci")
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # `hold` ends at once
-    # This process, and so each one that a later test starts, would ignore SIGINT.
-    monkeypatch.setattr(cli, "_ignore_signals", lambda: None)
     before = contents(epyc)
     code, printed = call(epyc, command)
     assert code == 18 and contents(epyc) == before and not (epyc / cli.JOURNAL_PATH).exists()
