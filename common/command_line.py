@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from common.errors import ConfigError, Interrupted, RunError, StorageError, failure_of
@@ -142,14 +142,33 @@ def count(text: str) -> int:
     return number
 
 
+def float_or_nan(text: str) -> float:
+    """Return the number in `text`, or NaN, which no comparison accepts, if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def refuse_without(needed: str, given: Mapping[str, object]) -> None:
+    """Raise ConfigError if an option that only applies with `needed` has a value.
+
+    `given`: option -> value. Call it if the option `needed` was not given.
+    """
+    for option, value in given.items():
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"{option} without {needed}",
+                f"{option} applies to {needed} only",
+                f"add {needed}, or leave out {option}",
+            )
+
+
 def number_between(low: float, high: float) -> Callable[[str], float]:
     """Return a parser of an argument that is a number from `low` to `high`."""
 
     def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
+        number = float_or_nan(text)
         if not low <= number <= high:
             raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
         return number
@@ -159,10 +178,7 @@ def number_between(low: float, high: float) -> Callable[[str], float]:
 
 def minutes(text: str) -> float:
     """Parse an argument that is a positive, finite number of minutes."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = float_or_nan(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of minutes")
     return number

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common import config as configs
 from common.data.preparation import say
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError, WeightsError, first_line
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -148,4 +148,4 @@ def _cause(folder: Path, error: CheckpointException) -> BaseException:
     if not folder.is_dir():
         why = "a run removes its checkpoint when a newer one is complete"
         return WeightsError(f"{folder} was removed while it was read", why, "export again")
-    return damaged(folder, str(cause).partition("\n")[0])
+    return damaged(folder, first_line(cause))

@@ -10,20 +10,16 @@ tokenizer's end-of-text token. An interrupted preparation continues where it sto
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, count, program
+from common.command_line import Parser, count, float_or_nan, program
 
 
 def fraction(text: str) -> float:
     """Parse an argument that is a number between 0 and 1, both excluded."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = float_or_nan(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1")
     return number

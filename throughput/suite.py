@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.command_line import refuse_without
 from common.errors import ConfigError, Interrupted
 from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
@@ -104,12 +105,8 @@ def main(options: argparse.Namespace) -> int:
 
     Raises CheckFailed if a row fails against the baseline, and other RunErrors.
     """
-    if options.tolerance is not None and not options.against:
-        raise ConfigError(
-            "--tolerance without --against",
-            "there is no baseline to compare with",
-            "add --against, or leave out --tolerance",
-        )
+    if not options.against:
+        refuse_without("--against", {"--tolerance": options.tolerance})
     tolerance = baseline.TOLERANCE if options.tolerance is None else options.tolerance
     detected = probe(os.environ)
     device = shared_options.device_of(options.device, detected)

@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.command_line import Parser, complete, count
+from common.command_line import Parser, complete, count, float_or_nan, refuse_without
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
@@ -94,15 +94,13 @@ def main(arguments: list[str]) -> int:
 def _require_consistent(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not apply to the requested calculation."""
     if not options.scaling:
-        scaling_table.refuse_without(
+        refuse_without(
             "--scaling",
             {"--json": options.json, "--network": options.network, "--page": options.page},
         )
     if not options.mfu:
         names = ("params", "tokens", "seconds", "peak")
-        scaling_table.refuse_without(
-            "--mfu", {f"--{name}": getattr(options, name) for name in names}
-        )
+        refuse_without("--mfu", {f"--{name}": getattr(options, name) for name in names})
         return
     for option, value in {
         "--scaling": options.scaling,
@@ -194,10 +192,7 @@ def _add_training_options(parser: Parser) -> None:
 
 def amount(text: str) -> float:
     """Parse an argument that is a positive, finite number, such as 405e9."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = float_or_nan(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number, such as 405e9")
     return number

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from common.benchmarks import config_keys, load_all, load_config, rules_of
-from common.command_line import Parser, add_set_option, exit_code_of, split_benchmark
+from common.command_line import (
+    Parser,
+    add_set_option,
+    exit_code_of,
+    refuse_without,
+    split_benchmark,
+)
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -64,9 +70,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = parser(benchmark).parse_args(arguments)
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
-    scaling_table.refuse_without(
-        "--scaling", {"--network": options.network, "--page": options.page}
-    )
+    refuse_without("--scaling", {"--network": options.network, "--page": options.page})
     require_config(root, benchmark, options)
     overrides = overrides_of(options.set)
     path = None

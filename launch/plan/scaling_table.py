@@ -103,20 +103,6 @@ def add_options(parser: Parser | argparse._ArgumentGroup) -> None:
     )
 
 
-def refuse_without(needed: str, given: Mapping[str, object]) -> None:
-    """Raise ConfigError if an option that only applies with `needed` has a value.
-
-    `given`: option -> value. Call it if the option `needed` was not given.
-    """
-    for option, value in given.items():
-        if value is not None and value is not False:
-            raise ConfigError(
-                f"{option} without {needed}",
-                f"{option} applies to {needed} only",
-                f"add {needed}, or leave out {option}",
-            )
-
-
 def bandwidth(options: argparse.Namespace) -> float:
     """Return --network or its default. Raise ConfigError if it is not positive."""
     if options.network is None:

@@ -30,7 +30,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common import benchmarks
-from common.command_line import Parser, exit_code_of, meant, number_between, split_benchmark
+from common.command_line import (
+    Parser,
+    exit_code_of,
+    meant,
+    number_between,
+    refuse_without,
+    split_benchmark,
+)
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.gpu_kinds import GpuKind
@@ -105,13 +112,8 @@ def examine(benchmark: str, rest: list[str]) -> None:
     if options.nodes is not None:
         examine_nodes(options, os.environ)
         return
-    for name in OF_NODES:
-        if getattr(options, name) != OF_NODES[name]:
-            raise ConfigError(
-                f"--{name} without --nodes",
-                f"--{name} applies to several hosts only",
-                f"add --nodes, or leave out --{name}",
-            )
+    changed = [name for name, default in OF_NODES.items() if getattr(options, name) != default]
+    refuse_without("--nodes", {f"--{name}": getattr(options, name) for name in changed})
     rows, ranks = check(options, os.environ)
     verdict = overall(rows)
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}

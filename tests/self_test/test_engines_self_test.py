@@ -51,6 +51,16 @@ def wrong(request, monkeypatch):
     return request.param, name
 
 
+def choose_without_pin(monkeypatch, operation, name):
+    """Let the engine be chosen on a CPU although no variable pins it."""
+    monkeypatch.delenv(engines.VARIABLES[operation])
+    chosen = [
+        replace(engine, chosen_on=("",)) if engine.name == name else engine
+        for engine in engines.ENGINES[operation]
+    ]
+    monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
+
+
 def test_a_pinned_engine_that_computes_wrongly_stops_the_run(wrong):
     result = self_test.self_test(SIZES, CPU)
     with pytest.raises(PreflightError):
@@ -59,12 +69,7 @@ def test_a_pinned_engine_that_computes_wrongly_stops_the_run(wrong):
 
 def test_an_unpinned_engine_that_computes_wrongly_is_replaced(wrong, monkeypatch):
     operation, name = wrong
-    monkeypatch.delenv(engines.VARIABLES[operation])
-    chosen = [
-        replace(engine, chosen_on=("",)) if engine.name == name else engine
-        for engine in engines.ENGINES[operation]
-    ]
-    monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
+    choose_without_pin(monkeypatch, operation, name)
     result = self_test.self_test(SIZES, CPU)
     assert not result.bad
     assert result.attention == "flash" and result.products == "torch"
@@ -74,12 +79,7 @@ def test_an_unpinned_engine_that_computes_wrongly_is_replaced(wrong, monkeypatch
 
 def test_a_run_shows_and_records_the_engine_that_replaces_another(wrong, monkeypatch, tmp_path):
     operation, name = wrong
-    monkeypatch.delenv(engines.VARIABLES[operation])
-    chosen = [
-        replace(engine, chosen_on=("",)) if engine.name == name else engine
-        for engine in engines.ENGINES[operation]
-    ]
-    monkeypatch.setitem(engines.ENGINES, operation, tuple(chosen))
+    choose_without_pin(monkeypatch, operation, name)
     monkeypatch.setattr(self_test.Sizes, "of", lambda *_: SIZES)
     screen = io.StringIO()
     reports = replace(Reports.open(tmp_path, 0), progress=ProgressLog(True, screen))
