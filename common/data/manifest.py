@@ -14,6 +14,9 @@ from pathlib import Path
 from common.errors import DataError, write_whole
 
 BLOCK = 1 << 22  # bytes read at a time
+# The sample of `sampled_facts_of`: SAMPLE_BLOCKS blocks, SAMPLE_BYTES in total.
+SAMPLE_BLOCKS = 256
+SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,23 @@ def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
 def facts_of(path: Path, on_read: Callable[[int], None] | None = None) -> FileFacts:
     """Return size and SHA-256 of a file. `on_read`: see `sha256_of`."""
     return FileFacts(path.stat().st_size, sha256_of(path, on_read))
+
+
+def sampled_facts_of(path: Path) -> FileFacts:
+    """Return the size of a file and the SHA-256 of blocks at equal distances in it.
+
+    The sample identifies files that are too large to hash as a whole before each run. Its blocks
+    cover the whole file, because files often differ in the middle only: the first MiB of weights is
+    the embedding or the output head, which merged adapters leave as they were. A file of at most
+    SAMPLE_BYTES is hashed as a whole. Raises OSError.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(SAMPLE_BLOCKS):
+                file.seek(size * number // SAMPLE_BLOCKS)
+                digest.update(file.read(SAMPLE_BYTES // SAMPLE_BLOCKS))
+    return FileFacts(size, digest.hexdigest())

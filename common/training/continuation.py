@@ -9,7 +9,6 @@ Standard library only: the launcher checks before it starts any process.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.config import RunConfig
+from common.data.manifest import sampled_facts_of
 from common.errors import ConfigError, WeightsError, listed
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -36,8 +36,6 @@ FACT_TYPES = {  # the required keys of facts.json
 DATA_FILES = "data_files"
 BASE_FILES = "base_files"
 DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
-HASHED_BYTES = 1 << 20  # of each recorded file
-BASE_BLOCKS = 256  # blocks of a file of weights that are hashed, HASHED_BYTES in total
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
 MAY_DIFFER = {
@@ -194,35 +192,23 @@ def require_same_device(folder: Path, facts: dict, device: str) -> None:
 
 
 def data_record(data_dir: Path, files: Iterable[str]) -> dict[str, list]:
-    """Return name -> [size in bytes, SHA-256 of the first MiB] of each of `files` that exists.
-
-    Hashing whole files would take minutes. Another text or tokenizer changes the first MiB, another
-    number of documents the size.
-    """
-    paths = {name: data_dir / name for name in files}
-    return {name: _identity(path, 1) for name, path in paths.items() if path.is_file()}
+    """Return the record of each of `files` in `data_dir` that exists (see `_record_of`)."""
+    return _record_of(data_dir / name for name in files)
 
 
 def base_record(folder: Path | None) -> dict[str, list]:
-    """Return name -> [size in bytes, SHA-256 of a sample] of the safetensors files in `folder`.
-
-    The sample is BASE_BLOCKS blocks, spread evenly over the file. The first MiB would not do. It is
-    often the embedding or the output head, which merged adapters leave as they were. Empty for
-    None.
-    """
-    paths = sorted(folder.glob("*.safetensors")) if folder else []
-    return {path.name: _identity(path, BASE_BLOCKS) for path in paths}
+    """Return the record of the safetensors files in `folder` (see `_record_of`). None: empty."""
+    return _record_of(sorted(folder.glob("*.safetensors")) if folder else [])
 
 
-def _identity(path: Path, blocks: int) -> list:
-    """Return [size in bytes, SHA-256 of `blocks` blocks at equal distances] of a file."""
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for number in range(blocks):
-            file.seek(size * number // blocks)
-            digest.update(file.read(HASHED_BYTES // blocks))
-    return [size, digest.hexdigest()]
+def _record_of(paths: Iterable[Path]) -> dict[str, list]:
+    """Return name -> [size in bytes, SHA-256 of a sample] of each path that is a file."""
+    record = {}
+    for path in paths:
+        if path.is_file():
+            facts = sampled_facts_of(path)
+            record[path.name] = [facts.size, facts.sha256]
+    return record
 
 
 def require_same_data(folder: Path, facts: dict, data_dir: Path, files: Iterable[str]) -> None:
