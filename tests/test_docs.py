@@ -248,3 +248,26 @@ def test_every_exit_code_has_its_entry_and_no_other():
     )
     listed = {int(code): kind for codes, kind in heads for code in codes.split(",")}
     assert listed == {0: "good", **known, **signals}
+
+
+# --- measured packages ----------------------------------------------------------------------------
+
+
+def measured_packages() -> dict[str, str]:
+    """Return name -> version of the packages that results.md calls measured on a GPU."""
+    section = (DOCS / "results.md").read_text().split("## The installed packages", 1)[1]
+    rows = re.findall(
+        r"^\| ([a-z0-9-]+) \| ([0-9][^ |]*) \|", section.split("\n## ")[0], re.MULTILINE
+    )
+    return dict(rows)
+
+
+def pins(lock: str) -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9-]+)==([^ \\]+)", (ROOT / lock).read_text(), re.MULTILINE))
+
+
+def test_the_locks_install_what_was_measured():
+    locked = pins("requirements.lock") | pins("requirements-hopper.lock")
+    measured = measured_packages()
+    assert {"torch", "triton", "nvidia-nccl-cu13", "flash-attn-4"} <= measured.keys()
+    assert measured == {name: locked[name] for name in measured}
