@@ -241,6 +241,8 @@ class Screen:
 
     def speed(self) -> str:
         parts = [f"{self.step['tokens_per_s_per_gpu']:,.0f} {self.unit}"]
+        if padding := self.step.get("padding"):
+            parts.append(f"{padding:.0%} padding")
         if self.step["mfu"]:
             parts.append(f"MFU {self.step['mfu']:.1%}")
         if self.step["memory_gib"]:
@@ -280,7 +282,8 @@ class Screen:
         It includes the evaluations in between, each as long as the last one.
         """
         tokens_per_s = self.step["tokens_per_s_per_gpu"] * self.config.world_size
-        seconds = samples * self.rules.sequence_length / tokens_per_s
+        tokens_per_sample = self.rules.sequence_length * (1 - self.step.get("padding", 0.0))
+        seconds = samples * tokens_per_sample / tokens_per_s
         if self.evaluations:
             interval = self.rules.eval_interval(self.config.global_batch_size)
             seconds += samples // interval * self.evaluations[-1]["seconds"]
