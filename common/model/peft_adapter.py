@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import StorageError, WeightsError
+from common.model.checkpoint_writer import require_finite
 from common.model.shapes import ModelShape
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,11 +62,14 @@ def save_peft_adapter(
         `blocks.N.o.lora_b` [hidden, rank]
     `base`: folder of the base weights, from which peft's `AutoPeftModelForCausalLM` loads them.
 
-    Raises FileExistsError if `folder` exists, because adapters are never overwritten. Raises
-    StorageError if writing fails, and then leaves no files.
+    Raises FileExistsError if `folder` exists, because adapters are never overwritten, and
+    WeightsError if an element is not finite. Raises StorageError if writing fails, and then leaves
+    no files.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists")
+    for name, tensor in tensors.items():
+        require_finite(name, tensor)
     config = PLAIN_LORA | {
         "base_model_name_or_path": str(base.absolute()),
         "r": rank,

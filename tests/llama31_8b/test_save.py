@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import signal
@@ -251,6 +252,15 @@ def test_a_full_disk_is_a_storage_error_and_the_partial_model_is_removed(tmp_pat
         and "free space" in failure.value.why
         and not list(tmp_path.iterdir())
     )
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = random_model()
+    with torch.no_grad():
+        model.embedding.weight[3, 1] = math.inf
+    with pytest.raises(WeightsError, match="embed_tokens"):
+        save.save_model(model, tmp_path, lambda: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):

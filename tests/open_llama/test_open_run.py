@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -192,6 +193,11 @@ def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(exported_weights, "write_checkpoint", fill_disk)
         with pytest.raises(OSError, match="No space"):
+            exported_weights.export(options)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as diverged:
+        diverged.setattr(exported_weights, "read_master", lambda *_: torch.tensor(math.nan))
+        with pytest.raises(WeightsError, match="NaN"):
             exported_weights.export(options)
     assert not list(tmp_path.iterdir())
     (tmp_path / "out.partial").mkdir()  # as after SIGKILL
