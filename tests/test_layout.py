@@ -35,6 +35,7 @@ FOLDERS = BENCHMARKS | {
 }
 # Files that every package may import. They import nothing but each other.
 BASE = {
+    "common.atomic_write",
     "common.benchmarks",
     "common.command_line",
     "common.config",

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import WeightsError, write_whole
+from common.atomic_write import in_progress, write_whole
+from common.errors import ConfigError, WeightsError
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of, rope_scaling_of
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
@@ -74,6 +75,16 @@ def write_checkpoint(
         write_json(folder / name, content)
         paths.append(folder / name)
     return paths
+
+
+def require_new(folder: Path) -> None:
+    """Raise ConfigError if `folder` exists, or if another process is writing it."""
+    do = "name a new directory, or remove this one"
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder} exists", "nothing is overwritten", do)
+    for path in in_progress(folder):
+        why = f"a running process writes it as {path.name}"
+        raise ConfigError(f"{folder} is being written", why, "name a new directory, or wait")
 
 
 def require_finite(name: str, tensor: Tensor) -> None:

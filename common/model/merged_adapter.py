@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.atomic_write import SUFFIX, new_folder
 from common.data.preparation import say
-from common.errors import ConfigError, listed
+from common.errors import listed
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     STORED_DTYPES,
@@ -35,6 +36,7 @@ from common.model.checkpoint_writer import (
     NAMES,
     llama_config,
     require_finite,
+    require_new,
     write_file,
     write_json,
 )
@@ -50,8 +52,8 @@ from common.model.shapes import ModelShape
 from common.records.json_lines import is_number
 
 QKV_PROJECTION = "qkv_proj"
-# Suffixes of files that are not copied: the weights of the base, and modeling code, which may be
-# for the fused layout.
+# Suffixes of files that are not copied: the weights of the base, modeling code, which may be for
+# the fused layout, and files that are being written.
 NOT_COPIED = (
     ".safetensors",
     ".bin",
@@ -60,6 +62,7 @@ NOT_COPIED = (
     ".gguf",
     ".h5",
     ".py",
+    SUFFIX,
 )
 LARGEST_ALPHA = torch.finfo(torch.float32).max
 ANOTHER_BASE = "use the base that the adapter was trained on"
@@ -109,25 +112,13 @@ def merge(
     updates = _updates(weights, stored)
     _require_writable(base, weights)
     config = _config(base, weights, models or {})
-    partial = out.with_name(out.name + ".partial")
-    for folder in (out, partial):
-        if folder.exists():
-            raise ConfigError(
-                f"{folder} exists",
-                "a merge never overwrites",
-                "name a new directory, or remove this one",
-            )
-    partial.mkdir(parents=True)
-    try:
+    require_new(out)
+    with new_folder(out) as folder:
         for path in sorted(base.iterdir()):
             if _is_copied(path) and path.name not in left_out:
-                shutil.copyfile(path, partial / path.name)
-        write_json(partial / CONFIG, config)
-        _write_shards(shards, partial, updates, stored)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+                shutil.copyfile(path, folder / path.name)
+        write_json(folder / CONFIG, config)
+        _write_shards(shards, folder, updates, stored)
     say(f"{out}: complete")
 
 

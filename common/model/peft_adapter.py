@@ -10,13 +10,13 @@ adapter each. All three get the same A, and each gets its rows of B.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
+from common.atomic_write import new_folder
 from common.errors import StorageError, WeightsError
 from common.model.checkpoint_writer import require_finite
 from common.model.shapes import ModelShape
@@ -77,15 +77,11 @@ def save_peft_adapter(
         "lora_dropout": dropout,
     }
     data = save(peft_tensors(tensors, shape), metadata={"format": "pt"})
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left behind by a killed process
     try:
-        partial.mkdir(parents=True)
-        (partial / WEIGHTS).write_bytes(data)
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        partial.rename(folder)
+        with new_folder(folder) as new:
+            (new / WEIGHTS).write_bytes(data)
+            (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
             f"the adapter was not saved in {folder}: {error.strerror or error}",
             f"it needs {len(data) / 1e6:.0f} MB of free space on a writable disk",

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.atomic_write import write_whole
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.records import rcp
@@ -113,7 +114,7 @@ class Screen:
             with contextlib.suppress(OSError):  # the terminal was closed
                 stop_live(self.live)
         with contextlib.suppress(OSError):  # the messages were shown already
-            (self.run_dir / "stderr.txt").write_bytes(os.pread(self.stderr.fileno(), 2**26, 0))
+            write_whole(self.run_dir / "stderr.txt", os.pread(self.stderr.fileno(), 2**26, 0))
         self.stderr.close()
         if self.stdout:
             self.stdout.close()

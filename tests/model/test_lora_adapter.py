@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from fused_lora import lora_llama
+from killed_writer import leave_behind
 from safetensors.torch import load_file, save_file
 from test_model import pair
 
+from common.atomic_write import new_folder
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model import checkpoint_names, merged_adapter
 from common.model import peft_adapter as adapter
@@ -103,8 +105,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_no_partial_adapter(tmp_path):
     assert (
         failure.value.exit_code == 17 and "MB" in failure.value.why and not list(tmp_path.iterdir())
     )
-    (tmp_path / "adapter.partial").mkdir()  # as a kill leaves it
-    (tmp_path / "adapter.partial/adapter_model.safetensors").write_text("half")
+    leave_behind("new_folder", tmp_path / "adapter")
     save(tmp_path / "adapter", random_adapters())
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     with pytest.raises(FileExistsError):
@@ -297,9 +298,19 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
         save(made[0] / "adapter", made[2])
     with pytest.raises(ConfigError, match="exists"):
         merge(merged / "fused", merged / "adapter", merged / "merged_fused")
-    (tmp_path / "out.partial").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+    with (
+        new_folder(tmp_path / "out") as folder,
+        pytest.raises(ConfigError, match="is being written") as caught,
+    ):
         merge(merged / "fused", merged / "adapter", tmp_path / "out")
+    assert folder.name in caught.value.why
+
+
+def test_a_merge_removes_what_a_killed_one_left(merged, tmp_path):
+    leave_behind("new_folder", tmp_path / "out")
+    assert execute(merged / "fused", merged / "adapter", tmp_path / "out") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out/half").exists()
 
 
 def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):

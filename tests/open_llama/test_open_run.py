@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from killed_writer import leave_behind
 from synthetic_run import records
 
 from common import paths
+from common.atomic_write import new_folder
 from common.config import load
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import CheckFailed, ConfigError, DataError, WeightsError
@@ -200,9 +202,14 @@ def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
         with pytest.raises(WeightsError, match="NaN"):
             exported_weights.export(options)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "out.partial").mkdir()  # as after SIGKILL
-    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+    with (
+        new_folder(tmp_path / "out"),
+        pytest.raises(ConfigError, match="is being written"),
+    ):
         exported_weights.export(options)
+    leave_behind("new_folder", tmp_path / "out")
+    exported_weights.export(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("fate", ["removed", "damaged"])
