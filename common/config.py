@@ -15,7 +15,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self, TypeVar
 
-from common.errors import ConfigError
+from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 
 FORMER_KEYS = ("fp8", "block_format", "healing")  # removed keys, now parts of the key linear
@@ -236,11 +236,12 @@ def load(
     `derived`: values that replace those of the file. `overrides` take precedence.
 
     Raises ConfigError if the file is missing or is not valid TOML. Raises it too if a key is
-    unknown or missing, a value has the wrong type, or the batch is impossible.
+    unknown or missing, a value has the wrong type, or the batch is impossible. Raises StorageError
+    if the disk fails.
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text())
+        table = read_table(path)
     except FileNotFoundError:
         neighbors = [each.stem for each in path.parent.glob("*.toml")]
         near = difflib.get_close_matches(path.stem, neighbors, 1)
@@ -249,17 +250,6 @@ def load(
             do = f"did you mean {path.with_name(near[0])}.toml?"
         why = f"{path.absolute()} does not exist"
         raise ConfigError(f"{path}: no such config", why, do) from None
-    except OSError as error:
-        do = "name a file that this user may read, or one under configs/"
-        raise ConfigError(
-            f"{path}: the config cannot be read", error.strerror or str(error), do
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: not valid TOML: {error}",
-            "the file cannot be parsed",
-            "correct the line it names",
-        ) from None
     # Check the file alone first, so that its errors do not name the overrides.
     from_table(dict(table), config_class, str(path))
     table |= derived or {}
@@ -269,6 +259,29 @@ def load(
         table[key] = _parse_value(text)
     given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
     return from_table(table, config_class, f"{path.name} with {given}")
+
+
+def read_table(path: Path) -> dict:
+    """Return the keys of a TOML file, unchecked.
+
+    Raises FileNotFoundError, ConfigError if the file cannot be read or is not valid TOML, and
+    StorageError if the disk fails.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        do = "name a file that this user may read, or one under configs/"
+        why = error.strerror or str(error)
+        known = failure_of(error)
+        raise known or ConfigError(f"{path}: the config cannot be read", why, do) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: not valid TOML: {error}",
+            "the file cannot be parsed",
+            "correct the line it names",
+        ) from None
 
 
 def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyConfig:

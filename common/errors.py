@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from common.atomic_write import write_whole
+
 # Environment variable that marks the processes of a run: its directory. The launcher finds the
 # processes by it, and reports their failures.
 LAUNCHED = "LAUNCH_RUN_DIR"
@@ -220,13 +222,6 @@ def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
                 raise
             (Path(run_dir) / RESERVE_FILE).unlink(missing_ok=True)
             time.sleep(0.1)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` atomically: under a temporary name, which is then renamed. Raises OSError."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -35,6 +35,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
+from common.atomic_write import write_whole
 from common.errors import ConfigError, Interrupted, RankLost, RunError
 from common.terminal import print_stderr
 from launch.job import Node
@@ -322,7 +323,7 @@ class Nodes:
                 continue
             # The hang watch looks for changes, so unchanged files are not rewritten.
             if not path.is_file() or path.read_text() != text:
-                path.write_text(text)
+                write_whole(path, text.encode())
 
     def finish(self, run_dir: Path, stop: bool) -> None:
         """Wait until the ranks of the other nodes have ended; for node 0.

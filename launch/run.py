@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from common.atomic_write import write_whole
 from common.benchmarks import names_mlperf
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.paths import ROOT
@@ -255,7 +256,7 @@ def _check(run_dir: Path) -> RunError | None:
     """Check the log, write check.txt, and return an error if the log does not pass."""
     answer = _captured("submission.check", str(run_dir / "result.txt"))
     try:
-        (run_dir / "check.txt").write_text(answer.stdout)
+        write_whole(run_dir / "check.txt", answer.stdout.encode())
     except OSError as error:  # the verdict is valid without the file
         print_stderr(
             f"note: check.txt could not be written: {error}; ./run_and_time.sh check prints its "

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from common.atomic_write import write_whole
 from common.config import RunConfig
 from common.errors import RESERVE_FILE, StorageError
 from common.hardware import Probe
@@ -46,7 +47,7 @@ def fill(folder: Path) -> Path:
     with _writing(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
         # Random bytes, so that no file system compresses them.
-        (folder / RESERVE_FILE).write_bytes(os.urandom(RESERVED_BYTES))
+        write_whole(folder / RESERVE_FILE, os.urandom(RESERVED_BYTES))
     return folder
 
 
@@ -81,8 +82,8 @@ def require_writable(folder: Path, setting: str = "LOGDIR") -> None:
 def write_config_and_versions(run_dir: Path, config: RunConfig, versions: dict) -> None:
     """Write config.toml, which the trainer reads, and versions.json. Raises StorageError."""
     with _writing(run_dir):
-        (run_dir / "config.toml").write_text(config.as_toml())
-        (run_dir / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+        write_whole(run_dir / "config.toml", config.as_toml().encode())
+        write_whole(run_dir / "versions.json", (json.dumps(versions, indent=1) + "\n").encode())
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.atomic_write import new_file
 from common.data.shuffled_epochs import shuffled_micro_batches
 from common.errors import DataError
 from llama2_70b_lora.rules import DATA_FILES, Rules
@@ -135,19 +136,13 @@ def _require(values: np.ndarray, valid: np.ndarray, expected: str, source: str) 
 
 
 def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
-    """Write int32 [rows, 2, sequence] as MLCommons' file of this split.
-
-    The file has a temporary name until it is complete.
-    """
+    """Write int32 [rows, 2, sequence] as MLCommons' file of this split, atomically."""
     import pyarrow
     from pyarrow import parquet
 
-    path = Path(folder) / DATA_FILES[split]
-    partial = path.with_name(path.name + ".partial")
-    parquet.write_table(
-        pyarrow.table({name: list(rows[:, number]) for number, name in enumerate(COLUMNS)}), partial
-    )
-    partial.replace(path)
+    table = pyarrow.table({name: list(rows[:, number]) for number, name in enumerate(COLUMNS)})
+    with new_file(Path(folder) / DATA_FILES[split]) as file:
+        parquet.write_table(table, file)
 
 
 def next_token_labels(rows: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from common.atomic_write import leftovers
 from common.data import corpus
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import index_path, tokens_path
@@ -73,7 +74,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
 def _require_no_output(prefix: Path) -> None:
     """Raise StorageError if `prefix` has token files, unless a killed conversion left them."""
     # A conversion renames the .bin first, then the .idx.
-    was_killed = Path(f"{prefix}.idx.partial").exists()
+    was_killed = bool(leftovers(index_path(prefix)))
     if index_path(prefix).exists() or (tokens_path(prefix).exists() and not was_killed):
         raise StorageError(
             f"{prefix}.bin/.idx: exists already",

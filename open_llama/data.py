@@ -145,6 +145,20 @@ def sequences_in(config: Config, index: Index) -> int:
     return whole_sequences(index.num_tokens, config.sequence_length)
 
 
+def padding_share(config: Config, index: Index) -> float:
+    """Return the share of padding in the training sequences of one epoch.
+
+    `index`: that of the training data.
+    """
+    if not config.one_document_per_sequence:
+        return 0.0
+    # A document of n tokens has n - 1 pairs of a token and its label.
+    pairs = index.sequence_lengths[index.sequence_lengths >= 2].astype(np.int64) - 1
+    if not len(pairs):
+        return 0.0  # reading the data fails
+    return 1 - float(np.minimum(pairs, config.sequence_length).mean()) / config.sequence_length
+
+
 def epochs_text(config: Config, index: Index) -> str:
     """Describe how often the run reads the training text, and which tokens it never reads.
 
@@ -160,6 +174,8 @@ def epochs_text(config: Config, index: Index) -> str:
     ]
     if epochs > 1:
         lines[0] += ": it repeats the text"
+    if padding := padding_share(config, index):
+        lines[0] += f"; {padding:.1%} of the positions are padding"
     if config.one_document_per_sequence:
         # A sequence also reads the token after it, as its last label.
         cut = np.maximum(index.sequence_lengths.astype(np.int64) - length - 1, 0)

@@ -28,7 +28,7 @@ from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama.base_config import CONTEXT
 from open_llama.data import spread_windows
-from open_llama.rules import Config
+from open_llama.rules import BENCHMARK
 
 MICRO_BATCH_TOKENS = 8192
 DEFAULT_LENGTH = 1024  # tokens per sequence
@@ -48,12 +48,19 @@ def trained_length(model: Path, adapter: Path | None = None) -> tuple[int, Path]
     """Return the tokens per sequence that a model was trained with, and the file that names them.
 
     An adapter, or else a model, in the directory of a run has the sequence length of that run
-    (config.toml). Others have the context in config.json, or 0 if it names none. Raises
-    WeightsError if config.json cannot be read.
+    (config.toml). Others have the context in config.json, or 0 if it names none. Raises ConfigError
+    or StorageError if config.toml cannot be read, and WeightsError if config.json cannot be read.
     """
     path = (adapter or model).absolute().parent / "config.toml"
-    with contextlib.suppress(ConfigError):  # no run of open_llama
-        return configs.load(path, Config).sequence_length, path
+    run: dict = {}
+    with contextlib.suppress(FileNotFoundError):
+        run = configs.read_table(path)
+    if "sequence_length" in run:  # a run of open_llama
+        length = run["sequence_length"]
+        if type(length) is not int or length < 1:
+            do = "correct it, or set --sequence-length"
+            raise ConfigError(f"{path}: sequence_length is {length!r}", "it counts tokens", do)
+        return length, path
     path = model / CONFIG
     context = read_json(path).get(CONTEXT)
     return context if type(context) is int and context > 0 else 0, path
@@ -63,7 +70,7 @@ def default_length(model: Path, adapter: Path | None = None) -> int:
     """Return the tokens per sequence to evaluate with, and print where the number comes from.
 
     Models outside the directory of a run have DEFAULT_LENGTH, or their context if that is smaller.
-    Raises WeightsError if config.json cannot be read.
+    Raises an error if the file that names the number cannot be read.
     """
     length, path = trained_length(model, adapter)
     origin = f"that of the run ({path})"
@@ -71,7 +78,8 @@ def default_length(model: Path, adapter: Path | None = None) -> int:
         origin = f"the model's context ({CONTEXT} in {path})"
         if not 0 < length < DEFAULT_LENGTH:
             length = DEFAULT_LENGTH
-            origin = f"the default, since {adapter or model} is not in the directory of a run"
+            where = f"in the directory of a run of {BENCHMARK}"
+            origin = f"the default, since {adapter or model} is not {where}"
     say(f"sequence length {length}: {origin}")
     return length
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import warnings
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common import config as configs
+from common.atomic_write import new_folder
 from common.data.preparation import say
 from common.errors import ConfigError, WeightsError, first_line
 from common.model.checkpoint_names import ORDINARY
-from common.model.checkpoint_writer import write_checkpoint
+from common.model.checkpoint_writer import require_new, write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.peft_adapter import save_peft_adapter
 from common.model.saved_model import FILE_BYTES
@@ -44,20 +44,12 @@ def export(options: argparse.Namespace) -> None:
     config = configs.load(run / "config.toml", Config)
     rules = rules_of(config)
     out = options.out or run / f"exported_step_{facts['step']:08d}"
-    partial = out.with_name(f"{out.name}.partial")
-    for path in (out, partial):
-        if path.exists():
-            do = "remove it, or name another --out"
-            raise ConfigError(f"{path} exists", "nothing is overwritten", do)
-    try:
-        if config.lora_rank:
-            export_adapter(folder, config, rules, partial)
-        else:
-            export_model(folder, config, rules, partial, data_of_run(facts, rules))
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    require_new(out)
+    if config.lora_rank:
+        export_adapter(folder, config, rules, out)
+    else:
+        with new_folder(out) as new:
+            export_model(folder, config, rules, new, data_of_run(facts, rules))
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from common.atomic_write import copy_whole
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, say
 from common.errors import ConfigError, StorageError, listed, write_text
@@ -97,10 +98,10 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
             do = "name another --data-dir"
         raise StorageError(f"{target} is another tokenizer", why, do)
     if not target.exists():
-        shutil.copyfile(source, target)
+        copy_whole(source, target)
         for name in COMPANIONS[target.name]:
             if source.with_name(name).is_file():
-                shutil.copyfile(source.with_name(name), data_dir / name)
+                copy_whole(source.with_name(name), data_dir / name)
     return target
 
 

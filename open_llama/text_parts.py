@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from common.atomic_write import new_file
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import index_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
@@ -124,10 +125,8 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
     for split, rows in tokens.items():
         arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
         arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with new_file(path) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    partial.replace(path)
 
 
 def split_of(text: str, validation_fraction: float) -> str:

@@ -46,7 +46,13 @@ from common.training.reports import Reports
 from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from open_llama.base_config import copy_generation_config, kept_entries
-from open_llama.data import epochs_text, sequences_in, training_batches, validation_pairs
+from open_llama.data import (
+    epochs_text,
+    padding_share,
+    sequences_in,
+    training_batches,
+    validation_pairs,
+)
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
 from open_llama.tokenizer import copy_tokenizer
 
@@ -145,7 +151,8 @@ def run_rank(run: Run, reports: Reports) -> None:
 
         open_tokens = partial(open_data, run, rules, processes)
         lr_at = learning_rate(config)
-        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save)
+        padding = padding_share(config, index)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save, padding)
 
 
 def open_data(

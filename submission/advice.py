@@ -100,7 +100,7 @@ def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
     planned = planned_speed(run) if speeds and run.rules else 0.0
     if not planned:
         return
-    speed = median(speeds)
+    speed = median(speeds) / (1 - run.padding)  # the plan counts padding
     if speed >= TABLE["slow"] * planned:
         return
     facts = {

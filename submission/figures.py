@@ -16,6 +16,7 @@ from submission.run import Run
 # Key of a record of the speed -> name of its figure.
 SPEED = {
     "tokens_per_s_per_gpu": "tokens/s/GPU",
+    "padding": "padding",
     "tflops_per_gpu": "TFLOP/s/GPU",
     "mfu": "MFU",
 }
@@ -30,6 +31,7 @@ FORMS = {
     "eval, s": ",.1f",
     "step, ms": ",.1f",
     "tokens/s/GPU": ",.0f",
+    "padding": ".1%",
     "TFLOP/s/GPU": ",.4g",
     "MFU": ".1%",
     "GiB, peak": ",.1f",

@@ -229,12 +229,27 @@ class Run:
         """Sequences per second over all training blocks, evaluations excluded."""
         return intervals.rate(self.blocks)
 
+    @cached_property
+    def padding(self) -> float:
+        """Share of padding in the training sequences, which only the open division may have."""
+        if self.division == OPEN:
+            for record in self.records:
+                if is_number(record.get("padding")):
+                    return record["padding"]
+        return 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of all GPUs without padding, evaluations excluded."""
+        rate = self.samples_per_s
+        if rate is None or not self.rules:
+            return None
+        return rate * self.rules.sequence_length * (1 - self.padding)
+
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        rate = self.samples_per_s
-        if rate is None or not self.gpus or not self.rules:
-            return None
-        return rate * self.rules.sequence_length / self.gpus
+        rate = self.tokens_per_s
+        return rate / self.gpus if rate is not None and self.gpus else None
 
     @property
     def evaluation_s(self) -> float | None:

@@ -51,7 +51,7 @@ class RunRow:
     target: float | None  # the run has reached it if `loss` is at most `target`
     samples: int | None  # training sequences at the last evaluation
     minutes: float | None  # from run_start to run_stop
-    tokens_per_s: float | None  # of all GPUs, evaluations excluded
+    tokens_per_s: float | None  # of all GPUs, without evaluations and padding
     gpu: str | None
     gpus: int | None
     config: str
@@ -108,7 +108,7 @@ def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -
         target=run.target,
         samples=run.samples,
         minutes=minutes if is_number(minutes) else None,
-        tokens_per_s=_tokens_per_s(run),
+        tokens_per_s=run.tokens_per_s,
         gpu=run.gpu,
         gpus=run.gpus,
         config=str(start.get("config", record.identity.get("config", ""))),
@@ -120,12 +120,6 @@ def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -
 def _last_loss(run: Run) -> float | None:
     value = run.log.last("eval_accuracy")
     return float(value) if is_number(value) else None
-
-
-def _tokens_per_s(run: Run) -> float | None:
-    if run.samples_per_s is None or run.rules is None:
-        return None
-    return run.samples_per_s * run.rules.sequence_length
 
 
 def lines(rows: list[RunRow]) -> list[str]:

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 from common import benchmarks
+from common.atomic_write import SUFFIX
 from common.benchmarks import OPEN
 from common.errors import ConfigError
 from common.html import page
@@ -125,7 +126,8 @@ def training_charts(run: Run) -> list[Block]:
 
 def files(folder: Path) -> Section:
     """Return a section with links to the files in `folder`."""
-    names = {path.name for path in folder.glob("[!.]*")} - {"report.html"}
+    paths = (path for path in folder.glob("[!.]*") if path.suffix != SUFFIX)
+    names = {path.name for path in paths} - {"report.html"}
     return "Files", [{"links": sorted(names)}]
 
 

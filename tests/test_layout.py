@@ -35,6 +35,7 @@ FOLDERS = BENCHMARKS | {
 }
 # Files that every package may import. They import nothing but each other.
 BASE = {
+    "common.atomic_write",
     "common.benchmarks",
     "common.command_line",
     "common.config",
@@ -48,6 +49,7 @@ BASE = {
     "common.model.shapes",
     "common.packages",
     "common.paths",
+    "common.process_identity",
     "common.terminal",
     "common.text_tables",
 }

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import DataError, write_whole
+from common.atomic_write import write_whole
+from common.errors import DataError
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
 # Python (site-packages).

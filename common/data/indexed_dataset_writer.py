@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.atomic_write import create
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import (
     DTYPE_CODES,
@@ -29,7 +30,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedDatasetWriter:
     """Writer of a pair of token files, one sequence per document.
 
-    The files are named `.partial` until `finish` renames them. Needs 4 bytes of memory per
+    The files have temporary names until `finish` renames them. Needs 4 bytes of memory per
     document. Raises OSError if a file cannot be written.
     """
 
@@ -38,9 +39,7 @@ class IndexedDatasetWriter:
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
         self.lengths = array("i")
-        self._partial_bin = Path(f"{prefix}.bin.partial")
-        self._partial_index = Path(f"{prefix}.idx.partial")
-        self._bin = self._partial_bin.open("wb")
+        self._bin = create(tokens_path(self.prefix))
 
     def add(self, ids: np.ndarray | list[int]) -> None:
         """Append a document. Raises DataError if it is empty or an id is not in the vocabulary."""
@@ -73,13 +72,13 @@ class IndexedDatasetWriter:
         offsets = ends - lengths * self.dtype.itemsize
         boundaries = np.arange(len(lengths) + 1, dtype="<i8")
         code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == self.dtype)
-        with self._partial_index.open("wb") as file:
+        with create(index_path(self.prefix)) as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
             for part in (lengths, offsets, boundaries):
                 file.write(part.tobytes())
-        self._partial_bin.replace(tokens_path(self.prefix))
+        Path(self._bin.name).replace(tokens_path(self.prefix))
         # Last, because an existing .idx means that the pair is complete.
-        self._partial_index.replace(index_path(self.prefix))
+        Path(file.name).replace(index_path(self.prefix))
         index = Index.read(self.prefix)
         index.check_token_file_size()
         return index

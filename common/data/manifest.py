@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import DataError, write_whole
+from common.atomic_write import write_whole
+from common.errors import DataError
 
 BLOCK = 1 << 22  # bytes read at a time
 # The sample of `sampled_facts_of`: SAMPLE_BLOCKS blocks, SAMPLE_BYTES in total.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.atomic_write import write_whole
 from common.paths import cache_folder
 
 OFFERED = 8  # number of algorithms requested from cuBLASLt
@@ -304,9 +304,8 @@ def keep_choice(name: str, offer: Offer) -> None:
     path = choices_path()
     with suppress(OSError):  # the file is not necessary
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(kept_choices() | {name: fingerprint(offer)}, indent=1))
-        part.replace(path)
+        choices = kept_choices() | {name: fingerprint(offer)}
+        write_whole(path, json.dumps(choices, indent=1).encode())
 
 
 def milliseconds(launch: Callable[[], None], count: int) -> float:

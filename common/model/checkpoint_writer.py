@@ -7,6 +7,7 @@ checkpoint_reader.py describes the format.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import write_whole
+from common.atomic_write import in_progress, write_whole
+from common.errors import ConfigError, WeightsError
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of, rope_scaling_of
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
@@ -50,10 +52,13 @@ def write_checkpoint(
     `entries`: of config.json, which replace those of `llama_config`.
     `on_tensor`: called before each tensor is written.
 
-    Raises OSError if writing fails, for example on a full disk.
+    Raises OSError if writing fails, for example on a full disk, and WeightsError if a weight is not
+    finite.
     """
     dtype = dtype or model.embedding.weight.dtype
     tensors = _tensors(model, layout)
+    for name, rows in tensors.items():
+        require_finite(name, rows)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}
     groups = groups_of_equal_size(sizes, files)
@@ -70,6 +75,27 @@ def write_checkpoint(
         write_json(folder / name, content)
         paths.append(folder / name)
     return paths
+
+
+def require_new(folder: Path) -> None:
+    """Raise ConfigError if `folder` exists, or if another process is writing it."""
+    do = "name a new directory, or remove this one"
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder} exists", "nothing is overwritten", do)
+    for path in in_progress(folder):
+        why = f"a running process writes it as {path.name}"
+        raise ConfigError(f"{folder} is being written", why, "name a new directory, or wait")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise WeightsError if an element of a tensor is NaN or infinite."""
+    # One pass without a copy. Both results are NaN if an element is.
+    if tensor.numel() and not all(math.isfinite(value) for value in torch.aminmax(tensor)):
+        raise WeightsError(
+            f"{name} has NaN or infinite elements",
+            "the run diverged, or the file is damaged",
+            "use an earlier checkpoint, or train again with a lower learning rate",
+        )
 
 
 def write_json(path: Path, content: dict) -> None:

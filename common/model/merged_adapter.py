@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.atomic_write import SUFFIX, new_folder
 from common.data.preparation import say
-from common.errors import ConfigError, listed
+from common.errors import listed
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
 from common.model.checkpoint_reader import (
     STORED_DTYPES,
@@ -31,7 +32,14 @@ from common.model.checkpoint_reader import (
     read_tensors,
     refuse,
 )
-from common.model.checkpoint_writer import NAMES, llama_config, write_file, write_json
+from common.model.checkpoint_writer import (
+    NAMES,
+    llama_config,
+    require_finite,
+    require_new,
+    write_file,
+    write_json,
+)
 from common.model.peft_adapter import (
     ADAPTER_CONFIG,
     OUTPUT,
@@ -41,10 +49,11 @@ from common.model.peft_adapter import (
     require_adapter,
 )
 from common.model.shapes import ModelShape
+from common.records.json_lines import is_number
 
 QKV_PROJECTION = "qkv_proj"
-# Suffixes of files that are not copied: the weights of the base, and modeling code, which may be
-# for the fused layout.
+# Suffixes of files that are not copied: the weights of the base, modeling code, which may be for
+# the fused layout, and files that are being written.
 NOT_COPIED = (
     ".safetensors",
     ".bin",
@@ -53,7 +62,9 @@ NOT_COPIED = (
     ".gguf",
     ".h5",
     ".py",
+    SUFFIX,
 )
+LARGEST_ALPHA = torch.finfo(torch.float32).max
 ANOTHER_BASE = "use the base that the adapter was trained on"
 
 # Weight -> modules of the adapter whose products B A are concatenated and added to it.
@@ -92,33 +103,22 @@ def merge(
     checkpoint), its merged weights and one fp32 product. Everything is checked before anything is
     written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
 
-    Raises ConfigError if `out` exists, and WeightsError if the base or the adapter is damaged or
-    they do not fit each other. Raises OSError if writing fails, and then leaves no files.
+    Raises ConfigError if `out` exists, and WeightsError if the base or the adapter is damaged, they
+    do not fit each other, or a merged weight is not finite. Raises OSError if writing fails. After
+    any failure, no files are left.
     """
     stored = read_adapter(adapter)
     weights, shards = read_tensors(base)
     updates = _updates(weights, stored)
     _require_writable(base, weights)
     config = _config(base, weights, models or {})
-    partial = out.with_name(out.name + ".partial")
-    for folder in (out, partial):
-        if folder.exists():
-            raise ConfigError(
-                f"{folder} exists",
-                "a merge never overwrites",
-                "name a new directory, or remove this one",
-            )
-    partial.mkdir(parents=True)
-    try:
+    require_new(out)
+    with new_folder(out) as folder:
         for path in sorted(base.iterdir()):
             if _is_copied(path) and path.name not in left_out:
-                shutil.copyfile(path, partial / path.name)
-        write_json(partial / CONFIG, config)
-        _write_shards(shards, partial, updates, stored)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+                shutil.copyfile(path, folder / path.name)
+        write_json(folder / CONFIG, config)
+        _write_shards(shards, folder, updates, stored)
     say(f"{out}: complete")
 
 
@@ -131,6 +131,8 @@ def _write_shards(
     for number, shard in enumerate(shards, start=1):
         say(f"shard {number} of {len(shards)}: {shard.name}")
         merged = _merged(shard, updates, adapter)
+        for name, tensor in merged.items():
+            require_finite(f"{shard.name}, with the adapter: {name}", tensor)
         write_file(folder / shard.name, merged)
         weight_map.update(dict.fromkeys(merged, shard.name))
         size += sum(tensor.nbytes for tensor in merged.values())
@@ -200,17 +202,18 @@ def _merged(shard: Path, updates: Updates, adapter: StoredAdapter) -> dict[str, 
 def read_adapter(folder: Path) -> StoredAdapter:
     """Read a folder that `save_peft_adapter` wrote.
 
-    Raises WeightsError if it cannot be read, or if peft would compute more than alpha / rank B A.
+    Raises WeightsError if it cannot be read, if a number in it is not finite, or if peft would
+    compute more than alpha / rank B A.
     """
     require_adapter(folder)
     config = read_json(folder / ADAPTER_CONFIG)
     path = folder / WEIGHTS
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or rank < 1 or not is_number(alpha) or abs(alpha) > LARGEST_ALPHA:
         refuse(
             f"{folder / ADAPTER_CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
-            "both must be numbers",
+            "both must be numbers in the range of fp32",
             "save the adapter again",
         )
     may_vary = ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")
@@ -234,6 +237,8 @@ def read_adapter(folder: Path) -> StoredAdapter:
         name.removeprefix("base_model.model.").removesuffix(".weight"): tensor
         for name, tensor in loaded.items()
     }
+    for name, tensor in tensors.items():
+        require_finite(f"{path}: {name}", tensor.float())
     return StoredAdapter(rank, alpha / rank, tensors)
 
 

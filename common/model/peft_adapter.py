@@ -10,14 +10,15 @@ adapter each. All three get the same A, and each gets its rows of B.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
+from common.atomic_write import new_folder
 from common.errors import StorageError, WeightsError
+from common.model.checkpoint_writer import require_finite
 from common.model.shapes import ModelShape
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,11 +62,14 @@ def save_peft_adapter(
         `blocks.N.o.lora_b` [hidden, rank]
     `base`: folder of the base weights, from which peft's `AutoPeftModelForCausalLM` loads them.
 
-    Raises FileExistsError if `folder` exists, because adapters are never overwritten. Raises
-    StorageError if writing fails, and then leaves no files.
+    Raises FileExistsError if `folder` exists, because adapters are never overwritten, and
+    WeightsError if an element is not finite. Raises StorageError if writing fails, and then leaves
+    no files.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists")
+    for name, tensor in tensors.items():
+        require_finite(name, tensor)
     config = PLAIN_LORA | {
         "base_model_name_or_path": str(base.absolute()),
         "r": rank,
@@ -73,15 +77,11 @@ def save_peft_adapter(
         "lora_dropout": dropout,
     }
     data = save(peft_tensors(tensors, shape), metadata={"format": "pt"})
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left behind by a killed process
     try:
-        partial.mkdir(parents=True)
-        (partial / WEIGHTS).write_bytes(data)
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        partial.rename(folder)
+        with new_folder(folder) as new:
+            (new / WEIGHTS).write_bytes(data)
+            (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
             f"the adapter was not saved in {folder}: {error.strerror or error}",
             f"it needs {len(data) / 1e6:.0f} MB of free space on a writable disk",

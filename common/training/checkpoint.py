@@ -50,8 +50,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from common.atomic_write import write_whole
 from common.benchmarks import rules_of
-from common.errors import RunError, StorageError, first_line, write_whole
+from common.errors import RunError, StorageError, first_line
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly

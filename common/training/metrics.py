@@ -1,8 +1,9 @@
 """Step time, tokens/s, TFLOP/s and MFU, and the file events.jsonl.
 
-    MFU = tokens/s per GPU * training FLOPs per token / dense bf16 peak of one GPU
+    MFU = positions/s per GPU * training FLOPs per token / dense bf16 peak of one GPU
 
-common/model/shapes.py counts the FLOPs per token, without those of recomputation. Losses and norms
+common/model/shapes.py counts the FLOPs per token, without those of recomputation. Positions with
+padding cost as much as text, so TFLOP/s and MFU count them. Tokens/s do not. Losses and norms
 stay on the device until `Meter.flush` writes them. The host waits for the device only then.
 """
 
@@ -110,12 +111,16 @@ class StepRate:
         gpus: int,
         flops_per_token: int,
         peak_tflops: float | None,
+        padding: float = 0.0,
     ) -> StepRate:
-        """Compute the rate of steps that took `step_time_ms` on average."""
-        tokens_per_s = tokens_per_step / gpus / (step_time_ms / 1e3)
-        tflops = tokens_per_s * flops_per_token / 1e12
+        """Compute the rate of steps that took `step_time_ms` on average.
+
+        `tokens_per_step`: with padding. `padding`: its share of them.
+        """
+        positions_per_s = tokens_per_step / gpus / (step_time_ms / 1e3)
+        tflops = positions_per_s * flops_per_token / 1e12
         mfu = tflops / peak_tflops if peak_tflops else None
-        return StepRate(step_time_ms, tokens_per_s, tflops, mfu)
+        return StepRate(step_time_ms, positions_per_s * (1 - padding), tflops, mfu)
 
     def text(self, device: str = "GPU") -> str:
         """Return the rate as text. `device`: the word for one rank's device, "GPU" or "process"."""
@@ -138,13 +143,16 @@ class Meter:
         samples_per_step: int,
         flops_per_token: int,
         peak_tflops: float | None,
+        padding: float = 0.0,
     ):
+        """`tokens_per_step`: with padding. `padding`: its share of them."""
         self.processes = processes
         self.events = events
         self.tokens_per_step = tokens_per_step
         self.samples_per_step = samples_per_step
         self.flops_per_token = flops_per_token
         self.peak_tflops = peak_tflops
+        self.padding = padding
         self.clock = StepClock(processes.device)
         # step, learning rate, this rank's part of the loss, gradient norm
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []
@@ -188,6 +196,7 @@ class Meter:
             self.processes.world_size,
             self.flops_per_token,
             self.peak_tflops,
+            self.padding,
         )
         self.step_times_ms += times_ms
         now = self.seconds()
@@ -203,6 +212,8 @@ class Meter:
             }
             if index == len(self.pending) - 1:
                 values["tokens_per_s_per_gpu"] = self.rate.tokens_per_s_per_gpu
+                if self.padding:
+                    values["padding"] = self.padding
                 values["tflops_per_gpu"] = self.rate.tflops_per_gpu
                 values["mfu"] = self.rate.mfu
                 values |= memory_gib(self.processes.device)
@@ -231,8 +242,12 @@ def make_meter(
     flops_per_token: int,
     processes: Processes,
     events: Events,
+    padding: float = 0.0,
 ) -> Meter:
-    """Return the meter of a run with this config, without MFU if the GPU's peak is unknown."""
+    """Return the meter of a run with this config, without MFU if the GPU's peak is unknown.
+
+    `padding`: share of padding in the training sequences.
+    """
     peak_tflops = None
     # The config of the miniature, for example, is for a CPU, but may run on a GPU.
     if processes.device.type == "cuda" and config.gpu in KINDS:
@@ -244,6 +259,7 @@ def make_meter(
         samples_per_step=config.global_batch_size,
         flops_per_token=flops_per_token,
         peak_tflops=peak_tflops,
+        padding=padding,
     )
 
 

@@ -78,6 +78,7 @@ def train(
     processes: Processes,
     open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
     save: Callable[[], None],
+    padding: float = 0.0,
 ) -> None:
     """Warm up, load a checkpoint if the run continues one, start the clock, train, stop and save.
 
@@ -86,10 +87,11 @@ def train(
         and returns this rank's remaining training micro-batches, and those of one evaluation.
     `save`: writes the model if the run asks for it. Called after run_stop, even if the run missed
         its target or its last checkpoint could not be written.
+    `padding`: share of padding in the training sequences.
     """
     config = run.config
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
-    checkpoints, step = _prepare(run, reports, assembly, rules, processes, batching)
+    checkpoints, step = _prepare(run, reports, assembly, rules, processes, batching, padding)
     processes.barrier()
     reports.log.init_stop()
     reports.log.run_start()
@@ -138,6 +140,7 @@ def _prepare(
     rules: Rules,
     processes: Processes,
     batching: Batching,
+    padding: float,
 ) -> tuple[Checkpoints | None, int]:
     """Warm up, create the meter, and load the checkpoint of a run that is continued.
 
@@ -155,7 +158,7 @@ def _prepare(
     digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
     reports.phase_done("warmup", state_digest=digest)
     reports.meter = make_meter(
-        config, rules.sequence_length, rules.flops_per_token, processes, reports.events
+        config, rules.sequence_length, rules.flops_per_token, processes, reports.events, padding
     )
     step = checkpoints.load() if checkpoints else 0
     if run.continues is not None:

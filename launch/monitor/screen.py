@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.atomic_write import write_whole
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.records import rcp
@@ -113,7 +114,7 @@ class Screen:
             with contextlib.suppress(OSError):  # the terminal was closed
                 stop_live(self.live)
         with contextlib.suppress(OSError):  # the messages were shown already
-            (self.run_dir / "stderr.txt").write_bytes(os.pread(self.stderr.fileno(), 2**26, 0))
+            write_whole(self.run_dir / "stderr.txt", os.pread(self.stderr.fileno(), 2**26, 0))
         self.stderr.close()
         if self.stdout:
             self.stdout.close()
@@ -241,6 +242,8 @@ class Screen:
 
     def speed(self) -> str:
         parts = [f"{self.step['tokens_per_s_per_gpu']:,.0f} {self.unit}"]
+        if padding := self.step.get("padding"):
+            parts.append(f"{padding:.0%} padding")
         if self.step["mfu"]:
             parts.append(f"MFU {self.step['mfu']:.1%}")
         if self.step["memory_gib"]:
@@ -280,7 +283,8 @@ class Screen:
         It includes the evaluations in between, each as long as the last one.
         """
         tokens_per_s = self.step["tokens_per_s_per_gpu"] * self.config.world_size
-        seconds = samples * self.rules.sequence_length / tokens_per_s
+        tokens_per_sample = self.rules.sequence_length * (1 - self.step.get("padding", 0.0))
+        seconds = samples * tokens_per_sample / tokens_per_s
         if self.evaluations:
             interval = self.rules.eval_interval(self.config.global_batch_size)
             seconds += samples // interval * self.evaluations[-1]["seconds"]

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import write_whole
+from common.atomic_write import write_whole
 
 UNITS = {
     "bf16 GEMM": "TFLOP/s",

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import ConfigError, Interrupted, RunError, write_whole
+from common.atomic_write import write_whole
+from common.errors import ConfigError, Interrupted, RunError
 from common.hardware import identify
 from common.known_issues import installed
 from common.paths import ROOT

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.manifest import Manifest, PairFacts
 from common.errors import DataError, PreflightError, StorageError
+from common.paths import ROOT
 from llama31_8b import convert, prepare
 from llama31_8b import verify as verification
 from llama31_8b.rules import CLOSED, MINIATURE
@@ -182,35 +182,35 @@ def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path):
     ]
 
 
-def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
+from llama31_8b import convert
+moment, prefix, tokenizer, *inputs = sys.argv[1:]
+end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if moment == "second replace":
+    rename, renamed = Path.replace, []
+    Path.replace = lambda path, target: end() if renamed else renamed.append(rename(path, target))
+else:
+    setattr(IndexedDatasetWriter, moment, end)
+convert.convert(list(map(Path, inputs)), Path(tokenizer), Path(prefix), "text")
+"""
+
+
+def test_a_killed_conversion_starts_again(built, tmp_path):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
     convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
-    rename, renamed = Path.replace, []
-
-    def once(path, target):
-        if renamed:
-            raise KeyboardInterrupt
-        renamed.append(rename(path, target))
-
-    for kind, moment in (
-        (IndexedDatasetWriter, "add"),
-        (IndexedDatasetWriter, "finish"),
-        (Path, "replace"),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(
-                kind,
-                moment,
-                once if kind is Path else lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()),
-            )
-            convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
-        assert not (tmp_path / "killed.idx").exists() and (tmp_path / "killed.bin").exists() == (
-            kind is Path
-        )
-    (tmp_path / "killed.bin.partial").write_bytes(b"half a docum")  # what a kill may leave behind
-    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
-    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
-    assert not list(tmp_path.glob("killed.*partial"))
+    prefix = tmp_path / "killed"
+    for moment in ("add", "finish", "second replace"):
+        command = [sys.executable, "-c", KILLED, moment, prefix, tokenizer, *inputs]
+        assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+        assert not (tmp_path / "killed.idx").exists()
+        assert (tmp_path / "killed.bin").exists() == (moment == "second replace")
+        assert len(list(tmp_path.glob("killed.bin.*"))) == (moment != "second replace")
+    convert.convert(inputs, tokenizer, prefix, "text")
+    assert same_bytes(prefix, tmp_path / "whole")
+    assert sorted(tmp_path.glob("killed*")) == [tmp_path / "killed.bin", tmp_path / "killed.idx"]
 
 
 BROKEN = {

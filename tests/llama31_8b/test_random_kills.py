@@ -10,6 +10,7 @@ from ranks import rank_server
 from test_prepare import write_inputs
 from test_save import random_model
 
+from common.atomic_write import SUFFIX
 from common.data.indexed_dataset_header import index_path, tokens_path
 from common.model import saved_model as save
 from llama31_8b.convert import convert
@@ -67,6 +68,11 @@ def kills(body, ready, seconds, *arguments):
         yield
 
 
+def names_in(folder):
+    """Return the names in a folder. A temporary name is SUFFIX."""
+    return [SUFFIX if path.suffix == SUFFIX else path.name for path in folder.iterdir()]
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -101,10 +107,10 @@ def test_no_kill_of_save_leaves_half_a_model_that_looks_whole(tmp_path, monkeypa
     seconds = seconds_of(lambda: save.save_model(model, tmp_path / "again", lambda: None))
     for _ in kills(save_on_and_on, tmp_path / "ready", seconds, tmp_path):
         for run in tmp_path.glob("run_*"):
-            names = [path.name for path in run.iterdir()]
-            assert names in ([], [save.PARTIAL_FOLDER], [save.MODEL_FOLDER])
+            names = names_in(run)
+            assert names in ([], [SUFFIX], [save.MODEL_FOLDER])
             assert names != [save.MODEL_FOLDER] or contents(run / save.MODEL_FOLDER) == expected
-    ended = [[path.name for path in run.iterdir()] for run in tmp_path.glob("run_*")]
-    assert (
-        ended.count([save.MODEL_FOLDER]) > 5 and ended.count([save.PARTIAL_FOLDER]) > KILLS // 4
-    ), "kills hit saves in the middle, and others ended"
+    ended = [names_in(run) for run in tmp_path.glob("run_*")]
+    assert ended.count([save.MODEL_FOLDER]) > 5 and ended.count([SUFFIX]) > KILLS // 4, (
+        "kills hit saves in the middle, and others ended"
+    )

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from ranks import PYTHONPATH, call_on_ranks
 from synthetic_run import records
 from tiny import TINY, run, run_config, write_data
 
+from common.atomic_write import SUFFIX
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model import saved_model as save
 from common.model.checkpoint_reader import open_checkpoint
@@ -226,14 +228,17 @@ def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
     command = [sys.executable, "-c", KILLED, str(tmp_path), point]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [save.PARTIAL_FOLDER]
-    assert (tmp_path / save.PARTIAL_FOLDER / "model.safetensors.index.json").exists() == (
-        point == "rename"
-    ), "the index comes last"
+    (left,) = tmp_path.iterdir()
+    assert left.suffix == SUFFIX
+    index = left / "model.safetensors.index.json"
+    assert index.exists() == (point == "rename"), "the index comes last"
     if point not in ("index", "rename"):  # only then all weights are there
         with pytest.raises(WeightsError):
-            open_checkpoint(tmp_path / save.PARTIAL_FOLDER, SHAPE)
-    with pytest.raises(ConfigError, match=r"model\.partial exists"):
+            open_checkpoint(left, SHAPE)
+    save.require_absent(tmp_path)
+    save.save_model(random_model(), tmp_path, lambda: None)
+    assert [path.name for path in tmp_path.iterdir()] == [save.MODEL_FOLDER]
+    with pytest.raises(ConfigError, match="model exists"):
         save.require_absent(tmp_path)
 
 
@@ -251,6 +256,15 @@ def test_a_full_disk_is_a_storage_error_and_the_partial_model_is_removed(tmp_pat
         and "free space" in failure.value.why
         and not list(tmp_path.iterdir())
     )
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = random_model()
+    with torch.no_grad():
+        model.embedding.weight[3, 1] = math.inf
+    with pytest.raises(WeightsError, match="embed_tokens"):
+        save.save_model(model, tmp_path, lambda: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):

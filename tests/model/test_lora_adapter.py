@@ -2,7 +2,9 @@
 
 import errno
 import json
+import math
 import os
+import re
 import resource
 import shutil
 from unittest import mock
@@ -10,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from fused_lora import lora_llama
+from killed_writer import leave_behind
 from safetensors.torch import load_file, save_file
 from test_model import pair
 
+from common.atomic_write import new_folder
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model import checkpoint_names, merged_adapter
 from common.model import peft_adapter as adapter
@@ -25,6 +29,7 @@ from common.model.merged_adapter import merge
 from common.model.shapes import ModelShape
 from llama2_70b_lora import merge as merge_command
 from llama2_70b_lora.rules import MINIATURE
+from open_llama import merge as open_merge_command
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
 RANK, ALPHA, LENGTH = 4, 10, 17
@@ -100,8 +105,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_no_partial_adapter(tmp_path):
     assert (
         failure.value.exit_code == 17 and "MB" in failure.value.why and not list(tmp_path.iterdir())
     )
-    (tmp_path / "adapter.partial").mkdir()  # as a kill leaves it
-    (tmp_path / "adapter.partial/adapter_model.safetensors").write_text("half")
+    leave_behind("new_folder", tmp_path / "adapter")
     save(tmp_path / "adapter", random_adapters())
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     with pytest.raises(FileExistsError):
@@ -133,10 +137,10 @@ def made(tmp_path_factory):
     return folder, theirs, tensors, tokens, logits
 
 
-def execute(base, adapter, out) -> int:
-    """Return the exit code of the command of llama2_70b_lora."""
+def execute(base, adapter, out, command=merge_command) -> int:
+    """Return the exit code of `merge`, by default that of llama2_70b_lora."""
     arguments = {"--base": base, "--adapter": adapter, "--out": out}
-    return merge_command.main([str(word) for pair in arguments.items() for word in pair])
+    return command.main([str(word) for pair in arguments.items() for word in pair])
 
 
 @pytest.fixture(scope="module")
@@ -294,9 +298,19 @@ def test_nothing_is_overwritten(made, merged, tmp_path):
         save(made[0] / "adapter", made[2])
     with pytest.raises(ConfigError, match="exists"):
         merge(merged / "fused", merged / "adapter", merged / "merged_fused")
-    (tmp_path / "out.partial").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+    with (
+        new_folder(tmp_path / "out") as folder,
+        pytest.raises(ConfigError, match="is being written") as caught,
+    ):
         merge(merged / "fused", merged / "adapter", tmp_path / "out")
+    assert folder.name in caught.value.why
+
+
+def test_a_merge_removes_what_a_killed_one_left(merged, tmp_path):
+    leave_behind("new_folder", tmp_path / "out")
+    assert execute(merged / "fused", merged / "adapter", tmp_path / "out") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out/half").exists()
 
 
 def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):
@@ -383,6 +397,26 @@ FAULTS = [
 ]
 
 
+NOT_FINITE = [
+    ("NaN in the adapter", _edit_tensors(lambda t: t[KEY].view(-1)[3:4].fill_(math.nan)), KEY[17:]),
+    ("infinity in the adapter", _edit_tensors(lambda t: t[KEY].view(-1)[3:4].fill_(math.inf)), KEY),
+    ("alpha NaN", _edit_config(lora_alpha=math.nan), "lora_alpha nan"),
+    ("alpha infinite", _edit_config(lora_alpha=math.inf), "lora_alpha inf"),
+    ("alpha beyond fp32", _edit_config(lora_alpha=1e308), r"lora_alpha 1e\+308"),
+    ("alpha beyond fp64", _edit_config(lora_alpha=10**400), "lora_alpha 1000"),
+    ("alpha true", _edit_config(lora_alpha=True), "lora_alpha True"),
+    ("a sum beyond fp32", _edit_config(lora_alpha=3e38), "proj.weight"),
+    ("NaN in the base", lambda base, saved: _nan_base(base), "NaN or infinite"),
+]
+
+
+def _nan_base(base):
+    path = min(base.glob("*.safetensors"))
+    tensors = load_file(path)
+    max(tensors.values(), key=torch.Tensor.numel).view(-1)[:1] = math.nan
+    save_file(tensors, path)
+
+
 def _truncate(path):
     path.write_bytes(path.read_bytes()[:-10])
 
@@ -410,6 +444,29 @@ def test_an_adapter_or_base_that_does_not_fit_is_refused_before_anything_is_writ
     with pytest.raises(WeightsError, match=message):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"), [case[1:] for case in NOT_FINITE], ids=[case[0] for case in NOT_FINITE]
+)
+@pytest.mark.parametrize("command", [merge_command, open_merge_command])
+def test_no_weight_that_is_not_finite_is_written(made, tmp_path, capsys, command, spoil, message):
+    save_fused(tmp_path / "base", made[1].state_dict())
+    shutil.copy(made[0] / "fused" / "config.json", tmp_path / "base")
+    save(tmp_path / "adapter", made[2])
+    spoil(tmp_path / "base", tmp_path / "adapter")
+    code = execute(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", command)
+    assert code == WeightsError.exit_code
+    assert re.search(message, capsys.readouterr().err)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+def test_adapters_that_are_not_finite_are_not_saved(tmp_path):
+    tensors = random_adapters()
+    tensors["blocks.1.o.lora_b"][0, 0] = math.nan
+    with pytest.raises(WeightsError, match=r"blocks\.1\.o\.lora_b"):
+        save(tmp_path / "adapter", tensors)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):

@@ -2,21 +2,27 @@
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from killed_writer import leave_behind
 from synthetic_run import records
 
 from common import paths
+from common.atomic_write import new_folder
+from common.config import load
+from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import CheckFailed, ConfigError, DataError, WeightsError
 from common.paths import ROOT
 from open_llama import exported_weights
-from open_llama.rules import rules_of
+from open_llama.rules import Config, rules_of
 from submission.examined_log import examine
 
 MODEL = {
@@ -106,6 +112,40 @@ def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
     assert launch(folder, "check", str(run_dir / "result.txt")).returncode == 0
 
 
+def test_tokens_per_second_count_text_and_mfu_counts_padding(folder, tmp_path):
+    """Documents of 9 tokens, in sequences of 32, are 8 pairs of a token and its label."""
+    for split in ("train", "validation"):
+        writer = IndexedDatasetWriter(tmp_path / split, MODEL["vocab_size"])
+        for _ in range(16):
+            writer.add(np.full(9, 7, np.uint16))
+        writer.finish()
+    changes = ["one_document_per_sequence=true", "max_samples=64", "gpus_per_node=1"]
+    config = ["--config", str(folder / "my_run.toml")]
+    for change in changes:
+        config += ["--set", change]
+    dirs = {"DATADIR": str(tmp_path), "LOGDIR": str(tmp_path / "results")}
+    done = launch(folder, "open_llama", *config, **dirs)
+    assert done.returncode == 0, done.stderr
+    assert "75.0% of the positions are padding" in done.stderr
+    assert "tok/s · 75% padding" in done.stderr
+
+    (log,) = tmp_path.glob("results/*/*/result.txt")
+    events = [json.loads(line) for line in (log.parent / "events.jsonl").open()]
+    (step, *_) = (event for event in events if "tokens_per_s_per_gpu" in event)
+    assert step["padding"] == 0.75
+    flops_per_token = rules_of(load(log.parent / "config.toml", Config)).flops_per_token
+    positions_per_s = step["tflops_per_gpu"] * 1e12 / flops_per_token
+    assert step["tokens_per_s_per_gpu"] == pytest.approx(positions_per_s / 4)
+    assert "75.0%" in (log.parent / "report.html").read_text()
+
+    listed = launch(folder, "runs", "--json", str(tmp_path / "results"))
+    (row,) = json.loads(listed.stdout)
+    started, stopped = (
+        record["time_ms"] for record in records(log) if record["key"].startswith("block_st")
+    )
+    assert row["tokens_per_s"] == pytest.approx(64 * 8 / (stopped - started) * 1e3)
+
+
 @pytest.mark.slow
 def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, folder):
     """The context is that of the given model, the ids are those of the tokenizer."""
@@ -157,9 +197,19 @@ def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space"):
             exported_weights.export(options)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "out.partial").mkdir()  # as after SIGKILL
-    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+    with monkeypatch.context() as diverged:
+        diverged.setattr(exported_weights, "read_master", lambda *_: torch.tensor(math.nan))
+        with pytest.raises(WeightsError, match="NaN"):
+            exported_weights.export(options)
+    assert not list(tmp_path.iterdir())
+    with (
+        new_folder(tmp_path / "out"),
+        pytest.raises(ConfigError, match="is being written"),
+    ):
         exported_weights.export(options)
+    leave_behind("new_folder", tmp_path / "out")
+    exported_weights.export(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("fate", ["removed", "damaged"])

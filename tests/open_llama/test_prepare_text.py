@@ -529,7 +529,7 @@ def test_a_tokenizer_that_an_earlier_try_trained_is_kept_and_noted(tmp_path, mon
 def test_a_record_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
-    (tmp_path / f"out/{RECORD}.partial").mkdir(parents=True)  # the name of the temporary file
+    (tmp_path / f"out/{RECORD}").mkdir(parents=True)
     with pytest.raises(StorageError, match=f"cannot write .*/out/{RECORD}$"):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
 

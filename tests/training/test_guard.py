@@ -12,7 +12,7 @@ import torch
 from ranks import start_ranks
 from toy import gone, wait_until
 
-from common import errors
+from common import atomic_write, errors
 from common.errors import (
     LAUNCHED,
     RESERVE_FILE,
@@ -301,14 +301,14 @@ def test_a_signal_after_the_work_is_done_does_not_change_the_result(tmp_path):
 def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, monkeypatch):
     (tmp_path / "ranks").mkdir()
     (tmp_path / RESERVE_FILE).write_bytes(bytes(4096))
-    write_bytes = Path.write_bytes
+    create = atomic_write.create
 
-    def full(path, content):
+    def full(target):
         if (tmp_path / RESERVE_FILE).exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_bytes(path, content)
+        return create(target)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(atomic_write, "create", full)
     write_rank_record(tmp_path, 0, "failed", StorageError("full"))
     assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / RESERVE_FILE).exists()
 
@@ -326,7 +326,7 @@ def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(
         monkeypatch.delenv(LAUNCHED)
     if full:
         monkeypatch.setattr(
-            Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+            atomic_write, "create", mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
         )
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.atomic_write import write_whole
 from common.errors import ConfigError, StorageError
 
 PREFIX = "PYTORCH_TUNABLEOP_"
@@ -87,13 +88,10 @@ def write_tuned(path: Path, tuned: TunedFile) -> None:
     lines += [
         ",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())
     ]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.rename(path)
+        write_whole(path, ("\n".join(lines) + "\n").encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write {path}: {error.strerror}",
             "an existing file at this path is unchanged",

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import write_whole
+from common.atomic_write import write_whole
 from launch.preflight.check_row import CheckRow, overall, table
 from launch.preflight.nodes import page
 from launch.preflight.nodes.judge import Pair
