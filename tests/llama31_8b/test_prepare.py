@@ -16,14 +16,13 @@ import pytest
 from damage import flip
 
 from common.command_line import exit_code_of
-from common.data import corpus, preparation
+from common.data import corpus, preparation, verification
 from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.manifest import Manifest, PairFacts
 from common.errors import DataError, PreflightError, StorageError
 from llama31_8b import convert, prepare
-from llama31_8b import verify as verification
 from llama31_8b.rules import CLOSED, MINIATURE
 
 TEXTS = [
@@ -370,7 +369,7 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
         == 0
     )
     assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts(
-        "int32", 5, 35
+        "int32", 5, 35, 128255
     )
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
