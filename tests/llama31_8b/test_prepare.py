@@ -243,6 +243,23 @@ def test_broken_input_is_named(built, tmp_path, name, capsys):
     assert not (tmp_path / "p.idx").exists()
 
 
+def test_an_input_that_changes_while_it_is_converted(built, tmp_path, monkeypatch, capsys):
+    source = tmp_path / "a.txt"
+    source.write_text("\n\n".join(TEXTS))
+    documents = convert._documents
+
+    def cut_at_the_end(inputs, key):
+        yield from documents(inputs, key)
+        os.truncate(source, 1000)
+
+    monkeypatch.setattr(convert, "_documents", cut_at_the_end)
+    arguments = ["convert", "--input", str(source), "--tokenizer", str(built / "tokenizer.model")]
+    arguments += ["--output-prefix", str(tmp_path / "p")]
+    assert prepare.main(arguments) == DataError.exit_code
+    assert f"{source} was changed" in capsys.readouterr().err
+    assert not (tmp_path / "p.idx").exists()
+
+
 def test_unknown_and_missing_inputs_are_refused(built, tmp_path, capsys):
     rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
     assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
