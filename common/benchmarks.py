@@ -58,7 +58,8 @@ class Rules:
     opt_name: str = "adamw"
     init_limit_s: float = 1800.0  # largest time from init_start to init_stop
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
-    # Manifests under DATADIR. The files that they list are checked before a run.
+    # Manifests under DATADIR. The files that they list are checked before a run. They may be
+    # missing.
     manifests: tuple[str, ...] = ()
     missing_weights_help: str = ""  # what to do if `weights_folder` has no weights
     saves_model: bool = False  # whether `run --save` can write the trained model

@@ -13,7 +13,7 @@ from pathlib import Path
 from common import engines
 from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
-from common.data.preparation import damage_of
+from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.hardware import Probe, probe
 from common.paths import ROOT, data_folder
@@ -283,20 +283,24 @@ def ensure_data(job: Job) -> None:
 def _ensure_data_files(job: Job) -> None:
     """Make sure that the data of a run can be read. Raises DataError. See `ensure_data`."""
     missing = _missing_data_files(job)
+    prepare = f"./run_and_time.sh {job.benchmark} prepare"
+    if not job.config.miniature:
+        if missing:
+            why = f"{len(missing)} of {len(job.data_files)} data files are missing"
+            do = f"set DATADIR, or see {prepare} --help"
+            raise DataError(f"missing data file: {missing[0]}", why, do)
+        for name in job.rules.manifests:
+            vocab_size = job.rules.shape.vocab_size
+            require_as_recorded(job.data_dir / name, job.data_files, vocab_size, prepare)
+        return
     damage = "" if missing else _damage(job)
     if not missing and not damage:
         return
-    prepare = f"./run_and_time.sh {job.benchmark} prepare"
     given = job.environment.get("DATADIR")
     if damage and given and Path(given).absolute() == job.data_dir:
         do = f"{prepare} miniature --data-dir {job.data_dir}, or unset DATADIR"
         raise DataError(
             f"{job.data_dir} is damaged", f"{damage}; a run never writes to DATADIR", do
-        )
-    if not job.config.miniature:
-        why = f"{len(missing)} of {len(job.data_files)} data files are missing"
-        raise DataError(
-            f"missing data file: {missing[0]}", why, f"set DATADIR, or see {prepare} --help"
         )
     if damage:
         print_stderr(f"rebuilding the miniature's data in {shown(job.data_dir)}: {damage}")
@@ -379,7 +383,7 @@ def _build_miniature_data(job: Job, prepare: str) -> None:
 
 
 def _damage(job: Job) -> str:
-    """Describe the first damage that a manifest of the data reveals, "" if there is none."""
+    """Describe the first damage of the miniature's data by their manifests, "" if there is none."""
     for name in job.rules.manifests:
         manifest = job.data_dir / name
         damage = damage_of(manifest) if manifest.is_file() else ""

@@ -17,7 +17,7 @@ from common.data import corpus
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import index_path, tokens_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
-from common.data.preparation import locked, say
+from common.data.preparation import input_states, locked, require_unchanged, say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from common.packages import pip_install
@@ -46,6 +46,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         _reader_of(path)  # raises ConfigError for an unsupported format
         if not path.is_file():
             raise DataError(f"{path}: no such file", "it was given as --input", "check the name")
+    states = input_states(inputs)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with (
         EncoderProcess(encode, tokenizer_path) as encoder,
@@ -65,6 +66,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         if not writer.lengths:
             why = "all texts are empty" if read else "the inputs are empty"
             raise DataError("no document with a token among the inputs", why, "add text")
+        require_unchanged(states)
         index = writer.finish()
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")

@@ -19,13 +19,20 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from common.command_line import Parser, add_command, program
 from common.data import corpus
 from common.data.hub import download
-from common.data.manifest import PairFacts
-from common.data.preparation import Recipe, build_once, require_free_space, say
+from common.data.manifest import Manifest, PairFacts
+from common.data.preparation import (
+    Recipe,
+    build_once,
+    require_data_dir,
+    require_free_space,
+    say,
+)
 from llama31_8b.rules import CLOSED, MINIATURE
 
 # Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
@@ -137,9 +144,16 @@ def convert(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> None:
     """Run `prepare verify`."""
-    from llama31_8b.verify import verify
+    from common.data.verification import verify
 
-    verify(args.data_dir, args.manifest, args.full, args.write_manifest)
+    require_data_dir(args.data_dir)
+    manifest = Manifest.read(args.manifest)
+    output = args.write_manifest
+    found = verify(args.data_dir, manifest, args.manifest, args.full or output is not None)
+    if output is not None:
+        source = f"{manifest.source}; facts as found in a downloaded copy"
+        replace(found, source=source).write(output)
+        say(f"wrote {output}: sizes, SHA-256 and counts as found here")
 
 
 def parser(benchmark: str = "llama31_8b") -> Parser:

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 
 from common import config as configs
-from common.data.indexed_dataset_header import require_validation, stored_sequences
-from common.data.preparation import say
+from common.data.indexed_dataset_header import (
+    index_path,
+    require_validation,
+    stored_sequences,
+    tokens_path,
+)
+from common.data.preparation import require_as_recorded, say
 from common.errors import ConfigError, NonFinite, PreflightError
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
@@ -29,6 +34,7 @@ from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama.base_config import CONTEXT
 from open_llama.data import spread_windows
 from open_llama.rules import BENCHMARK
+from open_llama.tokenizer import RECORD
 
 MICRO_BATCH_TOKENS = 8192
 DEFAULT_LENGTH = 1024  # tokens per sequence
@@ -137,12 +143,15 @@ def measure(options: argparse.Namespace) -> None:
     unit = f"sequences of {length} tokens"
     do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
     require_validation(options.data, available, max(1, sequences), unit, do)
+    vocab_size = family_of(str(options.model)).shape.vocab_size
+    files = [index_path(options.data), tokens_path(options.data)]
+    prepare = f"./run_and_time.sh {BENCHMARK} prepare"
+    require_as_recorded(options.data.parent / RECORD, files, vocab_size, prepare)
     processes = start_processes(device_name, 600.0)
     with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):
         model = load_model(options.model, length, processes.device)
         if options.adapter:
             add_adapter(model, options.adapter)
-        vocab_size = model.shape.vocab_size
         pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
         loss = evaluate(model, rank_micro_batches(pairs, processes, size), processes)

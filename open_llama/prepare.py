@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, count, float_or_nan, program
+from common.command_line import Parser, add_command, count, float_or_nan, program
 
 
 def fraction(text: str) -> float:
@@ -37,11 +37,24 @@ def text(args: argparse.Namespace) -> None:
     prepare_text(args.input, folder, settings, args.processes, args.train_tokenizer)
 
 
+def verify(args: argparse.Namespace) -> None:
+    """Run `prepare verify`."""
+    from open_llama.text import verify_text
+
+    verify_text(args.data_dir.absolute(), args.full)
+
+
 def parser(benchmark: str = "open_llama") -> Parser:
     """Return the parser. `work(args)` of the parsed arguments executes the command."""
     example = "open_llama prepare text --input docs/ --train-tokenizer 4096 --data-dir data/docs"
     parser = Parser(f"{benchmark} prepare", __doc__, [example])
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_text(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = commands.add_parser("text", help="tokenize text", description=__doc__)
     texts.set_defaults(work=text)
     texts.add_argument(
@@ -87,7 +100,14 @@ def parser(benchmark: str = "open_llama") -> Parser:
         metavar="N",
         help="worker processes (default: one for each CPU)",
     )
-    return parser
+
+
+def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
+    files = add_command(commands, "verify", "compare token files with their record", verify)
+    files.add_argument(
+        "--data-dir", type=Path, required=True, metavar="DIR", help="folder of the token files"
+    )
+    files.add_argument("--full", action="store_true", help="read every token and every byte")
 
 
 main = program(parser, lambda args: args.work(args))

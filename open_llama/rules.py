@@ -24,6 +24,7 @@ from common.data.indexed_dataset_header import (
 )
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
+from open_llama.tokenizer import RECORD
 
 BENCHMARK = "open_llama"
 SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
@@ -240,8 +241,14 @@ def rules_of(config: RunConfig) -> Rules:
         weight_decay=config.weight_decay,
         gradient_clip_norm=config.gradient_clip_norm,
         lora_rank=config.lora_rank,
+        manifests=tuple(dict.fromkeys(map(record_of, (config.train_data, config.validation_data)))),
         missing_weights_help="set weights to the folder of a Hugging Face checkpoint",
     )
+
+
+def record_of(prefix: str) -> str:
+    """Return the path of the record that `prepare text` wrote beside the token files `prefix`."""
+    return str(Path(prefix).parent / RECORD)
 
 
 def require_schedule(config: Config) -> None:

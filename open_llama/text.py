@@ -12,20 +12,33 @@ validation fraction. So equal documents are always in the same split.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from common.atomic_write import copy_whole
-from common.data.manifest import sha256_of
-from common.data.preparation import locked, say
-from common.errors import ConfigError, StorageError, listed, write_text
+from common.data.indexed_dataset_writer import token_dtype
+from common.data.manifest import FileFacts, Manifest, PairFacts, sha256_of
+from common.data.preparation import (
+    Recipe,
+    build_once,
+    input_states,
+    locked,
+    require_data_dir,
+    require_same_recipe,
+    require_unchanged,
+    say,
+)
+from common.data.verification import verify
+from common.errors import ConfigError, DataError, StorageError
 from open_llama.text_inputs import divide, input_files
-from open_llama.text_parts import Settings, join, parts_folder, tokenize
+from open_llama.text_parts import PARTS, SPLITS, Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
 from open_llama.tokenizer import COMPANIONS, RECORD, TOKENS, load_tokenizer, tokenizer_file
+
+SOURCE = "open_llama prepare text"
+TOKEN_FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
 
 
 def prepare_text(
@@ -35,42 +48,113 @@ def prepare_text(
     processes: int,
     vocab_size: int = 0,
 ) -> None:
-    """Tokenize `inputs` into train and validation files in `data_dir`.
+    """Tokenize `inputs` into train and validation files in `data_dir`, unless they are complete.
 
     `vocab_size`: if not 0, first train a SentencePiece tokenizer of this many pieces on the inputs.
     `settings` then names no tokenizer.
 
-    Raises ConfigError for inputs, a tokenizer or options that cannot be used, DataError for damaged
-    inputs or an empty split, StorageError if `data_dir` holds other token files.
+    Raises ConfigError for inputs, a tokenizer or options that cannot be used, DataError for inputs
+    that are damaged or change, an empty split or token files that changed, StorageError if
+    `data_dir` holds other token files.
     """
     files = input_files(inputs)
+    states = input_states(files)
     if data_dir.exists() and not data_dir.is_dir():
         why = "--data-dir is the folder of the token files"
         raise ConfigError(f"{data_dir} is not a folder", why, "name another folder")
     data_dir.mkdir(parents=True, exist_ok=True)
-    with locked(data_dir / f".{RECORD}.lock"):
+    with locked(data_dir / ".tokenizer.lock"):
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
-        settings = replace(settings, tokenizer=str(tokenizer))
-        record = identity(files, settings) | {"train_tokenizer": vocab_size}
-        if (data_dir / RECORD).is_file():
-            _require_equal(data_dir, record)
-            say(f"{data_dir}: complete")
-            return
-        loaded = load_tokenizer(tokenizer, settings.eos)
-        size = loaded.vocab_size
-        if vocab_size and size != vocab_size:
-            what = f"{tokenizer} has {size:,} pieces, not {vocab_size:,}"
+    settings = replace(settings, tokenizer=str(tokenizer))
+    about = identity(states, settings, vocab_size)
+    _complete_record(data_dir, about)
+    loaded = load_tokenizer(tokenizer, settings.eos)
+
+    def build(folder: Path) -> dict[str, PairFacts]:
+        if vocab_size and loaded.vocab_size != vocab_size:
+            what = f"{tokenizer} has {loaded.vocab_size:,} pieces, not {vocab_size:,}"
             why = "an earlier try made it, and nothing is overwritten"
             raise StorageError(what, why, "remove it, or name another --data-dir")
-        parts = parts_folder(data_dir, record)
-        tokenize(divide(files), parts, settings, processes)
-        indices = join(parts, data_dir, size)
-        record |= loaded.token_ids
-        write_text(data_dir / RECORD, json.dumps(record, indent=1) + "\n")
-        shutil.rmtree(parts)
-    for split, index in indices.items():
-        say(f"{data_dir / split}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
-    say(f"{tokenizer}: a vocabulary of {size:,} tokens")
+        try:
+            divided = divide(files)
+            parts = parts_folder(folder, about, len(divided))
+            tokenize(divided, parts, settings, processes)
+        except (OSError, DataError):
+            require_unchanged(states)  # a change explains other errors
+            raise
+        require_unchanged(states)
+        return join(parts, folder, loaded.vocab_size, len(divided))
+
+    recipe = Recipe(
+        title="token files",
+        source=SOURCE,
+        vocab_size=loaded.vocab_size,
+        files=TOKEN_FILES,
+        manifest=RECORD,
+        about=about | loaded.token_ids,
+        rebuilds=False,
+    )
+    build_once(data_dir, recipe, build)
+    shutil.rmtree(data_dir / PARTS, ignore_errors=True)
+    for split, pair in Manifest.read(data_dir / RECORD).pairs.items():
+        say(f"{data_dir / split}: {pair.documents:,} documents, {pair.tokens:,} tokens")
+    say(f"{tokenizer}: a vocabulary of {loaded.vocab_size:,} tokens")
+
+
+def verify_text(data_dir: Path, full: bool) -> None:
+    """Compare the token files in `data_dir` with their record.
+
+    A record of an earlier version, which has no facts of the files, gets them.
+
+    `full`: also check every id and the SHA-256 of every file.
+
+    Raises DataError if anything differs.
+    """
+    require_data_dir(data_dir)
+    manifest = Manifest.read(data_dir / RECORD)
+    if manifest.files:
+        verify(data_dir, manifest, data_dir / RECORD, full)
+    else:
+        record_facts(data_dir, manifest)
+
+
+def record_facts(data_dir: Path, manifest: Manifest) -> None:
+    """Add the facts of the token files to `manifest`, the record of an earlier version.
+
+    Reads every byte. Raises DataError if the token files are damaged, or the tokenizer is missing.
+    """
+    with locked(data_dir / f".{RECORD}.lock"):
+        loaded = load_tokenizer(data_dir, manifest.about.get("eos", ""))
+        unknown = Manifest(
+            SOURCE,
+            loaded.vocab_size,
+            dict.fromkeys(TOKEN_FILES, FileFacts()),
+            dict.fromkeys(SPLITS, PairFacts(token_dtype(loaded.vocab_size).name)),
+            manifest.about | loaded.token_ids,
+        )
+        verify(data_dir, unknown, data_dir / RECORD, full=True).write(data_dir / RECORD)
+    say(f"{data_dir / RECORD}: added sizes and SHA-256 as found; an earlier version wrote none")
+
+
+def _complete_record(data_dir: Path, about: dict[str, Any]) -> None:
+    """Add the facts of the files to the record of an earlier version.
+
+    `about`: the inputs and options. Raises StorageError if the record has others, or is none.
+    """
+    path = data_dir / RECORD
+    if not path.is_file():
+        return
+    try:
+        manifest = Manifest.read(path)
+    except DataError as error:
+        what = f"{path} exists and is no record of a preparation"
+        do = "name another --data-dir"
+        raise StorageError(what, "nothing is overwritten", do) from error
+    if not manifest.files:
+        # The ids follow from the tokenizer and the options, and older versions did not write them.
+        found = {key: value for key, value in manifest.about.items() if key not in TOKENS}
+        require_same_recipe(path, found, about)
+        record_facts(data_dir, manifest)
 
 
 def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab_size: int) -> Path:
@@ -105,34 +189,8 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
     return target
 
 
-def identity(files: list[Path], settings: Settings) -> dict[str, Any]:
+def identity(states: list[list[str | int]], settings: Settings, vocab_size: int) -> dict[str, Any]:
     """Return the identity of a preparation: its options, and its inputs' names, sizes and times."""
-    inputs = []
-    for path in files:
-        state = path.stat()
-        inputs.append([str(path), state.st_size, state.st_mtime_ns])
     tokenizer = sha256_of(Path(settings.tokenizer))
-    return {"inputs": inputs, **asdict(settings), "tokenizer": tokenizer}
-
-
-def _require_equal(data_dir: Path, record: dict[str, Any]) -> None:
-    """Raise StorageError unless the files in `data_dir` are those of the preparation `record`.
-
-    The ids of TOKENS are not compared: they follow from the tokenizer and the options, and earlier
-    versions did not write them.
-    """
-    path = data_dir / RECORD
-    do = "name another --data-dir"
-    try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        what = f"{path} exists and is no record of a preparation"
-        raise StorageError(what, "nothing is overwritten", do)
-    found = {key: value for key, value in found.items() if key not in TOKENS}
-    changed = [key for key in record | found if found.get(key) != record.get(key)]
-    if changed:
-        what = f"{data_dir} holds token files of other inputs or options"
-        why = f"its {RECORD} has other {listed(changed)}, and nothing is overwritten"
-        raise StorageError(what, why, do)
+    options = asdict(settings) | {"tokenizer": tokenizer, "train_tokenizer": vocab_size}
+    return {"inputs": states, **options}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -17,18 +19,23 @@ from typing import Any
 import numpy as np
 
 from common.atomic_write import new_file
-from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import index_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
+from common.data.manifest import PairFacts
 from common.data.preparation import say
-from common.errors import DataError, StorageError, write_text
+from common.errors import DataError, StorageError, first_line, write_text
 from common.terminal import Progress
+from open_llama import text_inputs
 from open_llama.text_inputs import Source, bytes_of, documents_of_part, draw_of, no_documents
 from open_llama.tokenizer import RECORD, Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 256  # encoded in one call
 SPLITS = ("train", "validation")
 PARTS = ".parts"  # folder of the tokenized parts in DATADIR
+# Raise it when the same inputs and options give other parts: when the division of the inputs, the
+# reading of documents, the use of the tokenizer, the split or the content of a part's file changes.
+# Parts of another version are not continued.
+PARTS_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -41,23 +48,28 @@ class Settings:
     validation_fraction: float
 
 
-def parts_folder(data_dir: Path, record: dict[str, Any]) -> Path:
-    """Return the folder of the parts, empty unless the same preparation was interrupted.
+def parts_folder(data_dir: Path, identity: dict[str, Any], count: int) -> Path:
+    """Return the folder of the `count` parts, empty unless the same preparation was interrupted.
 
-    Raises StorageError if there are token files of an unknown preparation.
+    `identity`: the inputs and options. Raises StorageError if there are token files of an unknown
+    preparation.
     """
     folder = data_dir / PARTS
     known = folder / RECORD
-    if known.is_file() and json.loads(known.read_text()) == record:
+    made = {"parts": count, "part_bytes": text_inputs.PART_BYTES, "parts_version": PARTS_VERSION}
+    record = json.dumps(identity | made)
+    if known.is_file() and known.read_text() == record:
         return folder  # token files beside it are from an interrupted join
     for split in SPLITS:
         if index_path(data_dir / split).exists():
             what = f"{index_path(data_dir / split)} exists"
             do = "remove it, or name another --data-dir"
             raise StorageError(what, "nothing is overwritten", do)
+    if folder.exists():
+        say(f"{folder}: begun with other inputs, options or another version; beginning again")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    write_text(known, json.dumps(record))
+    write_text(known, record)
     return folder
 
 
@@ -80,6 +92,9 @@ def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, proces
                 error = future.exception()
                 if error:
                     pool.shutdown(wait=True, cancel_futures=True)
+                    if not folder.is_dir():
+                        why = "something removed it while the text was tokenized"
+                        raise DataError(f"{folder} is missing", why, "run the command again")
                     raise error
                 done += sizes[futures[future]]
                 progress.at(done)
@@ -134,24 +149,47 @@ def split_of(text: str, validation_fraction: float) -> str:
     return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
 
 
-def join(folder: Path, data_dir: Path, vocab_size: int) -> dict[str, Index]:
-    """Write the token files of both splits from the parts. Raises DataError if a split is empty."""
-    paths = sorted(folder.glob("*.npz"))
+def join(folder: Path, data_dir: Path, vocab_size: int, count: int) -> dict[str, PairFacts]:
+    """Write the token files of both splits from all `count` parts. Return their contents by split.
+
+    Raises DataError if a part is missing or damaged, or a split is empty.
+    """
+    paths = [_part(folder, number) for number in range(count)]
     _require_both_splits(paths)  # before a file is written, which a next try would not overwrite
-    indices = {}
+    pairs = {}
     for split in SPLITS:
         writer = IndexedDatasetWriter(data_dir / split, vocab_size)
+        largest_id = 0
         for document in _documents_of(paths, split):
             writer.add(document)
-        indices[split] = writer.finish()
-    return indices
+            largest_id = max(largest_id, int(document.max()))
+        index = writer.finish()
+        pairs[split] = PairFacts(
+            index.dtype.name, index.num_documents, index.num_tokens, largest_id
+        )
+    return pairs
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a part. Raises DataError if it is missing or cannot be read."""
+    try:
+        with np.load(path) as arrays:
+            yield arrays
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise DataError(
+            f"{path} {'is missing' if missing else f'cannot be read: {first_line(error)}'}",
+            "this part of the tokenized text was complete; it was removed or damaged since then",
+            "run the command again, without the damaged file: only missing parts are made again",
+        ) from error
 
 
 def _require_both_splits(paths: list[Path]) -> None:
     numbers = dict.fromkeys(SPLITS, 0)
     fractions = np.empty((0, 2))  # of each part, its documents' lowest and highest
     for path in paths:
-        with np.load(path) as arrays:
+        with _opened(path) as arrays:
             for split in SPLITS:
                 numbers[split] += len(arrays[f"{split}_lengths"])
             fractions = np.concatenate([fractions, arrays["fractions"]])
@@ -187,7 +225,7 @@ def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
 
 def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:
     for path in paths:
-        with np.load(path) as arrays:
+        with _opened(path) as arrays:
             tokens = arrays[f"{split}_tokens"]
             lengths = arrays[f"{split}_lengths"]
         ends = np.cumsum(lengths)

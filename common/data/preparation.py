@@ -9,15 +9,15 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
-from common.errors import NO_LOCKS, DataError, PreflightError, StorageError
-from common.terminal import data_size, outlive_readers, print_stderr, shown
+from common.errors import NO_LOCKS, DataError, PreflightError, StorageError, listed
+from common.terminal import Progress, data_size, outlive_readers, print_stderr, shown
 
 
 def say(text: str) -> None:
@@ -91,27 +91,54 @@ def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
         )
 
 
+def input_states(paths: Iterable[Path]) -> list[list[str | int]]:
+    """Return [path, size in bytes, time of the last change in ns] of each file. Raises OSError."""
+    states: list[list[str | int]] = []
+    for path in paths:
+        state = path.stat()
+        states.append([str(path), state.st_size, state.st_mtime_ns])
+    return states
+
+
+def require_unchanged(before: list[list[str | int]]) -> None:
+    """Raise DataError if a file of `input_states` was changed or removed since then."""
+    for state in before:
+        path = Path(str(state[0]))
+        if not path.is_file() or input_states([path]) != [state]:
+            raise DataError(
+                f"{path} was changed while it was read",
+                "documents may be missing, cut off or read twice",
+                "run the command again when nothing writes to the inputs",
+            )
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The files that a build creates in a folder, and what identifies them."""
 
     title: str  # what the files are, for messages
-    # Source of the files, including the recipe's version. If it changes, they are rebuilt.
+    # Source of the files, including the recipe's version.
     source: str
     vocab_size: int
     files: tuple[str, ...]  # names, relative to the folder
     manifest: str  # written last: if it exists, the files are complete
+    about: dict[str, Any] = field(default_factory=dict)  # see Manifest
+    # Whether files that are damaged, or built by another recipe, are built again. Otherwise they
+    # are refused, because only the user knows whether they may be overwritten.
+    rebuilds: bool = True
 
 
 def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, PairFacts]]) -> None:
     """Build the recipe's files in `folder` and write their manifest, unless they are complete.
 
     `build`: creates the files in the given folder; returns the contents of .bin/.idx pairs by
-        prefix.
+        prefix. It may continue what an interrupted build left in the folder.
 
-    If a build is killed, the folder has no manifest, and the next call builds the files again. A
-    build continues if the reader of its messages, such as `head`, exits. Raises StorageError if
-    `folder` has files of these names that no build of this recipe created.
+    Files are complete if each has the size and SHA-256 in the manifest. If a build is killed, the
+    folder has no manifest, and the next call builds the files again. A build continues if the
+    reader of its messages, such as `head`, exits. Raises StorageError if `folder` has files of
+    these names that no build of this recipe created. Unless the recipe rebuilds, raises DataError
+    if they are damaged.
     """
     outlive_readers()
     manifest = folder / recipe.manifest
@@ -130,6 +157,7 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
     with locked(lock):
         defect = _defect(folder, recipe)
         if not defect:  # another process built the files while this one waited for the lock
+            say(f"{recipe.title} in {folder}: complete and verified")
             return
         say(f"building the {recipe.title} in {shown(folder)}, once ({defect})")
         began = time.monotonic()
@@ -137,35 +165,105 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
         manifest.unlink(missing_ok=True)
         pairs = build(folder)
         files = {name: facts_of(folder / name) for name in recipe.files}
-        Manifest(recipe.source, recipe.vocab_size, files, pairs).write(manifest)
+        Manifest(recipe.source, recipe.vocab_size, files, pairs, recipe.about).write(manifest)
         say(f"built in {time.monotonic() - began:.1f} s")
 
 
 def _defect(folder: Path, recipe: Recipe) -> str:
-    """Return why the files must be built, or "" if each of them matches the manifest."""
+    """Return why the files must be built, or "" if each of them matches the manifest.
+
+    Raises the errors of `build_once` if they exist and must not be built again.
+    """
     path = folder / recipe.manifest
     if not path.exists():
         return "not built yet, or the build was interrupted"
-    damage = damage_of(path)
-    if damage:
-        return damage
-    manifest = Manifest.read(path)
-    if (
+    try:
+        manifest = Manifest.read(path)
+    except DataError as error:
+        if not recipe.rebuilds:
+            raise
+        return error.what
+    if not recipe.rebuilds:
+        require_same_recipe(path, manifest.about, recipe.about)
+    defect = _damage(path, manifest)
+    if not defect and (
         manifest.source != recipe.source
         or manifest.vocab_size != recipe.vocab_size
         or set(manifest.files) != set(recipe.files)
     ):
-        return f"built by another recipe: {manifest.source}"
-    return ""
+        defect = f"built by another recipe: {manifest.source}"
+    if defect and not recipe.rebuilds:
+        raise DataError(
+            f"{folder}: {defect}",
+            f"{path} records other files, and nothing is overwritten",
+            f"restore it; or, to build all again, remove {path.name}, {', '.join(recipe.files)}",
+        )
+    return defect
+
+
+def require_same_recipe(path: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raise StorageError unless `found`, which the manifest at `path` records, equals `about`."""
+    changed = [key for key in about | found if found.get(key) != about.get(key)]
+    if changed:
+        raise StorageError(
+            f"{path.parent} holds files of other inputs or options",
+            f"its {path.name} has other {listed(changed)}, and nothing is overwritten",
+            "name another --data-dir",
+        )
 
 
 def damage_of(path: Path) -> str:
     """Return why the manifest at `path` cannot be read or its files do not match it, or ""."""
     try:
-        manifest = Manifest.read(path)
+        return _damage(path, Manifest.read(path))
     except DataError as error:
         return error.what
-    for name, facts in manifest.files.items():
-        if not (path.parent / name).is_file() or facts_of(path.parent / name) != facts:
-            return f"{name} is missing or damaged"
+
+
+def _damage(path: Path, manifest: Manifest) -> str:
+    """Return how the files of the manifest at `path` differ from it, or "". Reads every byte."""
+    total = sum(facts.size or 0 for facts in manifest.files.values())
+    with Progress("SHA-256", total, "B") as progress:
+        for name, facts in manifest.files.items():
+            difference = facts.difference(path.parent / name, on_read=progress.advance)
+            if difference:
+                return f"{name} is missing or damaged: {difference}"
     return ""
+
+
+def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, prepare: str) -> None:
+    """Raise DataError if one of `files` differs from the manifest at `path`, or does not fit.
+
+    `files`: those that a run reads. The ones that the manifest lists are compared by their sizes,
+    and by SHA-256 or, if they are large, by a sample of it.
+    `vocab_size`: that of the model; larger ids do not fit.
+    `prepare`: the user's command that prepares the data, for the messages.
+
+    A manifest without facts of its files is accepted with a note.
+    """
+    if not path.is_file():
+        return
+    manifest = Manifest.read(path)
+    verify = f"{prepare} verify --data-dir {path.parent}"
+    if not manifest.files:
+        say(
+            f"NOTE       {path} has no checksums, so the data are not compared with it;"
+            f" {verify} adds them"
+        )
+    for name, facts in manifest.files.items():
+        file = path.parent / name
+        difference = facts.difference(file, whole=False) if file in files else ""
+        if difference:
+            raise DataError(
+                f"{file} is not the file that {path.name} records: {difference}",
+                "it was changed, or copied while it was not complete",
+                f"restore it, or prepare the data in another folder; {verify} --full compares all",
+            )
+    for name, pair in manifest.pairs.items():
+        tokens = path.parent / f"{name}.bin"
+        if tokens in files and (pair.largest_id or 0) >= vocab_size:
+            raise DataError(
+                f"{tokens} holds the token id {pair.largest_id}",
+                f"the model has a vocabulary of {vocab_size}: ids from 0 to {vocab_size - 1}",
+                "use a model with a larger vocab_size, or prepare the text with its own tokenizer",
+            )

@@ -15,7 +15,7 @@ import pytest
 from damage import flip
 
 from common.command_line import exit_code_of
-from common.data import corpus, preparation
+from common.data import corpus, preparation, verification
 from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
@@ -23,7 +23,6 @@ from common.data.manifest import Manifest, PairFacts
 from common.errors import DataError, PreflightError, StorageError
 from common.paths import ROOT
 from llama31_8b import convert, prepare
-from llama31_8b import verify as verification
 from llama31_8b.rules import CLOSED, MINIATURE
 
 TEXTS = [
@@ -244,6 +243,23 @@ def test_broken_input_is_named(built, tmp_path, name, capsys):
     assert not (tmp_path / "p.idx").exists()
 
 
+def test_an_input_that_changes_while_it_is_converted(built, tmp_path, monkeypatch, capsys):
+    source = tmp_path / "a.txt"
+    source.write_text("\n\n".join(TEXTS))
+    documents = convert._documents
+
+    def cut_at_the_end(inputs, key):
+        yield from documents(inputs, key)
+        os.truncate(source, 1000)
+
+    monkeypatch.setattr(convert, "_documents", cut_at_the_end)
+    arguments = ["convert", "--input", str(source), "--tokenizer", str(built / "tokenizer.model")]
+    arguments += ["--output-prefix", str(tmp_path / "p")]
+    assert prepare.main(arguments) == DataError.exit_code
+    assert f"{source} was changed" in capsys.readouterr().err
+    assert not (tmp_path / "p.idx").exists()
+
+
 def test_unknown_and_missing_inputs_are_refused(built, tmp_path, capsys):
     rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
     assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
@@ -370,7 +386,7 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
         == 0
     )
     assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts(
-        "int32", 5, 35
+        "int32", 5, 35, 128255
     )
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id

@@ -20,9 +20,9 @@ from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError, StorageError
 from open_llama import text, text_inputs, text_parts, text_tokenizer
 from open_llama.prepare import main
-from open_llama.text import prepare_text
+from open_llama.text import TOKEN_FILES, prepare_text
 from open_llama.text_parts import SPLITS, Settings
-from open_llama.tokenizer import RECORD, TOKENS, copy_tokenizer, load_tokenizer, recorded_token_ids
+from open_llama.tokenizer import RECORD, copy_tokenizer, load_tokenizer, recorded_token_ids
 
 TEXTS = [
     f"Document {number} has {number * 37 % 101} words, and a line.\nIt ends here.\n"
@@ -197,11 +197,6 @@ def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer, validation_fraction=0.5)
     assert "validation_fraction" in caught.value.why and "inputs" not in caught.value.why
     assert recorded_token_ids(tmp_path / "out") == {"bos_token_id": 1, "eos_token_id": 2}
-    path = tmp_path / "out" / RECORD
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({key: record[key] for key in record if key not in TOKENS}))
-    prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)  # that of an earlier version
-    assert recorded_token_ids(tmp_path / "out") == {}
 
 
 def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
@@ -403,8 +398,8 @@ def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch,
     with pytest.raises(StorageError):
         prepare_text(inputs, tmp_path / "out", settings, 1, 310)
     (tmp_path / "out" / RECORD).unlink()  # as after an interruption
-    for split in SPLITS:
-        (tmp_path / f"out/{split}.idx").unlink()
+    for name in TOKEN_FILES:
+        (tmp_path / "out" / name).unlink()
     with pytest.raises(StorageError, match="300 pieces, not 310"):
         prepare_text(inputs, tmp_path / "out", settings, 1, 310)
 

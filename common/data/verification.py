@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
-from common.data.preparation import require_data_dir, say
+from common.data.preparation import say
 from common.errors import DataError
 from common.terminal import Progress
 
 CHUNK = 1 << 22  # tokens
 
 
-def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path | None) -> None:
+def verify(data_dir: Path, manifest: Manifest, origin: Path, full: bool) -> Manifest:
     """Compare `data_dir` with a manifest, and print what could not be checked.
 
     Names, known sizes, the structure of each .idx, .bin sizes, dtype and known counts are always
     checked.
 
+    `origin`: the manifest's file, for the error.
     `full`: also check every id and the SHA-256 of every file.
-    `write_manifest`: implies `full`. Write the results to this file for later checks. Use it after
-        a download that you have reason to trust.
 
-    Raises DataError if anything differs.
+    Returns the manifest with the facts as found. Raises DataError if anything differs.
     """
-    require_data_dir(data_dir)
-    manifest = Manifest.read(manifest_path)
-    full = full or write_manifest is not None
-    copy = Manifest(f"{manifest.source}; facts as found in a downloaded copy", manifest.vocab_size)
+    copy = replace(manifest, files={}, pairs={})
     bad: list[str] = []
     unknown: list[str] = [] if full else ["SHA-256 and ids: use --full"]
     for name, expected in manifest.files.items():
@@ -58,13 +54,11 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
     if bad:
         more = f" (and {len(bad) - 1} more, above)" if len(bad) > 1 else ""
         raise DataError(
-            bad[0] + more, f"it differs from {manifest_path}", "fetch or build that file again"
+            bad[0] + more, f"it differs from {origin}", "fetch or build that file again"
         )
-    if write_manifest is not None:
-        copy.write(write_manifest)
-        say(f"wrote {write_manifest}: sizes, SHA-256 and counts as found here")
     unchecked = "; some facts were not checked (above)" if unknown else ""
     say(f"{data_dir}: no differences found{unchecked}")
+    return copy
 
 
 def _compare(
@@ -77,6 +71,8 @@ def _compare(
     """Add a line to `bad` for each difference, and to `unknown` for each fact that is not known."""
     for fact, value in asdict(expected).items():
         got = getattr(actual, fact)
+        if value is None and fact in ("sample", "largest_id"):
+            continue  # follows from the content, which SHA-256 identifies
         if value is None:
             unknown.append(f"{fact} of {name}: found {got}, the correct value is unknown")
         elif got is not None and got != value:
@@ -92,6 +88,7 @@ def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
     """
     index = Index.read(prefix)
     index.check_token_file_size()
+    largest_id = 0 if full else None
     if full:
         title = f"ids of {prefix.name}"
         with (
@@ -101,9 +98,10 @@ def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
             for first in range(0, index.num_tokens, CHUNK):
                 ids = tokens.read(first, min(CHUNK, index.num_tokens - first))
                 check_ids(ids, vocab_size, tokens.path, f"tokens {first} to {first + len(ids) - 1}")
+                largest_id = max(largest_id or 0, int(ids.max()))
                 progress.advance(len(ids))
     say(
         f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences,"
         f" {index.num_tokens:,} tokens"
     )
-    return PairFacts(index.dtype.name, index.num_documents, index.num_tokens)
+    return PairFacts(index.dtype.name, index.num_documents, index.num_tokens, largest_id)
