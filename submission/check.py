@@ -9,8 +9,8 @@ Logs that this project wrote must also follow its conventions (submission/own_lo
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
 miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
 ruleset. A folder stands for all result*.txt below it. The files result_*.txt of one folder are a
-result set, and are also checked together (submission/result_set.py). Logs that are named one by one
-are not.
+result set: the newest round that one of them shows decides the ruleset of all, and they are also
+checked together (submission/result_set.py). Logs that are named one by one are not.
 
 Exit code 0 if no log has an error (with --werror: nor a warning), 20 if one has, 2 for wrong usage
 or no readable log, 18 without the official checker. Nothing is written.
@@ -78,6 +78,9 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         logs += named
         if path.is_dir():
             sets |= result_set.folders(named)
+    set_rounds: dict[Path, list[str]] = {}
+    if not ruleset:
+        set_rounds = {folder: result_set.shown_rounds(folder) for folder in sets}
     version = official_tools.checker_version()
     if not as_json:
         suffix = ", warnings are errors (--werror)" if werror else ""
@@ -86,7 +89,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     verdicts = []
     for path in logs:
         try:
-            examined = examine(path, ruleset)
+            examined = examine(path, ruleset, set_rounds=set_rounds.get(path.parent, ()))
         except ConfigError as error:
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)

@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.html",
         "common.records",
         "common.training.continuation",
+        "common.training.log_keys",
         "system_tuning",
     },
     "submission": {
