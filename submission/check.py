@@ -19,11 +19,13 @@ or no readable log, 18 without the official checker. Nothing is written.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
+from common.folder_walk import walk
 from submission import official_tools, result_set
 from submission.check_output import as_dict, finding_lines, json_line, lines
 from submission.examined_log import (
@@ -36,6 +38,8 @@ from submission.examined_log import (
     verdict_of,
 )
 from submission.official_tools import RULESETS
+
+LOG_NAME = re.compile(r"result.*\.txt")
 
 
 def parser() -> Parser:
@@ -131,7 +135,10 @@ def _logs(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    logs = [log for log in path.rglob("result*.txt") if log.is_file()]
+    logs = []
+    for folder, _, names in walk(path):
+        logs += [folder / name for name in names if LOG_NAME.fullmatch(name)]
+    logs = [log for log in logs if log.is_file()]
     if not logs:
         raise ConfigError(
             f"{path}: no log",

@@ -40,6 +40,7 @@ BASE = {
     "common.config",
     "common.engines",
     "common.errors",
+    "common.folder_walk",
     "common.gpu_kinds",
     "common.gpu_stats",
     "common.hardware",
