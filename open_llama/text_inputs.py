@@ -28,9 +28,8 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 OTHER_TYPES = "of other types"
-# Names of splits, also as the beginning of a file's name: train-00000-of-00002.parquet.
+# Names of splits, also as a part of a file's name: train-00000-of-00002.parquet, c4-train.0.jsonl.
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
-PART_OF_A_SPLIT = re.compile(r"[-_.].*")
 
 
 @dataclass(frozen=True)
@@ -231,10 +230,8 @@ def _split_of(path: Path, folder: Path) -> str:
     name = path.name.lower().removesuffix(".gz")
     if kind == "text" and not name.endswith(".txt"):
         return ""
-    stem = Path(name).stem
-    words = [stem, *map(str.lower, reversed(path.relative_to(folder).parts[:-1]))]
-    if kind != "text":
-        words[0] = PART_OF_A_SPLIT.sub("", stem)  # train-00000-of-00002, test.1, dev_0
+    words = re.split(r"[.]" if kind == "text" else r"[-_.]", Path(name).stem)
+    words += map(str.lower, reversed(path.relative_to(folder).parts[:-1]))
     return next((word for word in words if word in SPLIT_NAMES), "")
 
 

@@ -110,6 +110,11 @@ def parquet_files(folder):
         table(folder / f"data/{split}-00000-of-00001-0123abc.parquet", {"text": some})
 
 
+def cached(folder):
+    for split, some in {"train": TEXTS, "test": TEXTS[:4]}.items():
+        table(folder / f"wikitext-{split}.arrow", {"text": some})
+
+
 def folders(folder):
     for split, some in {"train": TEXTS, "validation": TEXTS[:4]}.items():
         lines(folder / split / "part" / "0.jsonl.gz", some)
@@ -118,10 +123,10 @@ def folders(folder):
 def plain_text(folder):
     folder.mkdir()
     for split in ("train", "valid"):
-        (folder / f"{split}.txt").write_text(TEXTS[0])
+        (folder / f"ptb.{split}.txt").write_text(TEXTS[0])
 
 
-@pytest.mark.parametrize("write", [dataset_dict, parquet_files, folders, plain_text])
+@pytest.mark.parametrize("write", [dataset_dict, parquet_files, cached, folders, plain_text])
 def test_several_splits_are_refused_with_their_names(write, read, tmp_path, capsys):
     folder = tmp_path / "set"
     write(folder)
