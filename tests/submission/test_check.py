@@ -262,6 +262,17 @@ def test_folders_and_several_logs(tmp_path, capsys):
     assert "compressed (gzip)" in said.err and said.out.count("  CLEAN") == 2
 
 
+def test_logs_in_linked_folders_are_found_once(tmp_path, capsys):
+    (tmp_path / "archive").mkdir()
+    dialect(tmp_path / "archive" / "result.txt", "srun")
+    (tmp_path / "results").mkdir()
+    for name in ("run", "again"):
+        (tmp_path / "results" / name).symlink_to(tmp_path / "archive")
+    (tmp_path / "results/loop").symlink_to(tmp_path / "results")
+    assert check.main([str(tmp_path / "results")]) == 0
+    assert capsys.readouterr().out.count("  CLEAN") == 1
+
+
 JUNK = {
     "empty": (b"", "is empty"),
     "gzip": (gzip.compress(b":::MLLOG {}"), "compressed (gzip)"),
