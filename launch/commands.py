@@ -35,6 +35,7 @@ from common.hardware import config_names
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
+from common.training.log_keys import submission_status
 from launch import cli, profilers, series, system_settings
 from launch.bench import (
     PROFILED_STEPS,
@@ -286,6 +287,7 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
 def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     """Start one timed run or a series, or print its command with --print."""
     request = series.request_from(os.environ, options.max_failures, options.resume)
+    submission_status(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)
     job = job_from(benchmark, options, measurement=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
+import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,8 @@ from typing import Any
 from common.data.preparation import say
 from common.data.text_documents import json_documents
 from common.errors import ConfigError, DataError
+from common.folder_walk import walk
+from common.terminal import plural
 
 PART_BYTES = 16 << 20
 # Characters. A longer plain text file becomes several documents, cut at line ends.
@@ -23,6 +27,9 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+OTHER_TYPES = "of other types"
+# Names of splits, also as a part of a file's name: train-00000-of-00002.parquet, c4-train.0.jsonl.
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 @dataclass(frozen=True)
@@ -40,25 +47,14 @@ class Source:
 def input_files(inputs: list[Path]) -> list[Path]:
     """Return the files to read: the given files, and the files of known types in given folders.
 
-    In folders, .json files are left out. Raises ConfigError for a file that does not exist or whose
-    type is unknown, for a folder without files to read, and for one that cannot be listed.
+    Each file is returned once. For what is left out of folders see `_files_in`. Raises ConfigError
+    for a file that does not exist or whose type is unknown, for a file beside its compressed copy,
+    for a folder without files to read or with several splits, and for one that cannot be listed.
     """
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            every = list(_files_below(path))
-            # The .json files in folders are settings, such as those of a data set on disk.
-            inside = sorted(file for file in every if kind_of(file) and not _is_json(file))
-            if not inside:
-                suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
-                why = f"no file in it ends in {suffixes} (or .gz)"
-                do = "name files or another folder"
-                if any(map(_is_json, every)):
-                    do = "name its .json files themselves if they are JSON lines"
-                raise ConfigError(f"{path}: nothing to read", why, do)
-            left_out = len(every) - len(inside)
-            say(f"{path}: {len(inside):,} files to read, {left_out:,} of other types left out")
-            found += inside
+            found += _files_in(path)
         elif not path.is_file():
             raise ConfigError(
                 f"{path}: no such file",
@@ -70,19 +66,173 @@ def input_files(inputs: list[Path]) -> list[Path]:
             raise ConfigError(f"{path}: unsupported file type", why, "rename or convert it")
         else:
             found.append(path)
-    return [path.absolute() for path in found]
+    return _each_once([path.absolute() for path in found])
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder. Raises ConfigError if a folder cannot be listed."""
+def _each_once(files: list[Path]) -> list[Path]:
+    """Return the files without those that are the same file as an earlier one.
+
+    Raises ConfigError for a file beside its compressed copy.
+    """
+    once: dict[tuple[int, int], Path] = {}
+    for path in files:
+        state = path.stat()
+        once.setdefault((state.st_dev, state.st_ino), path)
+    if repeated := len(files) - len(once):
+        say(f"note: {plural(repeated, 'file')} named or linked more than once, each read once")
+    uncompressed: dict[str, Path] = {}
+    for path in once.values():
+        name = str(path)[:-3] if _has_suffix(path, ".gz") else str(path)
+        other = uncompressed.setdefault(name, path)
+        if other is not path:
+            raise ConfigError(
+                f"{path}: {other.name} is beside it",
+                "one is probably the compressed copy of the other, and its documents would be read"
+                " twice",
+                "remove or rename one of them",
+            )
+    return list(once.values())
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files to read in a folder and below it, sorted, and print what is left out.
+
+    Left out are files of other types, among them .json files, which are settings such as those of a
+    data set on disk, and hidden files and folders. Of a data set on disk, only the files of its
+    state.json are read, and never a cache. Linked folders are entered. For errors see
+    `input_files`.
+    """
 
     def refuse(error: OSError) -> None:
         what = f"{error.filename}: cannot be listed: {error.strerror}"
         why = f"it is in the input {folder}"
         raise ConfigError(what, why, "make it readable, or name other files") from error
 
-    for name, _, names in os.walk(folder, onerror=refuse):
-        yield from (path for path in (Path(name) / each for each in names) if path.is_file())
+    inside: list[Path] = []
+    left_out: Counter[str] = Counter()
+    json_files = 0
+    repeated: list[Path] = []
+    for current, subfolders, names in walk(folder, refuse, repeated.append):
+        hidden = {name for name in (*subfolders, *names) if _is_hidden(name)}
+        left_out["hidden"] += len(hidden)
+        subfolders[:] = [name for name in subfolders if name not in hidden]
+        saved = _saved_by_datasets(current)
+        listed = set(saved or ())
+        if saved is not None:
+            left_out["folder in a data set"] += len(subfolders)
+            subfolders.clear()
+            inside += saved
+        for path in (current / name for name in names if name not in hidden):
+            if not path.is_file():
+                left_out["broken link or device"] += 1
+            elif _is_json(path) or not kind_of(path):
+                left_out[OTHER_TYPES] += 1
+                json_files += _is_json(path)
+            elif saved is not None:
+                left_out["not listed in state.json"] += path not in listed
+            elif path.name.startswith("cache-") and _has_suffix(path, ".arrow"):
+                left_out["cache of datasets"] += 1
+            else:
+                inside.append(path)
+    left_out["folder linked again"] = len(repeated)
+    if not inside:
+        suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
+        why = f"no file in it ends in {suffixes} (or .gz)"
+        if reasons := _counts(left_out):
+            why += f"; left out: {reasons}"
+        do = "name files or another folder"
+        if json_files:
+            do = "name its .json files themselves if they are JSON lines"
+        raise ConfigError(f"{folder}: nothing to read", why, do)
+    _refuse_splits(folder, inside)
+    others = left_out.pop(OTHER_TYPES, 0)
+    line = f"{folder}: {len(inside):,} files to read, {others:,} of other types left out"
+    if reasons := _counts(left_out):
+        line += f", and also {reasons}"
+    say(line)
+    return sorted(inside)
+
+
+def _counts(left_out: Counter[str]) -> str:
+    """Return the reasons for leaving entries out, with their numbers, such as "hidden: 3"."""
+    return ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items() if count)
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file or folder is hidden, or belongs to a Mac's archive."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _saved_by_datasets(folder: Path) -> list[Path] | None:
+    """Return the data files of a folder that save_to_disk of Hugging Face's datasets wrote.
+
+    None for another folder. Raises ConfigError for a folder of several splits, and for one whose
+    files are missing or not named.
+    """
+    splits = _settings(folder / "dataset_dict.json").get("splits")
+    if isinstance(splits, list) and len(splits) > 1:
+        raise _several_splits(folder, sorted(map(str, splits)), folder / str(splits[0]))
+    entries = _settings(folder / "state.json").get("_data_files")
+    if not isinstance(entries, list):
+        return None
+    files = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not (folder / name).is_file():
+            raise ConfigError(
+                f"{folder / 'state.json'} names a file that is not there: {name}",
+                "the data set is not complete",
+                "save or copy it again, or name its files",
+            )
+        files.append(folder / name)
+    return files
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if there is none. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: not valid JSON: {error}",
+            "it names the data files of a data set on disk",
+            "name the files to read instead of the folder",
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _refuse_splits(folder: Path, files: list[Path]) -> None:
+    """Raise ConfigError if the names of `files` or their folders are `train` and other splits."""
+    first: dict[str, Path] = {}
+    for path in sorted(files):
+        if split := _split_of(path, folder):
+            first.setdefault(split, path)
+    if len(first) > 1 and "train" in first:
+        raise _several_splits(folder, sorted(first), first["train"])
+
+
+def _several_splits(folder: Path, splits: list[str], example: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder} has several splits: {', '.join(splits)}",
+        "documents that are kept for tests would be trained on",
+        f"name the files or the folder of one split, such as {example}",
+    )
+
+
+def _split_of(path: Path, folder: Path) -> str:
+    """Return the split that the name of a file or of its nearest folder names, or "".
+
+    Text files other than .txt belong to no split: a program may have test.py and train.py.
+    """
+    kind = kind_of(path)
+    name = path.name.lower().removesuffix(".gz")
+    if kind == "text" and not name.endswith(".txt"):
+        return ""
+    words = re.split(r"[.]" if kind == "text" else r"[-_.]", Path(name).stem)
+    words += map(str.lower, reversed(path.relative_to(folder).parts[:-1]))
+    return next((word for word in words if word in SPLIT_NAMES), "")
 
 
 def _is_json(path: Path) -> bool:

@@ -9,8 +9,8 @@ Logs that this project wrote must also follow its conventions (submission/own_lo
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
 miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
 ruleset. A folder stands for all result*.txt below it. The files result_*.txt of one folder are a
-result set, and are also checked together (submission/result_set.py). Logs that are named one by one
-are not.
+result set: the newest round that one of them shows decides the ruleset of all, and they are also
+checked together (submission/result_set.py). Logs that are named one by one are not.
 
 Exit code 0 if no log has an error (with --werror: nor a warning), 20 if one has, 2 for wrong usage
 or no readable log, 18 without the official checker. Nothing is written.
@@ -19,11 +19,13 @@ or no readable log, 18 without the official checker. Nothing is written.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
+from common.folder_walk import walk
 from submission import official_tools, result_set
 from submission.check_output import as_dict, finding_lines, json_line, lines
 from submission.examined_log import (
@@ -36,6 +38,8 @@ from submission.examined_log import (
     verdict_of,
 )
 from submission.official_tools import RULESETS
+
+LOG_NAME = re.compile(r"result.*\.txt")
 
 
 def parser() -> Parser:
@@ -78,6 +82,9 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         logs += named
         if path.is_dir():
             sets |= result_set.folders(named)
+    set_rounds: dict[Path, list[str]] = {}
+    if not ruleset:
+        set_rounds = {folder: result_set.shown_rounds(folder) for folder in sets}
     version = official_tools.checker_version()
     if not as_json:
         suffix = ", warnings are errors (--werror)" if werror else ""
@@ -86,7 +93,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     verdicts = []
     for path in logs:
         try:
-            examined = examine(path, ruleset)
+            examined = examine(path, ruleset, set_rounds=set_rounds.get(path.parent, ()))
         except ConfigError as error:
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)
@@ -128,7 +135,10 @@ def _logs(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    logs = [log for log in path.rglob("result*.txt") if log.is_file()]
+    logs = []
+    for folder, _, names in walk(path):
+        logs += [folder / name for name in names if LOG_NAME.fullmatch(name)]
+    logs = [log for log in logs if log.is_file()]
     if not logs:
         raise ConfigError(
             f"{path}: no log",

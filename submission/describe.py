@@ -96,6 +96,14 @@ STATUS = {
     "rdi": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
+# Status of a system -> values of submission_status that its logs may have. The logs have no word
+# for a preview system: they say where it is.
+LOGGED_STATUS = {
+    STATUS["onprem"]: ("onprem",),
+    STATUS["cloud"]: ("cloud",),
+    STATUS["rdi"]: ("research",),
+    STATUS["preview"]: ("onprem", "cloud"),
+}
 # Texts that count as no value.
 PLACEHOLDERS = ("", "todo", "tbd", "fixme", "unknown", "?", "xxx")
 HINTS = {  # key -> what belongs there, for a warning

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from common import benchmarks
@@ -15,19 +14,16 @@ from common.benchmarks import OPEN
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.records.mlperf_log import Event, Log, read
-from submission import compliance_checker, own_log
-from submission.clock_rules import CLOCK, PLAUSIBLE_MS
+from submission import compliance_checker, own_log, rounds
+from submission.clock_rules import CLOCK
 from submission.compliance_checker import LogVerdict
 from submission.findings import ERROR, NOTE, Finding, findings_of
-from submission.log_rules import DISCLOSURE_KEYS, RULES, rules_of
-from submission.official_tools import CLOSED_RULESETS
+from submission.log_rules import RULES, rules_of
+from submission.official_tools import DEADLINES
 
 CLEAN = "CLEAN"
 ACCEPTED = "ACCEPTED"
 NOT_CLEAN = "NOT CLEAN"
-# Ruleset -> day before which its logs were made. The keys of a log do not identify these rounds,
-# because later rounds have the same keys. Sources: submission deadlines and the published logs.
-MADE_BEFORE = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class ExaminedLog:
     title: str  # benchmark, division and ruleset
     verdict: LogVerdict  # of the official compliance checker
     findings: tuple[Finding, ...]  # of the official checker and of our rules, sorted by line
+    shown_round: str = ""  # the newest round that the log shows (submission/rounds.py)
     seeds: tuple[Event, ...] = ()  # the records of the key seed
     # The last values of submission_benchmark and global_batch_size, as the RCP checker reads them.
     benchmark: object = None
@@ -69,10 +66,12 @@ def examine(
     ruleset: str | None = None,
     project_root: Path | None = ROOT,
     ours: bool | None = None,
+    set_rounds: Iterable[str] = (),
 ) -> ExaminedLog:
     """Return the official verdict and all findings about the log at `path`.
 
     `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
+    `set_rounds`: rounds that the other logs of its result set show, which decide the ruleset, too.
     `project_root`: directory of the project, in which the config that one of our logs names must
     exist, or None to skip that test. `ours`: whether this project wrote the log, so that its
     conventions apply, or None to decide by the log. Raises ConfigError if the file is not a
@@ -87,7 +86,8 @@ def examine(
         )
     if ours is None:
         ours = own_log.is_ours(log)
-    title, verdict = _official_verdict(log, path, ruleset, ours)
+    shown_round = rounds.round_of(log)
+    title, verdict = _official_verdict(log, path, ruleset, [shown_round, *set_rounds])
     findings = [*verdict.complaints, *_unread_records(log, verdict)]
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
@@ -97,6 +97,7 @@ def examine(
         title,
         verdict,
         tuple(findings),
+        shown_round,
         seeds=tuple(log.all("seed")),
         benchmark=log.last("submission_benchmark"),
         batch=log.last("global_batch_size"),
@@ -104,11 +105,11 @@ def examine(
 
 
 def _official_verdict(
-    log: Log, path: Path, ruleset: str | None, ours: bool
+    log: Log, path: Path, ruleset: str | None, shown_rounds: list[str]
 ) -> tuple[str, LogVerdict]:
     """Return the division and the ruleset in words, and the official checker's verdict by them.
 
-    For the arguments see `examine`.
+    `shown_rounds`: rounds that the log and its result set show. For the others see `examine`.
     """
     division = log.value("submission_division")
     benchmark = log.value("submission_benchmark")
@@ -121,9 +122,11 @@ def _official_verdict(
         if division == OPEN:
             title = "open division, checked by its config.toml; not an MLPerf benchmark"
         return title, compliance_checker.own_verdict(path, str(benchmark), rules, log)
-    applied = ruleset or ruleset_of(log, ours)
+    applied = ruleset or rounds.ruleset_of(shown_rounds)
     title = f"{division} division, ruleset {applied}"
-    if not ruleset:
+    if not ruleset and rounds.LATER in shown_rounds:
+        title += f" (the newest; the deadline of its round, {DEADLINES[applied]}, is past)"
+    elif not ruleset:
         title += " (detected)"
     elif unofficial:
         title += " (without --ruleset: checked by its own rules)"
@@ -162,27 +165,3 @@ def rule_findings(
         return [Finding(0, "benchmark", message, "submission/log_rules.py", NOTE)]
     own = own_log.own_rules(project_root) if ours else ()
     return findings_of((*RULES, *CLOCK, *own), log, rules, ours)
-
-
-def ruleset_of(log: Log, ours: bool) -> str:
-    """Return the latest closed ruleset whose keys `log` has, or that of its date if in doubt.
-
-    `ours`: whether this project wrote the log, which then has the keys of all rulesets. The keys of
-    5.1.0 are optional in 6.0.0 and vice versa.
-    """
-    disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
-    if ours or len(disclosed) == len(DISCLOSURE_KEYS):
-        return CLOSED_RULESETS[-1]
-    if disclosed:
-        return "6.0.0"
-    start = log.first("run_start")
-    if start and start.time_ms > PLAUSIBLE_MS[0]:
-        for ruleset, day in MADE_BEFORE.items():
-            if start.time_ms < _milliseconds(day):
-                return ruleset
-    return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
-
-
-def _milliseconds(day: str) -> float:
-    """Return the start of `day`, an ISO date in UTC, in milliseconds since 1970."""
-    return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000

@@ -207,7 +207,11 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
     cd_to_code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
     org = shlex.quote(str(run.log.value("submission_org")))
     platform = shlex.quote(str(run.log.value("submission_platform")))
-    identity = [f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"]
+    status = shlex.quote(str(run.log.value("submission_status")))
+    identity = [
+        f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"
+        f" MLPERF_SUBMISSION_STATUS={status}"
+    ]
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [

@@ -24,8 +24,18 @@ from common import benchmarks
 from common.errors import PreflightError
 from common.packages import pip_install, version_of
 
-CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both benchmarks
-RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only
+# Ruleset -> submission deadline of its round, oldest first: all that contain one of the benchmarks.
+# Source: mlcommons/training, README.md, headings "MLPerf Training v... (Submission Deadline ...)".
+DEADLINES = {
+    "4.0.0": "2024-05-10",
+    "4.1.0": "2024-10-11",
+    "5.0.0": "2025-05-02",
+    "5.1.0": "2025-10-10",
+    "6.0.0": "2026-05-15",
+    "6.1.0": "2026-10-16",
+}
+RULESETS = tuple(DEADLINES)
+CLOSED_RULESETS = RULESETS[3:]  # the rulesets that contain both benchmarks
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet require the nine disclosure keys of 6.1.0
 INSTALL = pip_install(f"mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}")
 

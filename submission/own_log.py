@@ -20,6 +20,7 @@ from common.benchmarks import OPEN, Rules
 from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
+from common.training.log_keys import STATUS_WORDS
 from common.training.mllog import END, POINT, START
 from submission import compliance_checker
 from submission.clock_rules import CLOCK_KEYS
@@ -51,8 +52,6 @@ SMALL_SEED = 2**15
 WELL_KNOWN_SEEDS = frozenset(
     {123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE}
 )
-STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
-
 SUBMISSION_KEYS = tuple(
     f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform")
 )

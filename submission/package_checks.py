@@ -128,7 +128,7 @@ def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -
     Raises ConfigError if there is no series, CheckFailed if a check fails.
     """
     folder = series_folder(Path(request.sources[benchmark]), benchmark)
-    series = read_series([folder], request.series)
+    series = read_series([folder], request.series, request.ruleset)
     for run in series.runs:
         _require_benchmark_run(request, run, benchmark)
     ten = ten_runs(series)
@@ -162,6 +162,8 @@ def _print_choice(benchmark: str, series: Series, ten: TenRuns) -> None:
     )
     first = ten.runs[0].number
     last = ten.runs[-1].number
+    for note in series.notes:
+        print(f"  {note}")
     rcp = "" if ten.passed else ", fails the RCP test"
     print(f"  median: attempts {first} to {last}, {ten.rank:.4f} min{rcp}")
     for run in series.runs:
@@ -297,7 +299,7 @@ def _check_same(first: Run, run: Run) -> None:
 def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:
     """Raise CheckFailed unless log, config and system description agree.
 
-    They must name the same organization, platform, GPUs and torch version.
+    They must name the same organization, status, platform, GPUs and torch version.
     """
     rerun = "do not edit the log: run the series with MLPERF_SUBMISSION_{} set"
     platform = run.log.value("submission_platform")
@@ -308,6 +310,15 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
         f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
         "reviewers see both",
         rerun.format("ORG"),
+    )
+    status = run.log.value("submission_status")
+    words = describe.LOGGED_STATUS[description["status"]]
+    require(
+        status in words,
+        f"{run.path}: submission_status is {status!r},"
+        f" {request.system} has status {description['status']!r}",
+        f"the logs of such a system say {' or '.join(words)}",
+        f"{rerun.format('STATUS')}, or correct the system description if the logs are right",
     )
     require(
         bool(run.nodes),

@@ -162,12 +162,14 @@ def write_series(
     """Write a ledger and a series of invented runs into the new directory `folder`.
 
     `config`: path of the config file. `org`: organization. `system`: path of the system
-    description. `commit`: commit whose code is packaged. Raises ConfigError if the reference has no
-    runs at the global batch of the config.
+    description, which is complete. `commit`: commit whose code is packaged. Raises ConfigError if
+    the reference has no runs at the global batch of the config.
     """
     rules = benchmarks.divisions(benchmark)["closed"]
     loaded = configs.load(config, benchmarks.config_class(benchmark))
-    framework = re.search(r"\d+(\.\d+)+", describe.read(system).get("framework", ""))
+    description = describe.read(system)
+    status = describe.LOGGED_STATUS[description["status"]][0]
+    framework = re.search(r"\d+(\.\d+)+", description.get("framework", ""))
     torch = framework[0] if framework else _installed_torch()
     versions = {"commit": commit, "dirty": False, "packages": {"torch": torch}}
     series = f"rehearsal-{secrets.token_hex(3)}"
@@ -181,7 +183,7 @@ def write_series(
     evaluations = passing_evaluations(rules, loaded.global_batch_size)
     for number, attempt in enumerate(attempts, start=1):
         run_dir = folder / f"run{number:02}_{config.stem}_seed{attempt.seed}"
-        log = InventedLog(rules, loaded, attempt, now + number * 86_400)
+        log = InventedLog(rules, loaded, attempt, now + number * 86_400, status)
         records = log.records(config.name, benchmark, org, system.stem, evaluations)
         _write_run(run_dir, loaded, versions, records)
         start = {
@@ -234,13 +236,19 @@ def passing_evaluations(rules: Rules, batch: int) -> int:
 
 
 class InventedLog:
-    """The log of one invented run. `start_s`: time of init_start, in seconds since 1970."""
+    """The log of one invented run.
 
-    def __init__(self, rules: Rules, config: RunConfig, attempt: RehearsedRun, start_s: float):
+    `start_s`: time of init_start, in seconds since 1970. `status`: value of submission_status.
+    """
+
+    def __init__(
+        self, rules: Rules, config: RunConfig, attempt: RehearsedRun, start_s: float, status: str
+    ):
         self.rules = rules
         self.config = config
         self.attempt = attempt
         self.time_ms = start_s * 1000
+        self.status = status
 
     def records(
         self, config_name: str, benchmark: str, org: str, platform: str, evaluations: int
@@ -257,7 +265,7 @@ class InventedLog:
             "benchmark": benchmark,
             "org": org,
             "division": "closed",
-            "status": "onprem",
+            "status": self.status,
             "platform": platform,
         }
         for part, text in submission.items():

@@ -183,8 +183,10 @@ def _rows_in(folder: Path) -> list[RunRow]:
 def _single_runs(folder: Path) -> list[RunRow]:
     """Return the runs of a LOGDIR, or of a LOGDIR/<benchmark> without a series.
 
-    Return [] if `folder` is a LOGDIR/<benchmark> with a series.
+    Return [] if `folder` is a LOGDIR/<benchmark> with a series, or with runs and no ledger.
     """
+    if not (folder / ledger.NAME).is_file() and any(folder.glob("*/result.txt")):
+        return []
     rows = rows_of(folder) if folder.is_dir() else []
     if (folder / ledger.NAME).is_file() and any(row.runs_in_series > 1 for row in rows):
         return []

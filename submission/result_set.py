@@ -5,13 +5,17 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from common.errors import ConfigError
+from common.records import mlperf_log
 from common.records.rcp import SUBMISSION_RUNS
+from submission import rounds
 from submission.examined_log import ExaminedLog
-from submission.findings import Finding
+from submission.findings import NOTE, Finding
 
 NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 UNREADABLE = "line_format"  # rule of lines that the official parser cannot read
@@ -22,8 +26,17 @@ def folders(logs: Iterable[Path]) -> dict[Path, list[ExaminedLog]]:
     return {path.parent: [] for path in logs if NAME.fullmatch(path.name)}
 
 
+def shown_rounds(folder: Path) -> list[str]:
+    """Return the rounds that the readable logs of the result set in `folder` show."""
+    shown = []
+    for path in folder.glob("result_*.txt"):
+        with contextlib.suppress(ConfigError):
+            shown.append(rounds.round_of(mlperf_log.read(path, ())))
+    return shown
+
+
 def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
-    """Return the findings about the logs as a set: their number, benchmark, batch and seeds.
+    """Return the findings about the logs as a set: number, round, benchmark, batch and seeds.
 
     The RCP checker refuses a set with different benchmarks or batches. The seed checker must be
     able to read the seeds, and no two logs may have the same one.
@@ -33,6 +46,9 @@ def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
     if len(logs) != SUBMISSION_RUNS:
         message = f"{len(logs)} logs; a result set has {SUBMISSION_RUNS}"
         findings.append(Finding(0, "number", message, "TR Benchmark Results"))
+    shown = [(examined.path.name, examined.shown_round) for examined in logs]
+    if logs and (message := rounds.difference(shown, logs[0].verdict.rules)):
+        findings.append(Finding(0, "round", message, "TR Results Resubmission", NOTE))
     for key, values in {
         "submission_benchmark": [examined.benchmark for examined in logs],
         "global_batch_size": [examined.batch for examined in logs],

@@ -32,8 +32,7 @@ from common.errors import ConfigError
 from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
-from submission import compliance_checker, intervals, rcp
-from submission.examined_log import ruleset_of
+from submission import compliance_checker, intervals, rcp, rounds
 from submission.intervals import Interval
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
@@ -70,7 +69,8 @@ class Run:
     start: dict = field(default_factory=dict)
     end: dict = field(default_factory=dict)
     running: bool = False  # whether the run has not ended and its launcher is alive
-    ruleset: str = ""
+    shown_round: str = ""  # the newest round that the log shows (submission/rounds.py)
+    ruleset: str = ""  # for its log; in a series, that of all logs
     benchmark: str = ""
     org: str = ""
     division: str = ""
@@ -293,13 +293,12 @@ class Run:
 # Reading a log.
 
 
-def read_run(path: Path, ruleset: str = "") -> Run:
+def read_run(path: Path) -> Run:
     """Return the run in the log at `path`.
 
-    `ruleset`: ruleset for the log (default: chosen by its keys). Raises ConfigError if it is not an
-    MLPerf log of one of our benchmarks.
+    Raises ConfigError if it is not an MLPerf log of one of our benchmarks.
     """
-    run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
+    run = _filled(Run(path, mlperf_log.read(path, REPEATED)))
     if run.benchmark not in benchmarks.names():
         raise ConfigError(
             f"{path} is not a log of {' or '.join(benchmarks.names())}",
@@ -343,7 +342,8 @@ def _filled(run: Run) -> Run:
     if not isinstance(run.versions.get("packages", {}), dict):
         run.notes.append("versions.json: packages is not an object")
         run.versions["packages"] = {}
-    run.ruleset = run.ruleset or ruleset_of(run.log, ours=False)
+    run.shown_round = rounds.round_of(run.log)
+    run.ruleset = rounds.ruleset_of([run.shown_round])
     run.benchmark = str(run.log.last("submission_benchmark") or "")
     run.org = str(run.log.value("submission_org") or "")
     run.division = str(run.log.value("submission_division") or "")

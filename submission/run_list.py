@@ -1,7 +1,8 @@
 """List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.
 
 The newest run is the last one. How a run ended comes from the ledger, everything else from its log,
-events and config. Nothing is written, so the command can be used during runs.
+events and config. Of a directory that no ledger names, for example in an archive, all comes from
+the files in it. Nothing is written, so the command can be used during runs.
 
 Exit code 0, even if there are no runs; 2 for wrong usage or no such directory.
 """
@@ -71,12 +72,34 @@ def rows_of(log_dir: Path) -> list[RunRow]:
             "name that directory, or set LOGDIR",
         )
     rows = []
-    for path in ledger.ledgers(log_dir):
-        for record in ledger.read(path):
-            alive = ledger.launcher_is_alive(path.parent, record.id)
+    for folder in ledger.run_folders(log_dir):
+        named = set()
+        for record in ledger.read(folder / ledger.NAME):
+            alive = ledger.launcher_is_alive(folder, record.id)
             for attempt in sorted(record.starts):
-                rows.append(_row(path.parent, record, attempt, alive))
+                rows.append(_row(folder, record, attempt, alive))
+                named.add(record.starts[attempt]["run"])
+        for path in folder.glob(f"*/{ledger.LOG}"):
+            if path.parent.name not in named:
+                rows.append(_row(folder, _record_without_ledger(path), 1, alive=False))
     return sorted(rows, key=lambda row: (row.started, row.run))
+
+
+def _record_without_ledger(path: Path) -> ledger.SeriesRecord:
+    """Return what a ledger would say of the run whose log is at `path`, by the files beside it."""
+    run = read_attempt(path)
+    state = GOOD if run.converged else str(run.failure.get("kind") or LOST)
+    seed = run.log.value("seed")
+    start = {
+        "run": path.parent.name,
+        "seed": seed if type(seed) is int else 0,
+        "started": f"{run.began:%Y-%m-%dT%H:%M:%SZ}" if run.began else "",
+        "config": str(run.log.value("config_filename") or ""),
+        "commit": run.versions.get("commit"),
+    }
+    reason = str(run.failure.get("what") or run.reason)
+    end = {"kind": state, "reason": reason, "minutes": run.minutes}
+    return ledger.SeriesRecord("", 1, {}, {1: start}, {1: end})
 
 
 def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -> RunRow:

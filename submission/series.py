@@ -16,7 +16,7 @@ from common.records import ledger
 from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
-from submission import intervals, rcp
+from submission import intervals, rcp, rounds
 from submission.run import LOST, NOT_STARTED, Run, read_attempt, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
@@ -186,8 +186,7 @@ def _rcp_verdict(runs: list[Run]) -> rcp.RcpVerdict | None:
     if len(runs) < 3 or any(run.is_miniature for run in runs):
         return None
     logs = [run.path if run.log.events else None for run in runs]
-    ruleset = next((run.ruleset for run in runs if run.log.events), "")
-    return rcp.judge(logs, ruleset)
+    return rcp.judge(logs, runs[0].ruleset)
 
 
 def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bool:
@@ -263,14 +262,14 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     LOGDIR/<benchmark> with its ledger.
 
     `wanted`: ID of a series in the ledger, or its beginning (default: the newest series with more
-    than one run, otherwise the newest series). `ruleset`: ruleset for the logs (default: chosen by
-    their keys). Raises ConfigError if there are no runs.
+    than one run, otherwise the newest series). `ruleset`: ruleset for the logs (default: the one of
+    the newest round that a log shows). Raises ConfigError if there are no runs.
     """
     notes: list[str] = []
     names = []
     runs: list[Run] = []
     for path in paths:
-        name, part = _read(path, wanted, ruleset, notes)
+        name, part = _read(path, wanted, notes)
         names.append(name)
         runs += part
     for number, run in enumerate(runs, start=1):
@@ -281,10 +280,17 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
             "; ".join(notes),
             "start at least one run",
         )
+    shown = [(run.name, run.shown_round) for run in runs if run.log.events]
+    if shown:
+        ruleset = ruleset or rounds.ruleset_of(shown_round for _, shown_round in shown)
+        for run in runs:
+            run.ruleset = ruleset
+        if note := rounds.difference(shown, ruleset):
+            notes.append(note)
     return Series(", ".join(names), runs, notes)
 
 
-def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
+def _read(path: Path, wanted: str, notes: list[str]) -> tuple[str, list[Run]]:
     """Return the name of the series at `path` and its runs. See `read_series`."""
     name = path.resolve().name
     # Beside a ledger, a stray copy result_0.txt of a log is not the series.
@@ -296,7 +302,7 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
             "name LOGDIR/<benchmark>, or leave out --series",
         )
     if logs:
-        return name, [read_run(log, ruleset) for log in logs]
+        return name, [read_run(log) for log in logs]
     record = ledger.choose(path / ledger.NAME, wanted)
     if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")

@@ -194,9 +194,10 @@ def _judge_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> N
     """Set the verdicts and scores of `sets`, which are all sets of one submitter."""
     rulesets: Counter[str] = Counter()
     for each in sets:
+        shown = result_set.shown_rounds(each.folder)
         for path in sorted(each.folder.glob("result_*.txt")):
             try:
-                each.examined.append(examine(path, ruleset, project_root=None))
+                each.examined.append(examine(path, ruleset, project_root=None, set_rounds=shown))
             except ConfigError:
                 each.unreadable += 1
         rulesets.update(examined.verdict.rules for examined in each.examined)

@@ -41,6 +41,7 @@ BASE = {
     "common.config",
     "common.engines",
     "common.errors",
+    "common.folder_walk",
     "common.gpu_kinds",
     "common.gpu_stats",
     "common.hardware",
@@ -77,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.html",
         "common.records",
         "common.training.continuation",
+        "common.training.log_keys",
         "system_tuning",
     },
     "submission": {

@@ -29,9 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import NO_LOCKS, ConfigError, StorageError
+from common.folder_walk import walk
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
+LOG = "result.txt"  # name of the log in the directory of a run
+ARCHIVE_LEVELS = 4  # of folders below LOGDIR, such as archive/2026/<benchmark>/<run>
 # Event -> its required keys and their types.
 LINES: dict[str, dict[str, type]] = {
     "series": {"goal": int, "facts": dict},
@@ -175,11 +178,28 @@ def launcher_is_alive(folder: Path, series: str) -> bool:
     return False
 
 
+def run_folders(log_dir: Path) -> list[Path]:
+    """Return the folders LOGDIR/<benchmark> in `log_dir`, or `log_dir` if it is one, sorted.
+
+    They are the folders with a ledger or with directories of runs. They may be in folders of an
+    archive, and all of these may be links. The directories of runs are not searched.
+    """
+    found = set()
+    for folder, subfolders, names in walk(log_dir):
+        if NAME in names:
+            found.add(folder)
+        elif LOG in names and folder != log_dir:
+            found.add(folder.parent)
+        elif len(folder.relative_to(log_dir).parts) < ARCHIVE_LEVELS:
+            continue
+        subfolders.clear()
+    return sorted(found)
+
+
 def ledgers(log_dir: Path) -> list[Path]:
-    """Return the ledgers of LOGDIR/<benchmark>, or of all benchmarks in LOGDIR, sorted by path."""
-    if (log_dir / NAME).is_file():
-        return [log_dir / NAME]
-    return sorted(log_dir.glob(f"*/{NAME}"))
+    """Return the ledgers of the folders of `run_folders`."""
+    paths = [folder / NAME for folder in run_folders(log_dir)]
+    return [path for path in paths if path.is_file()]
 
 
 def choose(path: Path, wanted: str) -> SeriesRecord | None:

@@ -9,11 +9,43 @@ for `submission.check`, which verifies all values that the rules fix. Standard l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from common.benchmarks import LogValue, Rules
 from common.config import RunConfig
+from common.errors import ConfigError
 from common.training.mllog import EMULATED_KEY
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # config value -> name in the MLPerf log
+STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
+
+
+def submission_status(environment: Mapping[str, str]) -> str:
+    """Return the value of submission_status, by MLPERF_SUBMISSION_STATUS (default: onprem).
+
+    Raises ConfigError for another word than those of STATUS_WORDS.
+    """
+    word = environment.get("MLPERF_SUBMISSION_STATUS") or STATUS_WORDS[0]
+    if word not in STATUS_WORDS:
+        raise ConfigError(
+            f"MLPERF_SUBMISSION_STATUS={word}",
+            "a log's submission_status must be a word of mlperf_logging/mllog/constants.py",
+            f"set it to {', '.join(STATUS_WORDS[:-1])} or {STATUS_WORDS[-1]}; a preview system is"
+            " onprem or cloud",
+        )
+    return word
+
+
+def _communication_precision(config: RunConfig) -> str:
+    """Return the lowest precision in which ranks communicate during training.
+
+    The ranks of a node gather a sharded base in the format in which it is stored
+    (common/sharding/frozen_base.py), and everything else in the precision of the run.
+    """
+    gathers_base = config.frozen_base == "sharded" and config.gpus_per_node > 1
+    if gathers_base and config.linear_format.stores_fp8:
+        return "fp8"
+    return PRECISIONS[config.precision]
 
 
 def hyperparameters(
@@ -45,7 +77,7 @@ def hyperparameters(
         ),
         *([(EMULATED_KEY, config.linear)] if linear.emulated else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
-        ("lowest_numerical_precision_in_comm", PRECISIONS[config.precision]),
+        ("lowest_numerical_precision_in_comm", _communication_precision(config)),
         *((f"{kind}_parallelism", 1) for kind in ("tensor", "pipeline", "context", "expert")),
         ("micro_batch_size", config.micro_batch_size),
         ("config_filename", config_filename),

@@ -86,7 +86,7 @@ class RunLog:
         """Log the keys of the submission. Raises ConfigError if one is empty.
 
         `division`: closed, open, or miniature for the toy model.
-        `status`: onprem or cloud.
+        `status`: one of STATUS_WORDS (common/training/log_keys.py).
         """
         pairs = {
             "benchmark": benchmark,

@@ -23,7 +23,7 @@ from common.sharding.processes import Processes, require_world_size, start_proce
 from common.training import loop
 from common.training.assembly import Assembly, Batching
 from common.training.guard import run_guarded
-from common.training.log_keys import hyperparameters
+from common.training.log_keys import hyperparameters, submission_status
 from common.training.loop import Goal
 from common.training.metrics import make_meter
 from common.training.mllog import RunLog
@@ -63,7 +63,7 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
         org=os.environ.get("MLPERF_SUBMISSION_ORG", "unnamed"),
         platform=os.environ.get("MLPERF_SUBMISSION_PLATFORM", platform),
         division=rules.division,
-        status="onprem",
+        status=submission_status(os.environ),
     )
     log.seed(run.seed)
     log.hyperparameters(hyperparameters(config, rules, train_samples, run.config_name))

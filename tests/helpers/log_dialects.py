@@ -7,6 +7,7 @@ train_samples after run_stop. Each rank logs its own init_start. The disclosure 
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 from synthetic_run import find, write_records
@@ -53,9 +54,15 @@ def srun(log: list[dict]) -> list[dict]:
     return changed
 
 
-def older(log: list[dict]) -> list[dict]:
-    """Rewrite the log as `srun` does, for a round without disclosure keys."""
-    return [record for record in srun(log) if record["key"] not in DISCLOSURE_KEYS]
+def older(log: list[dict], day: str = "2025-07-01") -> list[dict]:
+    """Rewrite the log as `srun` does, for a round without disclosure keys: of v5.1, by its day."""
+    return dated([record for record in srun(log) if record["key"] not in DISCLOSURE_KEYS], day)
+
+
+def dated(log: list[dict], day: str) -> list[dict]:
+    """Move all times of the log so that it begins at noon UTC of `day`."""
+    shift = round(datetime.fromisoformat(f"{day}T12:00Z").timestamp() * 1000) - log[0]["time_ms"]
+    return [record | {"time_ms": record["time_ms"] + shift} for record in log]
 
 
 def processes(log: list[dict]) -> list[dict]:

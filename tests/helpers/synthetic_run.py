@@ -111,6 +111,7 @@ def initialize(
     org: str = "An Organisation",
     platform: str = "8 GPUs",
     seed: int = 3_123_456_789,
+    status: str = "onprem",
 ) -> None:
     """Log what comes between init_start and run_start."""
     benchmark = benchmark_of(rules_)
@@ -120,7 +121,7 @@ def initialize(
         org=org,
         platform=platform,
         division=rules_.division,
-        status="onprem",
+        status=status,
     )
     log.seed(seed)
     log.hyperparameters(hyperparameters(config, rules_, train_samples, config_filename))
@@ -446,6 +447,7 @@ class Plan:
     changes: dict = field(default_factory=dict)  # of versions.json
     org: str = ORG
     platform: str = "1x8 MI355X"
+    status: str = "onprem"
     config_name: str = CONFIG
     # Number of evaluations after which the loss curve would reach the target, if the run ends
     # before; 0: `evaluations`.
@@ -470,7 +472,9 @@ def write_attempt(
     if plan.fails == "early":
         log.abort(0)
         return 0
-    initialize(log, rules_, config, plan.config_name, plan.org, plan.platform, plan.seed)
+    initialize(
+        log, rules_, config, plan.config_name, plan.org, plan.platform, plan.seed, plan.status
+    )
     batch = config.global_batch_size
     first, interval = rules_.first_evaluation(batch), rules_.eval_interval(batch)
     counts = [first + interval * index for index in range(plan.evaluations)]

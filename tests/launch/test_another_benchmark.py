@@ -52,6 +52,7 @@ def launch(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "CUDA_VISIBLE_DEVICES": "",
         "LOGDIR": str(project / "results"),
         "SEED": "4711",
+        "MLPERF_SUBMISSION_STATUS": "cloud",
     }
     command = [str(project / "run_and_time.sh"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -77,6 +78,7 @@ def events(run_dir: Path) -> dict[str, object]:
 
 def test_it_trains_to_its_target(run_dir):
     logged = events(run_dir)
+    assert logged["submission_status"] == "cloud"
     assert logged["submission_benchmark"] == NAME and logged["submission_division"] == "miniature"
     assert logged["opt_learning_rate_warmup_steps"] == 2 and logged["train_samples"] == 512
     assert logged["eval_accuracy"] <= 1.0

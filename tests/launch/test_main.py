@@ -176,6 +176,20 @@ def test_only_a_benchmark_that_can_save_takes_the_option():
     assert " --save\n" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
+@pytest.mark.parametrize(("word", "code"), [("preview", 2), ("Cloud", 2), ("cloud", 0), ("", 0)])
+def test_a_wrong_submission_status_is_refused_before_a_run(tmp_path, word, code):
+    answer = subprocess.run(
+        [sys.executable, "-m", "launch", "llama31_8b", "--miniature", "--print"],
+        cwd=ROOT,
+        env=os.environ | {"MLPERF_SUBMISSION_STATUS": word, "LOGDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == code, answer.stderr
+    named = [each in answer.stderr for each in ("onprem", "cloud or research", word)]
+    assert all(named) == (code == 2) and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("subcommand", ["check", "report", "score", "describe", "package"])
 def test_commands_of_submission_get_the_rest_of_the_line_and_no_torch(
     project, tmp_path, subcommand

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from log_dialects import DIALECTS, write
+from log_dialects import DIALECTS, dated, write
 from synthetic_run import (
     BENCHMARKS,
     LORA,
@@ -24,7 +24,7 @@ from synthetic_run import (
 from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError
 from common.paths import ROOT
-from submission import check, official_tools
+from submission import check, official_tools, score
 from submission.examined_log import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
@@ -131,46 +131,79 @@ def test_a_good_log_is_clean(tmp_path, capsys):
     assert "  CLEAN: 0 errors, 0 warnings" in capsys.readouterr().out
 
 
-# which keys a log has -> the round it is held to
+# Dialect, keys that are left out, day of the run, and the round that keys and day show.
 ROUNDS = [
-    ("ours", (), "6.1.0"),
-    ("srun", (), "6.1.0"),
-    ("srun", DISCLOSURE_KEYS[:4], "6.0.0"),
-    ("older", (), "5.1.0"),
+    ("ours", (), "2026-03-01", "6.1.0"),
+    ("ours", DISCLOSURE_KEYS[:4], "2026-03-01", "6.1.0"),
+    ("srun", (), "2025-07-01", "6.1.0"),
+    ("srun", DISCLOSURE_KEYS[:4], "2025-07-01", "6.0.0"),
+    ("srun", DISCLOSURE_KEYS[:4], "2026-06-01", "6.1.0"),
+    ("srun", DISCLOSURE_KEYS, "2024-05-10", "4.0.0"),  # the days of the deadlines
+    ("srun", DISCLOSURE_KEYS, "2024-05-11", "4.1.0"),
+    ("srun", DISCLOSURE_KEYS, "2025-05-02", "5.0.0"),
+    ("srun", DISCLOSURE_KEYS, "2025-05-03", "5.1.0"),
+    ("srun", DISCLOSURE_KEYS, "2025-10-10", "5.1.0"),
+    ("srun", DISCLOSURE_KEYS, "2025-11-20", "6.0.0"),
+    ("srun", DISCLOSURE_KEYS, "2026-05-15", "6.0.0"),
+    ("srun", DISCLOSURE_KEYS, "2026-05-16", "6.1.0"),
+    ("srun", DISCLOSURE_KEYS, "2026-11-23", "6.1.0"),
 ]
-ROUNDS += [("v4.0", (), "4.0.0"), ("v4.1", (), "4.1.0"), ("v5.0", (), "5.0.0")]
-ROUNDS += [
-    ("older", ("submission_org", "submission_platform"), "5.0.0"),
-    ("ours", DISCLOSURE_KEYS[:4], "6.1.0"),
-]
 
 
-# May and October 2024, April 2025.
-MADE = {
-    "v4.0": 1_715_000_000_000,
-    "v4.1": 1_728_000_000_000,
-    "v5.0": 1_745_000_000_000,
-}
+@pytest.mark.parametrize(("name", "without", "day", "ruleset"), ROUNDS)
+def test_keys_and_date_show_the_round_unless_it_is_asked_for(tmp_path, name, without, day, ruleset):
+    def spoil(log):
+        log[:] = dated([record for record in log if record["key"] not in without], day)
+
+    path = dialect(tmp_path / "result_0.txt", name, LORA, spoil)
+    assert examine(path, project_root=None).verdict.rules == ruleset
+    assert examine(path, "5.0.0", project_root=None).verdict.rules == "5.0.0"
 
 
-@pytest.mark.parametrize(("name", "without", "ruleset"), ROUNDS)
-def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(
-    tmp_path, name, without, ruleset
+@pytest.mark.parametrize("time_ms", [-1e12, 5, 1e300])
+def test_a_log_without_a_plausible_date_shows_the_oldest_round_of_both_benchmarks(
+    tmp_path, time_ms
 ):
     def spoil(log):
-        log[:] = [record for record in log if record["key"] not in without]
+        log[find(log, "run_start")]["time_ms"] = time_ms
 
-    def of_a_day(log):
-        shift = MADE[name] - log[0]["time_ms"]
-        for record in log:
-            record["time_ms"] += shift
+    path = dialect(tmp_path / "result_0.txt", "older", LORA, spoil)
+    assert examine(path, project_root=None).verdict.rules == "5.1.0"
 
-    if name in MADE:
-        path = dialect(tmp_path / "result_0.txt", "older", LORA, of_a_day)
-    else:
-        path = dialect(tmp_path / "result_0.txt", name, LORA, spoil)
-    assert examine(path, project_root=None).verdict.rules == ruleset
-    assert examine(path, "6.0.0", project_root=None).verdict.rules == "6.0.0"
+
+def test_a_run_after_all_deadlines_is_held_to_the_newest_ruleset(tmp_path):
+    def after_all(log):
+        log[:] = dated(log, "2026-11-23")
+
+    done = run(dialect(tmp_path / "result_0.txt", "older", PRETRAINING, after_all))
+    assert done.returncode == 20 and "Traceback" not in done.stderr
+    assert all(f"{key} is missing" in done.stdout for key in DISCLOSURE_KEYS)
+    assert "6.1.0" in done.stdout and "2026-10-16" in done.stdout and "past" in done.stdout
+    before = run(dialect(tmp_path / "result_1.txt", "older", PRETRAINING))
+    assert before.returncode == 0 and "past" not in before.stdout
+
+
+def test_a_result_set_is_held_to_the_newest_round_of_its_logs(tmp_path, capsys):
+    for number in range(10):
+        good = write_good(tmp_path / "good.txt", LORA.rules.CLOSED, evaluations=5 + number % 3)
+        log = dated(DIALECTS["srun"][0](records(good)), f"2026-05-{number + 1:02}")
+        good.unlink()
+        if number in (3, 7):  # logs of v6.0, whose deadline was on 2026-05-15
+            log = [record for record in log if record["key"] not in DISCLOSURE_KEYS]
+        log[find(log, "seed")]["value"] += number
+        log[find(log, "run_stop")]["time_ms"] += 60_000 * (10 + number)
+        write(tmp_path / f"result_{number}.txt", log)
+    assert run(tmp_path / "result_3.txt").returncode == 0
+    done = run(tmp_path)
+    assert done.returncode == 20 and "8 clean, 0 accepted, 2 not clean" in done.stdout
+    assert re.search(r"note .*round .*result_3.txt.* 6\.0\.0.* 6\.1\.0", done.stdout)
+    older = run(tmp_path, "--ruleset", "6.0.0")
+    assert older.returncode == 0 and "differ in round" in older.stdout
+    assert score.main([str(tmp_path)]) == 20
+    out = capsys.readouterr().out
+    assert "differ in round" in out and "2 runs did not converge" in out
+    assert score.main([str(tmp_path), "--ruleset", "6.0.0"]) == 0
+    assert "differ in round" in capsys.readouterr().out
 
 
 def test_werror_is_asked_for_and_said(tmp_path, capsys):
@@ -227,6 +260,17 @@ def test_folders_and_several_logs(tmp_path, capsys):
     assert check.main([str(tmp_path)]) == 2  # the others are still looked at
     said = capsys.readouterr()
     assert "compressed (gzip)" in said.err and said.out.count("  CLEAN") == 2
+
+
+def test_logs_in_linked_folders_are_found_once(tmp_path, capsys):
+    (tmp_path / "archive").mkdir()
+    dialect(tmp_path / "archive" / "result.txt", "srun")
+    (tmp_path / "results").mkdir()
+    for name in ("run", "again"):
+        (tmp_path / "results" / name).symlink_to(tmp_path / "archive")
+    (tmp_path / "results/loop").symlink_to(tmp_path / "results")
+    assert check.main([str(tmp_path / "results")]) == 0
+    assert capsys.readouterr().out.count("  CLEAN") == 1
 
 
 JUNK = {

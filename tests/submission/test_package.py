@@ -13,6 +13,7 @@ import pytest
 import synthetic_run
 import synthetic_series as synthetic
 from conftest import made_once
+from log_dialects import dated
 from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
@@ -490,6 +491,7 @@ def test_a_spoilt_or_missing_config_is_refused(case, break_it):
         ({"org": "Other"}, "submission_org is 'Other', --org is 'Acme'"),
         ({"org": "unnamed"}, "submission_org is 'unnamed'"),
         ({"platform": "8xB300_of_a_friend"}, "submission_platform is '8xB300_of_a_friend'"),
+        ({"status": "cloud"}, "submission_status is 'cloud'"),
     ],
 )
 def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
@@ -497,6 +499,35 @@ def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
         setattr(case.plans[6], key, value)
     case.write()
     case.refused(said, "MLPERF_SUBMISSION_")
+
+
+@pytest.mark.parametrize(
+    ("word", "status"),
+    [
+        ("cloud", "Available cloud"),
+        ("research", "Research, Development, or Internal (RDI)"),
+        ("onprem", "Preview"),
+        ("cloud", "Preview"),
+    ],
+)
+def test_the_status_of_the_logs_may_be_that_of_the_description(case, word, status):
+    for plan in case.plans:
+        plan.status = word
+    case.write()
+    described(case.folder, status=status)
+    description = describe.read(case.request.system)
+    package_checks.check_description(case.request, description)
+    assert len(package_checks.runs_to_submit(case.request, NAMES[1], description).runs) == 10
+
+
+def test_runs_before_and_after_the_newest_deadline_differ_in_round(case, capsys):
+    case.write()
+    for run in case.runs()[6:]:
+        log = synthetic_run.records(run / "result.txt")
+        synthetic_run.write_records(run / "result.txt", dated(log, "2026-11-23"))
+    package_checks.runs_to_submit(case.request, NAMES[1], synthetic.DESCRIPTION)
+    out = capsys.readouterr().out
+    assert "differ in round" in out and "later than 6.1.0" in out
 
 
 @pytest.mark.parametrize(
@@ -508,6 +539,8 @@ def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
         ({"accelerator_model_name": "AMD Instinct MI300X"}, "accelerator_model_name"),
         ({"framework": "PyTorch 2.9"}, "framework is PyTorch 2.9, not 2.13.0"),
         ({"status": "available"}, "status: 'available'"),
+        ({"status": "Available cloud"}, "submission_status is 'onprem'"),
+        ({"status": describe.STATUS["rdi"]}, "submission_status is 'onprem'"),
         ({"division": "Closed"}, "not 'closed'"),
         ({"status": ""}, "status: ''"),
         ({"accelerators_per_node": 8}, "is not a string"),

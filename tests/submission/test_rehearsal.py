@@ -106,7 +106,7 @@ def test_a_series_of_miniatures_gives_seeds_and_outcomes(project, tmp_path, caps
     logs = tmp_path / "logs"
     synthetic.write(logs, LORA, attempts, rules=lora_rules.MINIATURE)
     system = tmp_path / f"{synthetic.SYSTEM}.json"
-    system.write_text(json.dumps(synthetic.DESCRIPTION))
+    system.write_text(json.dumps(synthetic.DESCRIPTION | {"status": "Available cloud"}))
     out = tmp_path / "out"
     assert rehearse(project, out, "--benchmark", f"{NAMES[1]}={logs}", "--system", system) == 0
     results = [records(path) for path in sorted(out.glob("*/results/*/*/result_?.txt"))]
@@ -114,6 +114,7 @@ def test_a_series_of_miniatures_gives_seeds_and_outcomes(project, tmp_path, caps
     assert seeds[:3] == [plan.seed for plan in attempts] and len(set(seeds)) == 10
     statuses = [log[find(log, "run_stop")]["metadata"]["status"] for log in results]
     assert statuses == ["success"] * 2 + ["aborted"] + ["success"] * 7
+    assert {log[find(log, "submission_status")]["value"] for log in results} == {"cloud"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import fcntl
 import json
 
 import pytest
+from synthetic_run import LORA, records, write_good, write_records
 
 from common.records import ledger
 from common.records.run_states import WORDS, words
@@ -84,3 +85,35 @@ def test_every_kind_of_failure_has_words():
 
     kinds = {error.kind for error in errors.RunError.__subclasses__()} | {"internal"}
     assert kinds <= WORDS.keys()
+
+
+def test_runs_of_an_archive_are_found_through_links(log_dir, tmp_path, capsys):
+    rows = run_list.rows_of(log_dir)
+    (log_dir / "toy/run_b").rename(tmp_path / "moved")
+    (log_dir / "toy/run_b").symlink_to(tmp_path / "moved")
+    assert run_list.rows_of(log_dir) == rows
+    (tmp_path / "other/archive/2026").mkdir(parents=True)
+    (tmp_path / "other/archive/2026/toy").symlink_to(log_dir / "toy")
+    (tmp_path / "other/archive/2026/loop").symlink_to(tmp_path / "other")
+    found = run_list.rows_of(tmp_path / "other")
+    assert [(row.run, row.state) for row in found] == [(row.run, row.state) for row in rows]
+
+
+def test_runs_without_a_ledger_are_listed_by_their_files(tmp_path, capsys):
+    for name in ("good", "failed", "killed"):
+        (tmp_path / "archive" / name).mkdir(parents=True)
+        log = write_good(tmp_path / "archive" / name / "result.txt", LORA.rules.CLOSED)
+        if name != "good":
+            write_records(log, records(log)[:-1])
+    (tmp_path / "archive/failed/failure.json").write_text('{"kind": "hang", "what": "no beat"}')
+    folder = tmp_path / "results/llama2_70b_lora"
+    folder.mkdir(parents=True)
+    for path in (tmp_path / "archive").iterdir():
+        (folder / path.name).symlink_to(path)
+    for directory in (folder, folder.parent):
+        assert run_list.main([str(directory), "--json"]) == 0
+        rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+        states = {name: row["state"] for name, row in rows.items()}
+        assert states == {"good": "success", "failed": "hang", "killed": "lost"}
+        assert rows["good"]["seed"] == 3_123_456_789 and rows["good"]["started"][:2] == "20"
+        assert "no beat" in rows["failed"]["reason"]

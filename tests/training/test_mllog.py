@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from synthetic_run import evaluate, find, records, run_config, start, write_good
+from synthetic_run import LORA, evaluate, find, records, run_config, start, write_good
 
+from common import benchmarks
+from common.config import FROZEN_BASE_STORAGE, load
 from common.errors import ConfigError, NonFinite, StorageError
 from common.paths import ROOT
 from common.records.mlperf_log import TOKEN
@@ -75,6 +77,38 @@ def test_precisions_are_disclosed():
         disclosed(linear="bf16") == ["bfloat16"] * 3
         and disclosed(linear="bf16", gpu="CPU") == ["fp32"] * 3
     )
+
+
+@pytest.mark.parametrize(
+    ("storage", "linear"),
+    [
+        *((storage, "fp8") for storage in FROZEN_BASE_STORAGE),
+        ("sharded", "mxfp4 until step 9, then fp8"),
+        ("sharded", "mxfp4"),
+        ("sharded", "bf16"),
+        ("replicated", "bf16"),
+    ],
+)
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (1, 1), (8, 1)])
+def test_only_a_base_in_fp8_that_ranks_gather_is_communicated_in_fp8(storage, linear, nodes, gpus):
+    """The base is sharded over the ranks of a node."""
+    sizes = {"nodes": nodes, "gpus_per_node": gpus, "frozen_base": storage, "linear": linear}
+    keys = dict(hyperparameters(LORA.run_config(**sizes), LORA.rules.CLOSED, 1, "x.toml"))
+    in_fp8 = storage == "sharded" and "fp8" in linear and gpus > 1
+    word = "fp8" if in_fp8 else "bfloat16"
+    assert keys["lowest_numerical_precision_in_comm"] == word
+
+
+@pytest.mark.parametrize("name", benchmarks.names())
+def test_every_config_discloses_the_precision_of_its_communication(name):
+    for path in sorted((ROOT / "configs" / name).glob("*.toml")):
+        config = load(path, benchmarks.config_class(name))
+        keys = dict(hyperparameters(config, benchmarks.rules_of(name, config), 1, path.name))
+        gathers_fp8 = config.frozen_base == "sharded" and config.linear == "fp8"
+        word = {"fp32": "fp32", "bf16": "bfloat16"}[config.precision]
+        if gathers_fp8 and config.world_size > 1:
+            word = "fp8"
+        assert keys["lowest_numerical_precision_in_comm"] == word, path
 
 
 def test_a_rank_without_a_file_writes_nothing_but_keeps_order(capfd):
