@@ -48,6 +48,7 @@ BASE = {
     "common.model.shapes",
     "common.packages",
     "common.paths",
+    "common.process_identity",
     "common.terminal",
     "common.text_tables",
 }
