@@ -1,8 +1,8 @@
 """Print the state of a series of runs, during or after it.
 
 The command reads the ledger, the launcher's lock and the events of the attempts. Nothing is
-written, so it can be used from another shell at any time. On a file system without locks, only the
-launcher's own machine can tell whether the launcher is alive.
+written, so it can be used from another shell at any time. A launcher on another machine counts as
+running until it has not been heard of for ten minutes.
 
 Exit code 0 on success, 2 for wrong usage, no ledger or no such series.
 """

@@ -45,6 +45,7 @@ BASE = {
     "common.hardware",
     "common.known_issues",
     "common.linear_formats",
+    "common.lock_files",
     "common.model.shapes",
     "common.packages",
     "common.paths",

@@ -28,7 +28,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import NO_LOCKS, ConfigError, StorageError
+from common import lock_files
+from common.errors import ConfigError, StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
@@ -118,7 +119,7 @@ def append(path: Path, line: dict) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, flags, 0o644)
         try:
-            lock(descriptor, wait=True)
+            lock_files.flock(descriptor, fcntl.LOCK_EX)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 # A power failure truncated the last line. Do not append this one to it.
@@ -135,44 +136,19 @@ def append(path: Path, line: dict) -> None:
         ) from None
 
 
-def lock(descriptor: int, wait: bool) -> bool:
-    """Take an exclusive flock until the file is closed. Return False if another process has it.
-
-    `wait`: wait for the other process instead. On file systems without locks, return True.
-    """
-    operation = fcntl.LOCK_EX
-    if not wait:
-        operation |= fcntl.LOCK_NB
-    try:
-        fcntl.flock(descriptor, operation)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
+def lock_name(series: str) -> str:
+    """Return the name of the lock that the launcher of `series` owns in the ledger's directory."""
+    return f"series_{series}"
 
 
 def launcher_is_alive(folder: Path, series: str) -> bool:
-    """Return whether the launcher of `series` is running, that is, holds its lock file.
+    """Return whether the launcher of `series` is running, as far as can be seen from here.
 
-    `folder`: LOGDIR/<benchmark>.
-
-    A killed launcher leaves the file behind, but not the lock. On a file system without locks, the
-    launcher counts as running as long as the file exists.
+    `folder`: LOGDIR/<benchmark>. A launcher that cannot be examined counts as running until it has
+    been silent for lock_files.SILENT_S.
     """
-    try:
-        descriptor = os.open(folder / f"series_{series}.lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # A shared lock: two readers do not take each other for the launcher.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    launcher = lock_files.owner(folder, lock_name(series))
+    return launcher is not None and not launcher.is_silent
 
 
 def ledgers(log_dir: Path) -> list[Path]:
