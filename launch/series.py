@@ -317,7 +317,7 @@ def _open(
     """
     if not request.resume:
         record = ledger.SeriesRecord(
-            f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+            f"{run_directory.date()}-{secrets.token_hex(3)}",
             request.goal,
             identity,
         )
@@ -422,4 +422,4 @@ def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return time.strftime(ledger.TIME, time.gmtime())

@@ -72,11 +72,13 @@ def rows_of(log_dir: Path) -> list[RunRow]:
         )
     rows = []
     for path in ledger.ledgers(log_dir):
+        order = ledger.start_order(path)
         for record in ledger.read(path):
             alive = ledger.launcher_is_alive(path.parent, record.id)
             for attempt in sorted(record.starts):
-                rows.append(_row(path.parent, record, attempt, alive))
-    return sorted(rows, key=lambda row: (row.started, row.run))
+                row = _row(path.parent, record, attempt, alive)
+                rows.append((order[row.run], row.benchmark, row))
+    return [row for *_, row in sorted(rows, key=lambda keyed: keyed[:2])]
 
 
 def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -> RunRow:

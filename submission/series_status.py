@@ -31,8 +31,6 @@ from common.terminal import duration
 from submission.options import add_log_dir_argument, add_series_option, default_log_dir
 from submission.output import number, table
 
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started` in the ledger
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -202,7 +200,7 @@ def _seconds_left(
 
 def _time(text: str) -> datetime | None:
     try:
-        return datetime.strptime(text, TIME).replace(tzinfo=UTC)
+        return datetime.strptime(text, ledger.TIME).replace(tzinfo=UTC)
     except ValueError:
         return None
 

@@ -50,6 +50,7 @@ BASE = {
     "common.packages",
     "common.paths",
     "common.process_identity",
+    "common.repository",
     "common.terminal",
     "common.text_tables",
 }

@@ -33,6 +33,7 @@ from common.errors import ConfigError, StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started`, UTC
 # Event -> its required keys and their types.
 LINES: dict[str, dict[str, type]] = {
     "series": {"goal": int, "facts": dict},
@@ -41,6 +42,7 @@ LINES: dict[str, dict[str, type]] = {
     "goal": {"goal": int},
     "closed": {},
 }
+STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it is part of a file name
 
 
@@ -189,6 +191,24 @@ def read(path: Path) -> list[SeriesRecord]:
         elif name in records:
             records[name].add(line)
     return list(records.values())
+
+
+def start_order(path: Path) -> dict[str, tuple[str, int]]:
+    """Return run -> key that sorts runs by their starts, also runs of several ledgers.
+
+    Within a ledger the order of the lines decides, so that it does not matter if the clock is set
+    back: a start counts as no earlier than the one before it.
+    """
+    keys = {}
+    latest = ""
+    lines, _ = json_lines.read(path)
+    for number, line in enumerate(filter(_is_valid, lines)):
+        if line["event"] == "start":
+            started = str(line.get("started", ""))
+            if STARTED.fullmatch(started):
+                latest = max(latest, started)
+            keys[line["run"]] = (latest, number)
+    return keys
 
 
 def _is_valid(line: dict) -> bool:
