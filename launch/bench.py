@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -75,9 +74,10 @@ def profile(job: Job, options: argparse.Namespace) -> int:
 
 
 def profile_directory(job: Job, options: argparse.Namespace) -> Path:
-    """Return --out, or else a new directory in LOGDIR/profiles.
+    """Return --out, or else create a directory in LOGDIR/profiles; with --print, only name it.
 
     Raise ConfigError if the directory holds files, or if the requested profile is not possible.
+    Raises StorageError if it cannot be created.
     """
     if options.memory and job.selection.device == "cpu":
         raise ConfigError(
@@ -87,8 +87,12 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
         )
     if options.tool is not None:
         profilers.require(options.tool, job.config.world_size, installed=not options.print)
-    stem = f"{job.benchmark}_{Path(job.selection.log_name).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (options.out or job.log_dir / "profiles" / stem).absolute()
+    if options.out is None:
+        config = Path(job.selection.log_name).stem
+        name = f"{job.benchmark}_{config}_{run_directory.date()}"
+        folder = job.log_dir.absolute() / "profiles" / name
+        return folder if options.print else run_directory.create_new(folder)
+    folder = options.out.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} is not an empty directory",

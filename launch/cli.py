@@ -32,8 +32,8 @@ from common.command_line import (
 from common.errors import ConfigError
 from common.hardware import config_names
 from common.paths import ROOT
+from common.repository import changes_of, commit_of
 from launch.environment import ALL, CLI, LOGS
-from launch.run_directory import git
 
 PACKAGE = "mlperf-llama-training"
 
@@ -391,11 +391,10 @@ def version() -> str:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     except FileNotFoundError:
         project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
-    commit = git(ROOT, "rev-parse", "HEAD")
-    changes = git(ROOT, "status", "--porcelain")
+    commit = commit_of(ROOT)
     text = f"{project['name']} {project['version']}"
     if commit:
         text += f", commit {commit}"
-    if changes:
+    if changes_of(ROOT):
         text += ", modified"
     return text

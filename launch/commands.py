@@ -30,6 +30,7 @@ from common.command_line import (
     count,
     exit_code_of,
     minutes,
+    refuse_without,
 )
 from common.hardware import config_names
 from common.known_issues import installed
@@ -159,6 +160,12 @@ def _add_run_options(parser: Parser, shipped: bool) -> None:
         "GPUs; a larger NEXP adds runs",
     )
     parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --resume, also if the series' launcher is on another machine or in another "
+        "container and has not been heard of for ten minutes",
+    )
+    parser.add_argument(
         "--save",
         action="store_true",
         help="after the clock stops, save the trained model for transformers in model/ of the "
@@ -286,7 +293,11 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
 
 def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     """Start one timed run or a series, or print its command with --print."""
-    request = series.request_from(os.environ, options.max_failures, options.resume)
+    if not options.resume:
+        refuse_without("--resume", {"--take-over": options.take_over})
+    request = series.request_from(
+        os.environ, options.max_failures, options.resume, options.take_over
+    )
     submission_status(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)

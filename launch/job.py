@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.hardware import Probe, probe
 from common.paths import ROOT, data_folder
+from common.records.run_order import continued_run, oldest_first
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
     BASE_FILES,
@@ -229,22 +231,54 @@ def _require_checkpoint_option(checkpoint: str) -> None:
 def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedCheckpoint | None:
     """Return the checkpoint that --continue auto resumes from, None for a new run.
 
-    It is that of the newest run in `folder` with a checkpoint of this config, unless that run
-    reached its target. Raises WeightsError if the checkpoint is damaged.
+    It is the furthest one of the newest run in `folder` and the runs that it continued, directly or
+    not, unless one of them reached its target. A run whose chain has no checkpoint of this config
+    is passed over. Raises WeightsError if a checkpoint is damaged.
     """
-    newest_first = sorted(folder.glob("*/"), reverse=True)  # names begin with the date and time
-    for run in newest_first:
+    runs = {run.name: run for run in oldest_first(folder)}
+    links = {name: continued_run(run) for name, run in runs.items()}
+    for name in reversed(runs):
+        chain = [runs[each] for each in _chain(name, links) if each in runs]
+        saved = _checkpoints_of(chain, benchmark, config)
+        if not saved:
+            continue
+        if any(read_result(run / "result.txt").status == "success" for run in chain):
+            return None
+        return max(saved, key=lambda checkpoint: checkpoint.facts["step"])
+    return None
+
+
+def _chain(run: str, links: Mapping[str, str]) -> list[str]:
+    """Return `run`, the runs that it continued, and those that continued it.
+
+    `links`: run -> the run that it continued, or "".
+    """
+    chain = []
+    name = run
+    while name and name not in chain:
+        chain.append(name)
+        name = links.get(name, "")
+    # If the clock was set back, a run may seem older than the run that it continued.
+    later = [run]
+    while later:
+        later = [name for name, before in links.items() if before in later and name not in chain]
+        chain += later
+    return chain
+
+
+def _checkpoints_of(
+    runs: Iterable[Path], benchmark: str, config: RunConfig
+) -> list[SavedCheckpoint]:
+    """Return the checkpoints of this config. Raises WeightsError if a checkpoint is damaged."""
+    found = []
+    for run in runs:
         if not any((run / CHECKPOINTS_FOLDER).glob("step_*[0-9]")):
             continue
         checkpoint = newest(run)
-        try:
+        with contextlib.suppress(ConfigError):
             require_same(*checkpoint, benchmark, checkpoint.facts["seed"], config)
-        except ConfigError:
-            continue
-        if read_result(run / "result.txt").status == "success":
-            return None
-        return checkpoint
-    return None
+            found.append(checkpoint)
+    return found
 
 
 def directories(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ from common.config import RunConfig
 from common.errors import RESERVE_FILE, StorageError
 from common.hardware import Probe
 from common.packages import requirements, version_of
+from common.repository import changes_of, commit_of
 from launch import system_settings
 
 RESERVED_BYTES = 2**16
@@ -32,14 +33,30 @@ OPTIONAL = (
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """Create LOGDIR/<benchmark>/<date>_<config>_seed<seed> and `fill` it.
+    """Create LOGDIR/<benchmark>/<date>_<config>_seed<seed> and `fill` it. Raises StorageError."""
+    return fill(create_new(log_dir / benchmark / f"{date()}_{config_stem}_seed{seed}"))
 
-    Raise StorageError if it exists or cannot be written.
+
+def date() -> str:
+    """Return the present date and time in UTC, for names. Order is that of the records."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+
+
+def create_new(path: Path) -> Path:
+    """Create the directory `path`, or `path`-2, -3, ... if it exists, and return its path.
+
+    Raises StorageError if it cannot be written.
     """
-    folder = log_dir / benchmark / f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
-    with _writing(folder):
-        folder.mkdir(parents=True)
-    return fill(folder)
+    folder = path
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = path.with_name(f"{path.name}-{number}")
+    return folder
 
 
 def fill(folder: Path) -> Path:
@@ -104,12 +121,12 @@ def versions(root: Path, gpus: Probe) -> dict:
     """
     names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
     installed = {name: version_of(name) for name in names}
-    changes = git(root, "status", "--porcelain")
+    changes = changes_of(root)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version for name, version in installed.items() if version},
-        "commit": git(root, "rev-parse", "HEAD"),
+        "commit": commit_of(root),
         "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in gpus.devices],
         "driver": gpus.driver or None,
@@ -120,27 +137,17 @@ def versions(root: Path, gpus: Probe) -> dict:
 def refusal_reasons(root: Path, environment: Mapping[str, str]) -> list[str]:
     """Return the reasons, as far as known, why `package` would refuse a run of this checkout."""
     reasons = []
-    commit = git(root, "rev-parse", "HEAD")
-    changes = git(root, "status", "--porcelain")
+    commit = commit_of(root)
+    changes = changes_of(root)
     if commit is None or changes is None:
         reasons.append(
-            f"the commit of {root} is unknown: git is missing, or this is not a repository, or it "
-            "belongs to another user (git status says which)"
+            f"the commit of {root} is unknown: git is missing, or this is not a repository of its "
+            "own, or it belongs to another user (git status says which)"
         )
     elif changes:
-        lines = changes.splitlines()
-        first = lines[0].split(maxsplit=1)[-1]
-        reasons.append(f"{len(lines)} changed or untracked files in the checkout, such as {first}")
+        first = changes[0].split(maxsplit=1)[-1]
+        count = len(changes)
+        reasons.append(f"{count} changed or untracked files in the checkout, such as {first}")
     if not environment.get("MLPERF_SUBMISSION_ORG"):
         reasons.append("MLPERF_SUBMISSION_ORG is not set")
     return reasons
-
-
-def git(root: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, None without git or outside a repository."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-    return None

@@ -6,14 +6,14 @@ attempts have failed since the command was started. SIGINT, SIGTERM and SIGHUP e
 --resume continues it.
 
 A series can also be continued after its launcher was killed. The last attempt is then recorded as
-lost and never counts as good, whatever its log says.
+lost and never counts as good, whatever its log says. While a launcher may be alive, no other one
+continues its series (common/lock_files.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import time
 import traceback
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common import lock_files
 from common.config import RunConfig
 from common.errors import (
     RESERVE_FILE,
@@ -28,13 +29,12 @@ from common.errors import (
     Interrupted,
     RankLost,
     RunError,
-    StorageError,
     failure_of,
     with_reserve,
 )
 from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
-from common.terminal import plural, print_stderr
+from common.terminal import duration, plural, print_stderr
 from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
 from launch.console import runs_still_needed, series_closing
@@ -52,6 +52,7 @@ class SeriesRequest:
     max_failures: int  # most failed attempts since the command was started
     seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
+    take_over: bool = False  # resume also if the launcher cannot be examined and is silent
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ Execute = Callable[[Path, int], RunOutcome]  # arguments: run directory, seed
 
 
 def request_from(
-    environment: Mapping[str, str], max_failures: int | None, resume: bool
+    environment: Mapping[str, str],
+    max_failures: int | None,
+    resume: bool,
+    take_over: bool = False,
 ) -> SeriesRequest:
     """Return the request. Raise ConfigError for invalid values and for values that conflict."""
     count = environment.get("NEXP") or ("0" if resume else "1")
@@ -88,7 +92,7 @@ def request_from(
     if limit is None:
         limit = 0 if count == "1" else MAX_FAILURES
     if not seed:
-        return SeriesRequest(int(count), limit, None, resume)
+        return SeriesRequest(int(count), limit, None, resume, take_over)
     if not seed.isdecimal() or int(seed) >= 2**32:
         raise ConfigError(
             f"SEED={seed} is not a seed",
@@ -313,12 +317,12 @@ def _open(
     """
     if not request.resume:
         record = ledger.SeriesRecord(
-            f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+            f"{run_directory.date()}-{secrets.token_hex(3)}",
             request.goal,
             identity,
         )
         run_directory.require_writable(folder)
-        with _locked(folder, record.id):
+        with lock_files.owned(folder, ledger.lock_name(record.id)):
             series = SeriesRunner(folder, record, selection)
             series.append("series", started=_now(), goal=record.goal, facts=identity)
             yield series
@@ -327,23 +331,19 @@ def _open(
     for record in reversed(ledger.read(folder / ledger.NAME)):
         if record.goal > 1 and _lacks_runs(record, request):
             unfinished.append(record.id)
-    running = []
+    launchers = {}
     for name in unfinished:
-        with _locked(folder, name) as locked:
+        with lock_files.owned(folder, ledger.lock_name(name), request.take_over) as launcher:
             # Read again: the ledger may have changed before the lock was acquired.
             records = ledger.read(folder / ledger.NAME)
             record = next(record for record in records if record.id == name)
-            if locked and _lacks_runs(record, request):
+            if launcher is None and _lacks_runs(record, request):
                 yield resume_series(SeriesRunner(folder, record, selection), identity, request)
                 return
-        if not locked:
-            running.append(name)
-    if running:
-        raise ConfigError(
-            f"series {', '.join(running)} is still running",
-            "its launcher is alive",
-            "wait for it, or stop it first",
-        )
+        if launcher:
+            launchers[name] = launcher
+    if launchers:
+        raise _still_running(launchers)
     raise ConfigError(
         f"nothing to resume in {folder}",
         "its ledger has no unfinished series",
@@ -351,34 +351,21 @@ def _open(
     )
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, name: str) -> Iterator[bool]:
-    """Lock the series `name` during the block. Yield False if another launcher has locked it.
-
-    A killed launcher leaves the lock file behind, but not the lock. Raise StorageError if the file
-    cannot be written.
-    """
-    path = folder / f"series_{name}.lock"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}",
-            "two launchers must not share a series",
-            "set LOGDIR",
-        ) from None
-    # A launcher unlinks its lock file when it ends, so `path` may now be another file.
-    locked = (
-        ledger.lock(descriptor, wait=False)
-        and path.exists()
-        and path.stat().st_ino == os.fstat(descriptor).st_ino
+def _still_running(launchers: dict[str, lock_files.Owner]) -> ConfigError:
+    """Return the error for series whose launchers are alive, or silent: series ID -> launcher."""
+    name, launcher = next(iter(launchers.items()))
+    if not launcher.is_silent:
+        return ConfigError(
+            f"series {', '.join(launchers)} is still running",
+            f"its launcher, {launcher}, is alive",
+            "wait for it, or stop it first",
+        )
+    return ConfigError(
+        f"series {name} may still be running",
+        f"its launcher, {launcher}, cannot be examined from here; it was last heard of "
+        f"{duration(launcher.silent_s)} ago",
+        "make sure that it has ended, then repeat the command with --take-over",
     )
-    try:
-        yield locked
-    finally:
-        if locked:
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _lacks_runs(record: ledger.SeriesRecord, request: SeriesRequest) -> bool:
@@ -435,4 +422,4 @@ def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return time.strftime(ledger.TIME, time.gmtime())

@@ -13,13 +13,13 @@ import json
 import re
 import shlex
 import string
-import subprocess
 import tarfile
 import tomllib
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from common.errors import CheckFailed
+from common.repository import GitError, git
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.run import Run
@@ -190,14 +190,12 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
 
 def _archive(root: Path, commit: str) -> bytes:
     """Return a tar archive of `commit`. Raises CheckFailed if the repository does not have it."""
-    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
     try:
-        return subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        message = getattr(error, "stderr", b"") or str(error).encode()
+        return git(root, "archive", "--format=tar", "--end-of-options", commit)
+    except GitError as error:
         raise CheckFailed(
             f"{root} has no commit {commit}",
-            message.decode(errors="replace").strip(),
+            str(error),
             "package from the repository that the runs were started in",
         ) from None
 

@@ -34,8 +34,9 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
+from common.repository import commit_of
 from common.terminal import plural
-from launch.run_directory import git, refusal_reasons
+from launch.run_directory import refusal_reasons
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
 from submission.options import add_series_option, parse_pairs
@@ -179,7 +180,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
 
 def _current_commit(root: Path) -> str:
     """Return the commit that is checked out in `root`. Raises CheckFailed if there is none."""
-    commit = git(root, "rev-parse", "HEAD")
+    commit = commit_of(root)
     if commit is None:
         raise CheckFailed(
             f"{root} has no commit",

@@ -73,16 +73,17 @@ def rows_of(log_dir: Path) -> list[RunRow]:
         )
     rows = []
     for folder in ledger.run_folders(log_dir):
-        named = set()
+        order = ledger.start_order(folder / ledger.NAME)
         for record in ledger.read(folder / ledger.NAME):
             alive = ledger.launcher_is_alive(folder, record.id)
             for attempt in sorted(record.starts):
-                rows.append(_row(folder, record, attempt, alive))
-                named.add(record.starts[attempt]["run"])
+                row = _row(folder, record, attempt, alive)
+                rows.append((order[row.run], row))
         for path in folder.glob(f"*/{ledger.LOG}"):
-            if path.parent.name not in named:
-                rows.append(_row(folder, _record_without_ledger(path), 1, alive=False))
-    return sorted(rows, key=lambda row: (row.started, row.run))
+            if path.parent.name not in order:
+                row = _row(folder, _record_without_ledger(path), 1, alive=False)
+                rows.append(((row.started, 0), row))
+    return [row for _, row in sorted(rows, key=lambda keyed: (keyed[0], keyed[1].benchmark))]
 
 
 def _record_without_ledger(path: Path) -> ledger.SeriesRecord:
@@ -93,7 +94,7 @@ def _record_without_ledger(path: Path) -> ledger.SeriesRecord:
     start = {
         "run": path.parent.name,
         "seed": seed if type(seed) is int else 0,
-        "started": f"{run.began:%Y-%m-%dT%H:%M:%SZ}" if run.began else "",
+        "started": run.began.strftime(ledger.TIME) if run.began else "",
         "config": str(run.log.value("config_filename") or ""),
         "commit": run.versions.get("commit"),
     }

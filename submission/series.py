@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.records import ledger
+from common.records import ledger, run_order
 from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
@@ -313,9 +313,10 @@ def _read(path: Path, wanted: str, notes: list[str]) -> tuple[str, list[Run]]:
             end = record.ends.get(number)
             attempts.append(read_attempt(log, number, start, end, alive))
         return f"series {record.id}", attempts
-    logs = sorted(path.glob("*/result.txt"))  # names of run directories begin with the date
+    run_dirs = run_order.oldest_first(path)
+    logs = [each / "result.txt" for each in run_dirs if (each / "result.txt").exists()]
     if logs:
-        notes.append(f"{path} has no ledger: all runs in it are read, in the order of their names")
+        notes.append(f"{path} has no ledger: all runs in it are read, in the order of their starts")
         return name, [read_attempt(log) for log in logs]
     why = "it does not exist"
     if path.exists():

@@ -1,8 +1,8 @@
 """Print the state of a series of runs, during or after it.
 
 The command reads the ledger, the launcher's lock and the events of the attempts. Nothing is
-written, so it can be used from another shell at any time. On a file system without locks, only the
-launcher's own machine can tell whether the launcher is alive.
+written, so it can be used from another shell at any time. A launcher on another machine counts as
+running until it has not been heard of for ten minutes.
 
 Exit code 0 on success, 2 for wrong usage, no ledger or no such series.
 """
@@ -30,8 +30,6 @@ from common.records.run_states import LOST, RUNNING, words
 from common.terminal import duration
 from submission.options import add_log_dir_argument, add_series_option, default_log_dir
 from submission.output import number, table
-
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started` in the ledger
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def _seconds_left(
 
 def _time(text: str) -> datetime | None:
     try:
-        return datetime.strptime(text, TIME).replace(tzinfo=UTC)
+        return datetime.strptime(text, ledger.TIME).replace(tzinfo=UTC)
     except ValueError:
         return None
 

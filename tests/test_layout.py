@@ -47,10 +47,12 @@ BASE = {
     "common.hardware",
     "common.known_issues",
     "common.linear_formats",
+    "common.lock_files",
     "common.model.shapes",
     "common.packages",
     "common.paths",
     "common.process_identity",
+    "common.repository",
     "common.terminal",
     "common.text_tables",
 }

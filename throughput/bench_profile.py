@@ -19,12 +19,12 @@ import torch
 from common.config import RunConfig
 from common.model.llama import Llama
 from common.paths import ROOT
+from common.repository import commit_of
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.metrics import Meter
 from launch.plan.memory import memory_peak
 from launch.plan.workload import benchmark_workload
-from launch.run_directory import git
 from throughput import memory_profile, time_profile
 
 
@@ -117,7 +117,7 @@ def facts_of(
     return {
         "started": time.time(),
         "command": args.command,
-        "commit": (git(ROOT, "rev-parse", "HEAD") or "unknown")[:12],
+        "commit": (commit_of(ROOT) or "unknown")[:12],
         "benchmark": args.benchmark,
         "config": Path(args.config).stem,
         "precision": precision_of(config),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, RunError, StorageError
+from launch import run_directory
 from throughput import report
 from throughput.files import read_json, write_json
 from throughput.memory import ran_out_of_memory
@@ -45,9 +46,12 @@ class TimedRow(NamedTuple):
 
 
 def default_directory(what: str) -> Path:
-    """Return LOGDIR/throughput/<what>-<time>. LOGDIR defaults to `results`."""
+    """Create a directory LOGDIR/throughput/<what>-<date>. LOGDIR defaults to `results`.
+
+    Raises StorageError if it cannot be created.
+    """
     log_dir = Path(os.environ.get("LOGDIR") or "results")
-    return log_dir / "throughput" / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return run_directory.create_new(log_dir / "throughput" / f"{what}-{run_directory.date()}")
 
 
 class Result:

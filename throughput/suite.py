@@ -22,6 +22,7 @@ from common.errors import ConfigError, Interrupted
 from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
+from launch.run_directory import create_new, date
 from throughput import baseline, result, shared_options, suite_page
 from throughput.files import read_json, write_json
 from throughput.machine import kind_of
@@ -228,7 +229,7 @@ def resume(folder: Path, suite_options: dict[str, Any]) -> dict[str, dict]:
         left = folder / part.name
         if left.exists() and part.name not in good:
             how = "failed" if part.name in ended else "interrupted"
-            left.rename(folder / f"{part.name}.{how}-{time.strftime('%Y%m%d-%H%M%S')}")
+            left.rename(create_new(folder / f"{part.name}.{how}-{date()}"))
     return good
 
 

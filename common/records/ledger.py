@@ -28,13 +28,15 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import NO_LOCKS, ConfigError, StorageError
+from common import lock_files
+from common.errors import ConfigError, StorageError
 from common.folder_walk import walk
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
 LOG = "result.txt"  # name of the log in the directory of a run
 ARCHIVE_LEVELS = 4  # of folders below LOGDIR, such as archive/2026/<benchmark>/<run>
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # format of `started`, UTC
 # Event -> its required keys and their types.
 LINES: dict[str, dict[str, type]] = {
     "series": {"goal": int, "facts": dict},
@@ -43,6 +45,7 @@ LINES: dict[str, dict[str, type]] = {
     "goal": {"goal": int},
     "closed": {},
 }
+STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it is part of a file name
 
 
@@ -121,7 +124,7 @@ def append(path: Path, line: dict) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, flags, 0o644)
         try:
-            lock(descriptor, wait=True)
+            lock_files.flock(descriptor, fcntl.LOCK_EX)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 # A power failure truncated the last line. Do not append this one to it.
@@ -138,44 +141,19 @@ def append(path: Path, line: dict) -> None:
         ) from None
 
 
-def lock(descriptor: int, wait: bool) -> bool:
-    """Take an exclusive flock until the file is closed. Return False if another process has it.
-
-    `wait`: wait for the other process instead. On file systems without locks, return True.
-    """
-    operation = fcntl.LOCK_EX
-    if not wait:
-        operation |= fcntl.LOCK_NB
-    try:
-        fcntl.flock(descriptor, operation)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
+def lock_name(series: str) -> str:
+    """Return the name of the lock that the launcher of `series` owns in the ledger's directory."""
+    return f"series_{series}"
 
 
 def launcher_is_alive(folder: Path, series: str) -> bool:
-    """Return whether the launcher of `series` is running, that is, holds its lock file.
+    """Return whether the launcher of `series` is running, as far as can be seen from here.
 
-    `folder`: LOGDIR/<benchmark>.
-
-    A killed launcher leaves the file behind, but not the lock. On a file system without locks, the
-    launcher counts as running as long as the file exists.
+    `folder`: LOGDIR/<benchmark>. A launcher that cannot be examined counts as running until it has
+    been silent for lock_files.SILENT_S.
     """
-    try:
-        descriptor = os.open(folder / f"series_{series}.lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # A shared lock: two readers do not take each other for the launcher.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    launcher = lock_files.owner(folder, lock_name(series))
+    return launcher is not None and not launcher.is_silent
 
 
 def run_folders(log_dir: Path) -> list[Path]:
@@ -233,6 +211,24 @@ def read(path: Path) -> list[SeriesRecord]:
         elif name in records:
             records[name].add(line)
     return list(records.values())
+
+
+def start_order(path: Path) -> dict[str, tuple[str, int]]:
+    """Return run -> key that sorts runs by their starts, also runs of several ledgers.
+
+    Within a ledger the order of the lines decides, so that it does not matter if the clock is set
+    back: a start counts as no earlier than the one before it.
+    """
+    keys = {}
+    latest = ""
+    lines, _ = json_lines.read(path)
+    for number, line in enumerate(filter(_is_valid, lines)):
+        if line["event"] == "start":
+            started = str(line.get("started", ""))
+            if STARTED.fullmatch(started):
+                latest = max(latest, started)
+            keys[line["run"]] = (latest, number)
+    return keys
 
 
 def _is_valid(line: dict) -> bool:

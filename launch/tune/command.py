@@ -20,6 +20,7 @@ from common.errors import ConfigError, Interrupted, RunError
 from common.hardware import identify
 from common.known_issues import installed
 from common.paths import ROOT
+from common.repository import commit_of
 from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
@@ -113,7 +114,7 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
         "benchmark": job.benchmark,
         "config": job.config.as_toml(),
         "gpus": job.selection.gpus,
-        "commit": run_directory.git(ROOT, "rev-parse", "HEAD") or "unknown",
+        "commit": commit_of(ROOT) or "unknown",
         "versions": installed(job.gpus.driver),
         "model": list(target.model),
     }
@@ -121,9 +122,7 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
     stem = f"{job.benchmark}_{job.selection.path.stem}"
     if resume:
         return _resumed(parent, stem, identity)
-    folder = parent / f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-    run_directory.require_writable(parent)
-    folder.mkdir()
+    folder = run_directory.create_new(parent / f"{stem}_{run_directory.date()}")
     journal = Journal(folder)
     journal.begin(identity)
     return folder, journal
@@ -131,10 +130,11 @@ def _open(target: Target, resume: bool) -> tuple[Path, Journal]:
 
 def _resumed(parent: Path, stem: str, identity: dict) -> tuple[Path, Journal]:
     """Return the newest search in `parent` with this identity. Raises ConfigError without one."""
-    for folder in sorted(parent.glob(f"{glob.escape(stem)}_[0-9]*"), reverse=True):
-        journal = Journal(folder)
-        if as_json(journal.identity) == as_json(identity):
-            return folder, journal
+    searches = [(Journal(folder), folder) for folder in parent.glob(f"{glob.escape(stem)}_[0-9]*")]
+    searches = [each for each in searches if as_json(each[0].identity) == as_json(identity)]
+    if searches:
+        journal, folder = max(searches, key=lambda each: (each[0].started, each[1].name))
+        return folder, journal
     raise ConfigError(
         f"--resume: {parent} has no search that can be continued",
         "a search can only continue with the same config, commit, packages and GPUs",

@@ -79,12 +79,15 @@ class Journal:
         self.path = folder / JOURNAL
         lines, _ = json_lines.read(self.path)
         self.identity = next((line for line in lines if "changes" not in line), {})
+        # time.time() of its start, which earlier versions did not write
+        self.started = self.identity.pop("started", 0.0)
         self.measurements = [_from_line(line) for line in lines if "changes" in line]
 
     def begin(self, identity: dict) -> None:
-        """Write `identity` as the first line."""
+        """Write `identity` and the present time as the first line."""
         self.identity = identity
-        self._append(identity)
+        self.started = time.time()
+        self._append(identity | {"started": self.started})
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from jobs import job_of
 
 from common.errors import ConfigError, WeightsError
 from common.paths import ROOT
+from common.records import ledger
 from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
@@ -309,6 +311,74 @@ def test_auto_continues_the_last_unfinished_run(before, log_dir):
     found = job(checkpoint="600s", continues=AUTO)
     assert found.continues.run == run
     assert continued(found, request_from({}, None, False)).seed == 77
+
+
+def add_run(before, log_dir, name, continues="", step=0, started=""):
+    """Add a run with a checkpoint of `step` steps (0: none), its log and its line in the ledger."""
+    run = shutil.copytree(before, log_dir / "llama31_8b" / name)
+    saved = run / CHECKPOINTS_FOLDER / "step_00000012"
+    facts = json.loads((saved / FACTS).read_text())
+    if step:
+        (saved / FACTS).write_text(json.dumps(facts | {"step": step, "samples": 16 * step}))
+        saved.rename(saved.with_name(f"step_{step:08}"))
+    else:
+        shutil.rmtree(run / CHECKPOINTS_FOLDER)
+    time_ms = datetime.fromisoformat(started).timestamp() * 1000
+    line = {"time_ms": time_ms, "key": "cache_clear", "value": None, "metadata": {}}
+    lines = [line]
+    if continues:
+        lines.append(line | {"key": "resumed", "value": 192, "metadata": {"run": continues}})
+    text = "".join(f":::MLLOG {json.dumps(each)}\n" for each in lines)
+    (run / "result.txt").write_text(text)
+    path = run.parent / ledger.NAME
+    start = {"series": name, "attempt": 1, "run": name, "seed": 77, "started": started}
+    ledger.append(path, {"event": "series", "series": name, "goal": 1, "facts": {}})
+    ledger.append(path, {"event": "start"} | start)
+
+
+TOKYO = "20261123-190000_CPU_1x1_seed77"  # 10:00 UTC, named by the local time of Tokyo
+UTC = "20261123-110000_CPU_1x1_seed77"
+LATER = "20261123-120000_CPU_1x1_seed77"
+EARLY = "2026-11-23T10:00:00Z"
+LATE = "2026-11-23T11:00:00Z"
+LAST = "2026-11-23T12:00:00Z"
+
+
+@pytest.mark.parametrize("with_ledger", [True, False])
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(TOKYO, "", 20, EARLY), (UTC, TOKYO, 60, LATE)], UTC),
+        # The clock was set back by a day between the two.
+        ([(UTC, "", 20, EARLY), (TOKYO, UTC, 60, "2026-11-22T11:00:00Z")], TOKYO),
+        # The newest run continued the first one, and ended before its first checkpoint.
+        (
+            [
+                (TOKYO, "", 60, EARLY),
+                (UTC, "", 20, LATE),
+                (LATER, TOKYO, 0, LAST),
+            ],
+            TOKYO,
+        ),
+        # The newest run did not get as far as the one that it continued.
+        ([(TOKYO, "", 60, EARLY), (UTC, TOKYO, 20, LATE)], TOKYO),
+        # Two runs that have nothing to do with each other.
+        ([(TOKYO, "", 60, EARLY), (UTC, "", 20, LATE)], UTC),
+    ],
+)
+def test_auto_follows_the_records_and_not_the_names(
+    before, log_dir, monkeypatch, capsys, runs, expected, with_ledger
+):
+    monkeypatch.setattr(commands, "outlive_readers", lambda: None)
+    monkeypatch.setattr(commands, "raise_at_signals", lambda: None)
+    for name, continues, step, started in runs:
+        add_run(before, log_dir, name, continues, step, started)
+    if not with_ledger:
+        (log_dir / "llama31_8b" / ledger.NAME).unlink()
+    words = ["--device", "cpu", "--print", "--checkpoint", "1", "--continue", "auto"]
+    assert commands.main(["run", "llama31_8b", "--miniature", *words]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert Path(command[command.index("--continue") + 1]).name == expected
 
 
 def test_auto_starts_a_new_run_where_there_is_none_to_continue(before, log_dir):

@@ -1,6 +1,7 @@
 """The directory of a run: never reused, with the facts about what ran."""
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -13,15 +14,18 @@ from common.errors import StorageError
 from common.paths import ROOT
 from launch import run_directory
 from llama31_8b.rules import Config
+from throughput import result
 
 pytestmark = pytest.mark.quick
 
 
 def test_run_directories_are_never_reused(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory.time, "strftime", lambda form: "20261122-120000")
-    assert (run_directory.create(tmp_path, "toy", "CPU_1x1", 7) / "ranks").is_dir()
-    with pytest.raises(StorageError, match="File exists"):
-        run_directory.create(tmp_path, "toy", "CPU_1x1", 7)
+    monkeypatch.setattr(run_directory, "date", lambda: "20261122-120000")
+    folders = [run_directory.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)]
+    assert all((folder / "ranks").is_dir() for folder in folders)
+    assert len(set(folders)) == 3 and folders[2].name == "20261122-120000_CPU_1x1_seed7-3"
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    assert result.default_directory("gemm") != result.default_directory("gemm")
 
 
 def test_unwritable_results_are_a_storage_error(tmp_path):
@@ -53,8 +57,7 @@ def test_facts(tmp_path, monkeypatch):
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A git repository with one commit."""
-    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
-        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
     (tmp_path / "code.py").write_text("")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "code"]):
@@ -83,9 +86,17 @@ def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
 
 def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_path_factory):
     (none,) = run_directory.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
-    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own means of injecting it
-    (foreign,) = run_directory.refusal_reasons(checkout, NAMED)
-    monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
+    inside = checkout / "copy"
+    inside.mkdir()
+    (outer,) = run_directory.refusal_reasons(inside, NAMED)
     monkeypatch.setenv("PATH", "")
     (no_git,) = run_directory.refusal_reasons(checkout, NAMED)
-    assert all("commit" in text and "unknown" in text for text in (none, foreign, no_git))
+    assert all("commit" in text and "unknown" in text for text in (none, outer, no_git))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_checkout_of_another_user_is_a_doubt(checkout, monkeypatch):
+    monkeypatch.setenv("HOME", str(checkout))  # without a setting safe.directory
+    os.chown(checkout, 65534, 65534)
+    (foreign,) = run_directory.refusal_reasons(checkout, NAMED)
+    assert "commit" in foreign and "another user" in foreign

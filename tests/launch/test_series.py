@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,41 @@ def test_two_series_in_one_place_do_not_mix(project, tmp_path):
     for name in {line["series"] for line in ends}:
         assert [line["attempt"] for line in ends if line["series"] == name] == [1, 2]
     assert len({line["run"] for line in ends}) == 4 == len({line["seed"] for line in ends})
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+# A clock that stands still for the names of directories.
+SAME_SECOND = """
+import time
+strftime = time.strftime
+def stopped(form, *when):
+    return "20261122-120000" if form == "%Y%m%d-%H%M%S" else strftime(form, *when)
+time.strftime = stopped
+"""
+
+
+def test_three_runs_of_one_second_and_seed_have_a_directory_each(tmp_path):
+    project = make_project(tmp_path / "project", torchrun=TORCHRUN)
+    (project / "common/__init__.py").write_text(SAME_SECOND)
+    for _ in range(3):
+        code, _, err = finish(launch(project, tmp_path, TOY="good", SEED="7"))
+        assert code == 0, err
+    names = [json.loads(line)["run"] for line in ledger_lines(tmp_path) if '"start"' in line]
+    assert len(set(names)) == 3 and all((tmp_path / "out/toy" / name).is_dir() for name in names)
+
+
+def test_names_are_in_utc(project, tmp_path):
+    code, _, err = finish(launch(project, tmp_path, TOY="good", TZ="JST-9"))
+    assert code == 0, err
+    (start,) = [json.loads(line) for line in ledger_lines(tmp_path) if '"start"' in line]
+    named = datetime.strptime(start["run"][:15], "%Y%m%d-%H%M%S")
+    recorded = datetime.strptime(start["started"], ledger.TIME)
+    assert abs((recorded - named).total_seconds()) < 60
+
+
+def ledger_lines(cwd) -> list[str]:
+    return (cwd / "out/toy/attempts.jsonl").read_text().splitlines()
 
 
 # --- without a run --------------------------------------------------------------------------------

@@ -54,6 +54,30 @@ def test_each_run_has_its_own_state(log_dir):
     assert rows == run_list.rows_of(log_dir / "toy")
 
 
+def test_the_order_is_that_of_the_starts_whatever_the_names_and_the_clock(tmp_path, capsys):
+    """Names of earlier versions are local times, and a clock may be set back."""
+    starts = {
+        "b_toy": [("20261123-190000", "2026-11-23T10:00:00Z"), ("20261123-110000", "T11:00:00Z")],
+        "a_toy": [("20261123-113000", "2026-11-23T11:30:00Z"), ("20261123-120000", "T10:30:00Z")],
+    }
+    for benchmark, runs in starts.items():
+        path = tmp_path / benchmark / ledger.NAME
+        for run, started in runs:
+            started = started if started.startswith("2") else f"2026-11-23{started}"
+            series = {"event": "series", "series": run, "goal": 1, "facts": {}}
+            start = {"series": run, "attempt": 1, "run": run, "seed": 7, "started": started}
+            ledger.append(path, series)
+            ledger.append(path, {"event": "start"} | start)
+    assert run_list.main([str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["run"] for row in rows] == [
+        "20261123-190000",
+        "20261123-110000",
+        "20261123-113000",
+        "20261123-120000",  # after the run before it in the ledger
+    ]
+
+
 def test_a_run_whose_launcher_lives_is_running(log_dir):
     with (log_dir / "toy/series_d.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -18,7 +18,7 @@ NAME = PRETRAINING.rules.BENCHMARK
 
 def at(minutes: float) -> str:
     began = datetime(2026, 10, 1, 12)
-    return (began + timedelta(minutes=minutes)).strftime(series_status.TIME)
+    return (began + timedelta(minutes=minutes)).strftime(ledger.TIME)
 
 
 def start_line(number: int, minutes: float) -> dict:

@@ -20,9 +20,9 @@ from common.hardware import Probe, probe
 from common.known_issues import installed
 from common.packages import version_of
 from common.paths import ROOT
+from common.repository import commit_of
 from launch import system_settings
 from launch.preflight.nodes import kernel_log
-from launch.run_directory import git
 
 SETTINGS = {
     "TCP congestion control": "proc/sys/net/ipv4/tcp_congestion_control",
@@ -67,7 +67,7 @@ def versions(found: Probe) -> dict[str, str]:
     """Return code, packages, driver and GPUs, which must be equal on all nodes of a run."""
     gpu_names = sorted({device.name or device.arch for device in found.devices})
     return {
-        "code": git(ROOT, "rev-parse", "--short", "HEAD") or "",
+        "code": (commit_of(ROOT) or "")[:12],
         "Python": platform.python_version(),
         **installed(found.driver),
         "numpy": version_of("numpy") or "",

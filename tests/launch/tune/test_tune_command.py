@@ -10,6 +10,7 @@ from common.paths import ROOT
 from launch import commands
 from launch.job import job_from
 from launch.tune import command
+from launch.tune import search as tune_search
 from launch.tune.candidates import changed
 from launch.tune.search import Journal, Measurement
 from launch.tune.target import Target
@@ -105,6 +106,17 @@ def test_resume_continues_the_same_search_only(benchmark_name, tmp_path, capsys)
     assert [*(tmp_path / "results" / "tune").iterdir()] == [folder]
     assert tune(benchmark_name, tmp_path, "--resume", "--set", "max_samples=4096") == 2
     assert "--resume" in capsys.readouterr().err
+
+
+def test_resume_continues_the_search_that_started_last(tmp_path, monkeypatch):
+    """The names of earlier versions are local times."""
+    for name, started in (("20261123-190000", 100.0), ("20261123-110000", 200.0)):
+        monkeypatch.setattr(tune_search.time, "time", lambda started=started: started)
+        folder = tmp_path / f"mine_{name}"
+        folder.mkdir()
+        Journal(folder).begin({"benchmark": "llama31_8b"})
+    found, journal = command._resumed(tmp_path, "mine", {"benchmark": "llama31_8b"})
+    assert found.name == "mine_20261123-110000" and journal.identity == {"benchmark": "llama31_8b"}
 
 
 def test_resume_finds_a_search_whose_config_has_brackets_in_its_name(tmp_path):

@@ -1,0 +1,35 @@
+"""Test the order of runs by their records."""
+
+import json
+
+import pytest
+
+from common.records import run_order
+from submission.series import read_series
+
+pytestmark = pytest.mark.quick
+
+
+def write_log(folder, name, time_ms, **more):
+    (folder / name).mkdir()
+    record = {"time_ms": time_ms, "key": "cache_clear", "value": None, "metadata": {}} | more
+    (folder / name / "result.txt").write_text(f":::MLLOG {json.dumps(record)}\n")
+
+
+def test_logs_give_the_order_where_there_is_no_ledger(tmp_path):
+    write_log(tmp_path, "20261123-190000_tokyo", 1_000_000)
+    write_log(tmp_path, "20261123-110000_utc", 2_000_000)
+    write_log(tmp_path, "20261123-100000_utc", 3_000_000)
+    (tmp_path / "20261124-100000_nothing").mkdir()
+    for name, value in (("a", 1e300), ("b", 10**30)):
+        write_log(tmp_path, name, value)
+    names = [path.name for path in run_order.oldest_first(tmp_path)]
+    assert names[3:] == ["20261123-190000_tokyo", "20261123-110000_utc", "20261123-100000_utc"]
+    scored = [run.name for run in read_series([tmp_path]).runs]
+    assert scored == [name for name in names if "nothing" not in name]
+
+
+def test_the_run_that_was_continued(tmp_path):
+    write_log(tmp_path, "a", 1, key="resumed", metadata={"run": "before"})
+    write_log(tmp_path, "b", 1)
+    assert [run_order.continued_run(tmp_path / name) for name in "abc"] == ["before", "", ""]
