@@ -7,17 +7,14 @@ ids of the tokenizer of its data. Standard library only.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
-from common.model.checkpoint_names import CONFIG
-from common.model.families import FAMILIES
-from open_llama.rules import Config, in_repository
-from open_llama.tokenizer import TOKENS, recorded_token_ids
+from common.model.families import CONTEXT
+from open_llama.rules import Config, base_family, in_repository
+from open_llama.tokenizer import recorded_token_ids
 
 GENERATION = "generation_config.json"
-CONTEXT = "max_position_embeddings"
 
 
 def kept_entries(config: Config, data_dir: Path | None) -> dict[str, object]:
@@ -25,21 +22,26 @@ def kept_entries(config: Config, data_dir: Path | None) -> dict[str, object]:
 
     Context and ids are those of the weights that the run starts from. A run from random weights has
     the context of its model, and the ids that `prepare text` recorded in `data_dir` (None: the
-    folder is unknown). The context is at least the sequence length of the run.
+    folder is unknown). The context is at least the sequence length of the run. A Mistral stays one,
+    with its sliding window.
+
+    Raises ConfigError, if config.json has changed since `rules_of` read it.
     """
-    ids = recorded_token_ids(data_dir) if data_dir else {}
-    path = in_repository(config.weights or config.model)
-    if not config.weights and config.model.lower() in FAMILIES:
-        return dict(ids)
-    try:
-        published = json.loads((path / CONFIG if path.is_dir() else path).read_text())
-    except (OSError, ValueError):  # a base may have weights only
-        return dict(ids)
-    keys = (CONTEXT, *TOKENS) if config.weights else (CONTEXT,)
-    entries = {key: published[key] for key in keys if published.get(key) is not None}
-    if CONTEXT in entries:
-        entries[CONTEXT] = max(entries[CONTEXT], config.sequence_length)
-    return ids | entries
+    entries: dict[str, object] = {}
+    if data_dir:
+        entries |= recorded_token_ids(data_dir)
+    family = base_family(config)
+    if config.weights:
+        entries |= family.token_ids
+    if family.context:
+        entries[CONTEXT] = max(family.context, config.sequence_length)
+    if family.model_type == "mistral":  # its tensors have the names of Llama's
+        entries |= {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": family.sliding_window,
+        }
+    return entries
 
 
 def copy_generation_config(config: Config, folder: Path) -> None:

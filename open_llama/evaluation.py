@@ -23,7 +23,7 @@ from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import CONFIG
 from common.model.checkpoint_reader import read_json
-from common.model.families import family_of
+from common.model.families import CONTEXT, family_of, require_within_window
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.merged_adapter import read_adapter
@@ -31,7 +31,6 @@ from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
 from common.sharding.processes import start_processes
 from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
-from open_llama.base_config import CONTEXT
 from open_llama.data import spread_windows
 from open_llama.rules import BENCHMARK
 from open_llama.tokenizer import RECORD
@@ -93,14 +92,16 @@ def default_length(model: Path, adapter: Path | None = None) -> int:
 def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llama:
     """Return the model in the safetensors checkpoint `folder`, without gradients.
 
-    Raises ConfigError if there is no such folder, WeightsError if the checkpoint is damaged.
+    Raises ConfigError if there is no such folder, or if sequences are longer than the model's
+    sliding window, and WeightsError if the checkpoint is damaged.
     """
     require_model(folder)
+    family = family_of(str(folder))
+    require_within_window(family, sequence_length)
     on_gpu = device.type == "cuda"
     dtype = DTYPES["bf16" if on_gpu else "fp32"]
     with device, default_dtype(dtype):
-        shape = family_of(str(folder)).shape
-        model = fused_llama(shape, sequence_length, "triton" if on_gpu else "reference")
+        model = fused_llama(family.shape, sequence_length, "triton" if on_gpu else "reference")
         model.make_rope_tables(device)
     model.requires_grad_(False)
     load_base(model, folder)

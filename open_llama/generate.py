@@ -36,7 +36,9 @@ def generate(options: argparse.Namespace) -> None:
         raise ConfigError(str(error), why, "pip install transformers") from error
     from open_llama.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(options.tokenizer or options.model, options.eos)
+    # A prompt may hold control tokens, such as those of a chat template.
+    path = options.tokenizer or options.model
+    tokenizer = load_tokenizer(path, options.eos, control_tokens=True)
     prompts = tokenizer.encode(options.prompt)
     if [] in prompts:
         what = "--prompt '' has no tokens"

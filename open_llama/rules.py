@@ -22,7 +22,8 @@ from common.data.indexed_dataset_header import (
     stored_documents,
     stored_sequences,
 )
-from common.model.families import FAMILIES, Family, family_of
+from common.model.checkpoint_names import CONFIG
+from common.model.families import FAMILIES, Family, family_of, require_within_window
 from common.paths import ROOT
 from open_llama.tokenizer import RECORD
 
@@ -218,13 +219,8 @@ def rules_of(config: RunConfig) -> Rules:
     assert isinstance(config, Config)
     require_schedule(config)
     family = model_family(config.model)
-    window = family.sliding_window
-    config.require(
-        window is None or config.sequence_length <= window,
-        "sequence_length",
-        f"{family.name} has a sliding window of {window} tokens, which attention here ignores",
-        f"set at most {window}",
-    )
+    for each in (family, base_family(config)):
+        require_within_window(each, config.sequence_length)
     return Rules(
         division="open",
         log_name=config.submission_benchmark,
@@ -276,6 +272,17 @@ def require_schedule(config: Config) -> None:
 def model_family(name: str) -> Family:
     """Return the model that the key `model` names. Raises ConfigError."""
     return family_of(name if name.lower() in FAMILIES else str(in_repository(name)))
+
+
+def base_family(config: Config) -> Family:
+    """Return the model of the weights' config.json, or that of the key `model` if there is none.
+
+    Raises ConfigError.
+    """
+    folder = in_repository(config.weights)
+    if config.weights and (folder / CONFIG).is_file():
+        return family_of(str(folder))
+    return model_family(config.model)
 
 
 def from_current_directory(path: str) -> str:

@@ -35,7 +35,16 @@ from common.errors import ConfigError, DataError, StorageError
 from open_llama.text_inputs import divide, input_files
 from open_llama.text_parts import PARTS, SPLITS, Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
-from open_llama.tokenizer import COMPANIONS, RECORD, TOKENS, load_tokenizer, tokenizer_file
+from open_llama.tokenizer import (
+    COMPANIONS,
+    NAMES,
+    RECORD,
+    SENTENCEPIECE,
+    TOKENS,
+    files_of_tokenizer,
+    load_tokenizer,
+    tokenizer_file,
+)
 
 SOURCE = "open_llama prepare text"
 TOKEN_FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
@@ -165,7 +174,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
     Raises StorageError if another tokenizer is there.
     """
     if vocab_size:
-        target = data_dir / "tokenizer.model"
+        target = data_dir / SENTENCEPIECE
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
         elif not (data_dir / RECORD).is_file():
@@ -173,20 +182,20 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
         return target
     source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
-    target = data_dir / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model")
-    if target.exists() and sha256_of(target) != sha256_of(source):
-        why = "nothing is overwritten"
-        do = "remove it, or name another --data-dir"
-        if (data_dir / RECORD).is_file():
-            why = "the token files there were made with that one"
-            do = "name another --data-dir"
-        raise StorageError(f"{target} is another tokenizer", why, do)
-    if not target.exists():
-        copy_whole(source, target)
-        for name in COMPANIONS[target.name]:
-            if source.with_name(name).is_file():
-                copy_whole(source.with_name(name), data_dir / name)
-    return target
+    own = files_of_tokenizer(source)
+    for name in (*NAMES, *COMPANIONS):
+        copy = data_dir / name
+        if copy.exists() and (name not in own or sha256_of(copy) != sha256_of(own[name])):
+            why = "nothing is overwritten"
+            do = "remove it, or name another --data-dir"
+            if (data_dir / RECORD).is_file():
+                why = "the token files there were made with that one"
+                do = "name another --data-dir"
+            raise StorageError(f"{copy} is of another tokenizer", why, do)
+    for name, path in own.items():
+        if not (data_dir / name).exists():
+            copy_whole(path, data_dir / name)
+    return data_dir / next(iter(own))
 
 
 def identity(states: list[list[str | int]], settings: Settings, vocab_size: int) -> dict[str, Any]:

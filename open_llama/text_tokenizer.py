@@ -34,6 +34,7 @@ TOKENIZER_CONFIG = {
     "eos_token": "</s>",
     "unk_token": "<unk>",
     "add_bos_token": True,  # as in training
+    "add_prefix_space": False,  # llama.cpp puts a space before a text without this entry
 }
 
 

@@ -1,7 +1,7 @@
 """Tokenizers of any model: a Hugging Face tokenizer.json, or a SentencePiece model.
 
 A document is stored as beginning-of-text (if the tokenizer has one), its tokens, and end-of-text.
-The tokenizer's file has a fixed name in DATADIR, so that training can copy it to the saved model.
+Its files have fixed names in DATADIR, so that training can copy them to the saved model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any
 
 from common.data import corpus
 from common.errors import ConfigError, DataError
+from common.model.families import TOKENS
 
 # File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
 RECORD = "text.json"
-TOKENS = ("bos_token_id", "eos_token_id")  # keys of a model's config.json
-# File name in DATADIR and beside a model -> other Hugging Face files of the same tokenizer.
-COMPANIONS = {
-    "tokenizer.json": ("tokenizer_config.json", "special_tokens_map.json"),
-    "tokenizer.model": ("tokenizer_config.json",),
-}
+# Names in DATADIR and beside a model. A folder with both has two forms of the same tokenizer.
+TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+NAMES = (TOKENIZER_JSON, SENTENCEPIECE)
+# Other Hugging Face files of the same tokenizer, of both kinds.
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+COMPANIONS = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,19 @@ class Tokenizer:
         return dict(zip(TOKENS, (self.bos, self.eos), strict=True))
 
 
-def load_tokenizer(path: Path, eos: str = "") -> Tokenizer:
-    """Read the tokenizer file `path`, or the one in the folder `path`.
+def load_tokenizer(path: Path, eos: str = "", control_tokens: bool = False) -> Tokenizer:
+    """Read the tokenizer file `path`, or the one in the folder `path`, and the files beside it.
 
     `eos`: the end-of-text token (default: the one that the files name).
+    `control_tokens`: whether a special token that is spelled in a text, such as <s>, is that token.
+    By default it is text like any other. SentencePiece always reads it as text.
 
-    Raises DataError if the file is not a tokenizer, and ConfigError if the end-of-text token is
-    unknown.
+    Raises DataError if a file is not of a tokenizer, or if SentencePiece lacks tokens that the
+    files beside it add, and ConfigError if the end-of-text token is unknown.
     """
     path = tokenizer_file(path)
     if path.suffix == ".json":
-        return _tokenizer_json(path, eos)
+        return _tokenizer_json(path, eos, control_tokens)
     return _sentencepiece(path, eos)
 
 
@@ -67,14 +73,23 @@ def tokenizer_file(path: Path) -> Path:
         )
     if not path.is_dir():
         return path
-    found = [path / name for name in COMPANIONS if (path / name).is_file()]
+    found = [path / name for name in NAMES if (path / name).is_file()]
     if not found:
         raise DataError(
             f"{path}: no tokenizer",
-            f"it holds neither {' nor '.join(COMPANIONS)}",
+            f"it holds neither {' nor '.join(NAMES)}",
             "copy the model's tokenizer there",
         )
     return found[0]
+
+
+def files_of_tokenizer(path: Path) -> dict[str, Path]:
+    """Return the tokenizer file `path` and its COMPANIONS, by their names in DATADIR."""
+    files = {TOKENIZER_JSON if path.suffix == ".json" else SENTENCEPIECE: path}
+    for name in COMPANIONS:
+        if path.with_name(name).is_file():
+            files[name] = path.with_name(name)
+    return files
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
@@ -82,13 +97,11 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
     Return whether there is one.
     """
-    for name, companions in COMPANIONS.items():
-        if (source / name).is_file():
-            for each in (name, *companions):
-                if (source / each).is_file():
-                    shutil.copyfile(source / each, target / each)
-            return True
-    return False
+    if not any((source / name).is_file() for name in NAMES):
+        return False
+    for name, path in files_of_tokenizer(tokenizer_file(source)).items():
+        shutil.copyfile(path, target / name)
+    return True
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:
@@ -104,19 +117,35 @@ def recorded_token_ids(data_dir: Path) -> dict[str, int]:
 
 def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     model = corpus.load_sentencepiece(path)
+    config = _token_settings(path)
+    tokens = _added_tokens(path, config)
+    for key in ("bos_token", "eos_token"):
+        if token := _named_token(config, key):
+            tokens.setdefault(token, model.piece_to_id(token))
+    for token, number in tokens.items():
+        if not 0 <= number < model.vocab_size() or model.id_to_piece(number) != token:
+            raise DataError(
+                f"{path}: has no token {token!r}" + (f" with the id {number}" if number else ""),
+                "the files beside it add this token, which SentencePiece would split into pieces",
+                "save the tokenizer as tokenizer.json: in Python, "
+                f"transformers.AutoTokenizer.from_pretrained({str(path.parent)!r})"
+                '.save_pretrained("NEW_FOLDER"), and name NEW_FOLDER',
+            )
+    eos = eos or _named_token(config, "eos_token")
     end = model.piece_to_id(eos) if eos else model.eos_id()
     if end < 0 or (eos and end == model.unk_id()):
         raise _no_end(path, eos)
-    bos = model.bos_id() if model.bos_id() >= 0 else None
-    start = [] if bos is None else [bos]
+    first = _named_token(config, "bos_token")
+    bos = model.piece_to_id(first) if first else model.bos_id()
+    start = [bos] if bos >= 0 and config.get("add_bos_token", True) else []
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [start + ids for ids in model.encode(texts)]
 
-    return Tokenizer(encode, model.decode, model.vocab_size(), bos, end)
+    return Tokenizer(encode, model.decode, model.vocab_size(), start[0] if start else None, end)
 
 
-def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
+def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as TokenizerJson
     except ImportError as error:
@@ -132,7 +161,8 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
         ) from error
     tokenizer.no_truncation()  # truncation and padding may be stored in the file
     tokenizer.no_padding()
-    end = tokenizer.token_to_id(eos or _named_end(path))
+    tokenizer.encode_special_tokens = not control_tokens
+    end = tokenizer.token_to_id(eos or _named_token(_token_settings(path), "eos_token"))
     if end is None:
         raise _no_end(path, eos)
 
@@ -153,20 +183,61 @@ def _tokenizer_json(path: Path, eos: str) -> Tokenizer:
     return Tokenizer(encode, tokenizer.decode, size, bos, end)
 
 
-def _named_end(path: Path) -> str:
-    """Return the end-of-text token that tokenizer_config.json beside `path` names, or ""."""
+def _token_settings(path: Path) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json beside `path`, {} if there is no such file.
+
+    As in transformers, those of special_tokens_map.json win, unless tokenizer_config.json lists the
+    added tokens. Raises DataError.
+    """
+    config = _json_object(path.with_name(CONFIG))
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _json_object(path.with_name(SPECIAL_TOKENS))
+
+
+def _added_tokens(path: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Return the added tokens with their ids that the files beside `path` list. Raises DataError.
+
+    `config`: the result of `_token_settings`.
+    """
+    listed = config.get("added_tokens_decoder")
     try:
-        about: Any = json.loads(path.with_name("tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return ""
-    named = about.get("eos_token") if isinstance(about, dict) else None
+        if listed is None:
+            tokens = _json_object(path.with_name(ADDED_TOKENS))
+            return {token: int(number) for token, number in tokens.items()}
+        return {token["content"]: int(number) for number, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{path.parent}: unknown form of the added tokens: {type(error).__name__}: {error}"
+        why = f"{CONFIG} or {ADDED_TOKENS} is damaged"
+        raise DataError(what, why, "fetch the tokenizer again") from error
+
+
+def _named_token(config: dict[str, Any], key: str) -> str:
+    """Return the token under `key`, or ""."""
+    named = config.get(key)
     content = named.get("content") if isinstance(named, dict) else named
     return content if isinstance(content, str) else ""
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is no such file. Raises DataError."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        content = error
+    if not isinstance(content, dict):
+        why = "it belongs to the tokenizer, and is damaged or another file of that name"
+        raise DataError(
+            f"{path}: expected a JSON object, got {content!r:.200}", why, "fetch it again"
+        )
+    return content
 
 
 def _no_end(path: Path, eos: str) -> ConfigError:
     what = f"{path}: no token {eos!r}" if eos else f"{path}: unknown end-of-text token"
     why = "each document ends with it"
     if not eos:
-        why += ", and no tokenizer_config.json beside the file names it"
+        why += f", and neither {CONFIG} nor {SPECIAL_TOKENS} beside the file names a known token"
     return ConfigError(what, why, "name it with --eos, e.g. --eos '</s>'")

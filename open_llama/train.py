@@ -124,6 +124,7 @@ def run_rank(run: Run, reports: Reports) -> None:
     assert isinstance(config, Config)
     rules = rules_of(config)
     saved_model.require_absent(run.run_dir)
+    entries = kept_entries(config, run.data_dir)  # now: the base may be gone at the end
     processes = timed_run.start(run, reports, high_priority_compute(config))
     index = Index.read(run.data_dir / rules.train_data)
     timed_run.log_submission(run, reports.log, rules, sequences_in(config, index))
@@ -143,9 +144,7 @@ def run_rank(run: Run, reports: Reports) -> None:
                 save_adapter(run, reports, assembly.model, settings, base, before, folder)
             elif run.rank == 0:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
-                folder = saved_model.save_model(
-                    assembly.model, run.run_dir, on_tensor, kept_entries(config, run.data_dir)
-                )
+                folder = saved_model.save_model(assembly.model, run.run_dir, on_tensor, entries)
                 copy_generation_config(config, folder)
                 copy_tokenizer(run.data_dir, folder)
 

@@ -99,6 +99,7 @@ def config_of(shape: ModelShape) -> dict[str, object]:
         "rope_theta": shape.rope_base,
         "attention_bias": False,
         "tie_word_embeddings": shape.tied_embedding,
+        "rope_scaling": rope_scaling_of(shape),
     }
 
 

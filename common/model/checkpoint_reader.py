@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
-from common.errors import WeightsError, listed
+from common.errors import ConfigError, WeightsError, listed
 from common.model.checkpoint_names import (
     CONFIG,
     EMBEDDING,
@@ -34,9 +34,9 @@ from common.model.checkpoint_names import (
     ORDINARY,
     OUTPUT_HEAD,
     config_of,
-    rope_scaling_of,
     tensor_shapes,
 )
+from common.model.families import shape_of
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 from common.terminal import Progress
@@ -226,43 +226,20 @@ def _check_tensors(
 
 
 def _check_config(path: Path, shape: ModelShape) -> None:
-    """Raise WeightsError if config.json exists and one of its keys does not fit the model."""
+    """Raise WeightsError if config.json exists and does not describe the model."""
     if not path.exists():
         return
-    config = read_json(path)
-    rope = config.get("rope_parameters")  # transformers 5 has rope_theta and the scaling there
-    if isinstance(rope, dict):
-        config = config | rope | {"rope_scaling": rope if "rope_type" in rope else None}
-    pairs = [
-        (key, config[key], value)
-        for key, value in config_of(shape).items()
-        if config.get(key) is not None
-    ]
-    if "rope_scaling" in config:
-        stored = _rope_scaling(config["rope_scaling"])
-        pairs.append(("rope_scaling", stored, rope_scaling_of(shape)))
-    for key, stored, value in pairs:
-        if stored != value:
+    try:
+        stored = config_of(shape_of(str(path)))
+    except ConfigError as error:
+        refuse(error.what, error.why, error.do)
+    for key, value in config_of(shape).items():
+        if stored[key] != value:
             refuse(
-                f"{path}: {key} is {stored!r}, this model has {value!r}",
+                f"{path}: {key} is {stored[key]!r}, this model has {value!r}",
                 "the same weights would compute something else",
                 CHECK_MODEL,
             )
-
-
-def _rope_scaling(scaling: object) -> object:
-    """Return config.json's scaling in the form of `rope_scaling_of`, None if it scales nothing.
-
-    A value that is not a JSON object is returned unchanged.
-    """
-    scaling = scaling or {}
-    if not isinstance(scaling, dict):
-        return scaling
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None
-    other = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
-    return other | {"rope_type": kind}
 
 
 def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from common.atomic_write import in_progress, write_whole
 from common.errors import ConfigError, WeightsError
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of, rope_scaling_of
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
+from common.model.families import CONTEXT, TOKENS
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 
@@ -173,11 +174,9 @@ def llama_config(shape: ModelShape, max_sequence_length: int, dtype: torch.dtype
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
         **config_of(shape),
-        "max_position_embeddings": max_sequence_length,
-        "rope_scaling": rope_scaling_of(shape),
+        CONTEXT: max_sequence_length,
         "hidden_act": "silu",
         "mlp_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(TOKENS),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

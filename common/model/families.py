@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +28,10 @@ class Family:
     # Number of tokens that the published model's attention sees. Our attention sees all tokens,
     # which is the same in sequences of at most this length.
     sliding_window: int | None = None
+    model_type: str = "llama"  # one of MODEL_TYPES
+    # Only from a config.json, and only if it has them:
+    context: int | None = None  # tokens
+    token_ids: Mapping[str, object] = field(default_factory=dict, hash=False)  # of TOKENS
 
 
 LLAMA32_SCALING = RopeScaling(factor=32.0)
@@ -53,10 +59,12 @@ FAMILIES = {
             "mistral-7b-v0.1",
             ModelShape(32, 4096, 14336, 32, 8, 32000, 10000.0),
             sliding_window=4096,
+            model_type="mistral",
         ),
         Family(
             "qwen3-8b",
             ModelShape(36, 4096, 12288, 32, 8, 151936, 1000000.0, norm_eps=1e-6, qk_norm=True),
+            model_type="qwen3",
         ),
         Family(
             "qwen3-4b",
@@ -73,11 +81,14 @@ FAMILIES = {
                 qk_norm=True,
                 tied_embedding=True,
             ),
+            model_type="qwen3",
         ),
     )
 }
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
+CONTEXT = "max_position_embeddings"  # keys of config.json
+TOKENS = ("bos_token_id", "eos_token_id")
 # The only supported values of these keys. They are also the defaults of keys that are missing or
 # null in config.json.
 SUPPORTED_VALUES = {
@@ -85,8 +96,15 @@ SUPPORTED_VALUES = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
+    "is_causal": True,
+    "per_layer_config": None,
     "quantization_config": None,
 }
+# Numbers that transformers takes if config.json lacks the key.
+ROPE_THETA = 10000.0
+NORM_EPS = 1e-6
+QWEN3_HEAD_DIM = 128
+MISTRAL_WINDOW = 4096
 CHECK_FILE = "check the file"
 SIZES = (
     "num_hidden_layers",
@@ -96,6 +114,8 @@ SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
+SCALING = ("factor", "low_freq_factor", "high_freq_factor")  # as in RopeScaling
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def shape_of(name_or_path: str) -> ModelShape:
@@ -136,15 +156,26 @@ def family_of(name_or_path: str) -> Family:
     )
 
 
+def require_within_window(family: Family, sequence_length: int) -> None:
+    """Raise ConfigError if a sequence is longer than the model's sliding window."""
+    window = family.sliding_window
+    if window is not None and sequence_length > window:
+        raise ConfigError(
+            f"sequence_length {sequence_length} is beyond the sliding window of {family.name}",
+            f"a token of this model sees {window} tokens, but attention here sees all",
+            f"set at most {window}",
+        )
+
+
 def _from_config(path: Path) -> Family:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", CHECK_FILE
         ) from None
-    if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
-        kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in MODEL_TYPES:
         raise ConfigError(
             f"{path}: unsupported model_type {kind!r}",
             f"supported types are {', '.join(MODEL_TYPES)}: models with RMSNorm, rotary embedding, "
@@ -154,7 +185,12 @@ def _from_config(path: Path) -> Family:
     for key, value in SUPPORTED_VALUES.items():
         if config.get(key) not in (None, value):
             _refuse(path, key, config[key])
-    return Family(str(path), _shape(path, config), _sliding_window(path, config))
+    context = config.get(CONTEXT)
+    if context is not None:
+        context = _size(path, CONTEXT, context)
+    ids = {key: config[key] for key in TOKENS if config.get(key) is not None}
+    window = _sliding_window(path, config)
+    return Family(str(path), _shape(path, config), window, kind, context, ids)
 
 
 def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
@@ -162,18 +198,20 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     # As in transformers, whose config class has this default only for llama.
     if config["model_type"] == "llama" and config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config.get("num_attention_heads")
-    missing = [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]
-    if missing:
-        raise _not_positive(path, missing[0], config.get(missing[0]))
-    layers, hidden, ffn, heads, kv_heads, vocab = (config[key] for key in SIZES)
-    head_dim = config.get("head_dim") or None
+    layers, hidden, ffn, heads, kv_heads, vocab = (
+        _size(path, key, config.get(key)) for key in SIZES
+    )
+    head_dim = config.get("head_dim")
     if head_dim is None and qwen3:
-        head_dim = 128  # the default of transformers
-    if head_dim is not None and (type(head_dim) is not int or head_dim < 1):
-        raise _not_positive(path, "head_dim", head_dim)
-    # transformers 5 has rope_theta and the scaling in rope_parameters.
-    rope = _table(path, config, "rope_parameters")
-    scaling = rope if rope.get("rope_type") else _table(path, config, "rope_scaling")
+        head_dim = QWEN3_HEAD_DIM
+    if head_dim is not None:
+        head_dim = _size(path, "head_dim", head_dim)
+    tied = config.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        raise ConfigError(
+            f"{path}: tie_word_embeddings is {tied!r}", "it must be true or false", CHECK_FILE
+        )
+    base, scaling = _rotation(path, config)
     try:
         return ModelShape(
             layers,
@@ -182,59 +220,97 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             heads,
             kv_heads,
             vocab,
-            rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(path, scaling),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_base=float(base),
+            rope_scaling=scaling,
+            norm_eps=float(_number(path, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS))),
             explicit_head_dim=head_dim if head_dim and head_dim * heads != hidden else None,
             qk_norm=qwen3,
-            tied_embedding=bool(config.get("tie_word_embeddings", False)),
+            tied_embedding=tied,
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a valid model shape", str(error), CHECK_FILE) from None
+
+
+def _rotation(path: Path, config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Return the base and the scaling of the rotation, as transformers 5 reads them.
+
+    Old files have `rope_theta` and `rope_scaling`, new ones both in `rope_parameters`. In
+    transformers, `rope_scaling` replaces all of `rope_parameters`. A base that would be lost in
+    this way is refused.
+    """
+    parameters = _table(path, config, "rope_parameters")
+    rope = _table(path, config, "rope_scaling") or parameters
+    stored = (rope.get("rope_theta"), config.get("rope_theta"), ROPE_THETA)
+    base = _number(path, "rope_theta", next(value for value in stored if value is not None))
+    lost = parameters.get("rope_theta")
+    if rope.get("rope_theta") is None and lost not in (None, base):
         raise ConfigError(
-            f"{path}: not a valid model shape",
-            f"{type(error).__name__}: {error}",
+            f"{path}: rope_scaling has no rope_theta, but rope_parameters has {lost!r}",
+            f"rope_scaling replaces all of rope_parameters, so rope_theta would be {base:g}",
+            "move all entries to rope_parameters, and remove rope_scaling",
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        _refuse(path, "partial_rotary_factor", rope["partial_rotary_factor"])
+    if any(isinstance(value, dict) for value in rope.values()):
+        _refuse(path, "rope_parameters", "of each kind of layer")
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        _refuse(path, "rope_scaling", kind)
+    factor, low, high = (_number(path, key, rope.get(key)) for key in SCALING)
+    context = config.get(ORIGINAL_CONTEXT)  # wins over that of the scaling
+    if context is None:
+        context = rope.get(ORIGINAL_CONTEXT)
+    if low >= high:
+        raise ConfigError(
+            f"{path}: low_freq_factor {low:g} is not below high_freq_factor {high:g}",
+            "frequencies between the two are blended",
             CHECK_FILE,
-        ) from None
+        )
+    return base, RopeScaling(factor, low, high, _size(path, ORIGINAL_CONTEXT, context))
 
 
-def _not_positive(path: Path, key: str, value: object) -> ConfigError:
-    return ConfigError(f"{path}: {key} is {value!r}", "it must be a positive integer", CHECK_FILE)
+def _size(path: Path, key: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(
+            f"{path}: {key} is {value!r}", "it must be a positive integer", CHECK_FILE
+        )
+    return value
+
+
+def _number(path: Path, key: str, value: object) -> float:
+    if isinstance(value, int | float) and value is not True and 0 < value <= sys.float_info.max:
+        return value
+    raise ConfigError(
+        f"{path}: {key} is {value!r}", "it must be a finite positive number", CHECK_FILE
+    )
 
 
 def _table(path: Path, config: dict[str, Any], key: str) -> dict[str, Any]:
     """Return the object under `key`, or {} if it is missing or null."""
-    table = config.get(key) or {}
-    if not isinstance(table, dict):
+    table = config.get(key)
+    if table is not None and not isinstance(table, dict):
         raise ConfigError(f"{path}: {key} is {table!r}", "it must be a JSON object", CHECK_FILE)
-    return table
-
-
-def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        _refuse(path, "rope_scaling", kind)
-    return RopeScaling(
-        scaling["factor"],
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
-    )
+    return table or {}
 
 
 def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
     """Return the sliding window of all layers in tokens, or None if the model has none.
 
-    Configs of Qwen3 have a window that `use_sliding_window` turns off.
+    In transformers, only `sliding_window: null` turns off that of Mistral. Qwen3 has none unless
+    `use_sliding_window` is set, and Llama has none.
     """
-    on = config.get("use_sliding_window", config["model_type"] == "mistral")
-    if on and config["model_type"] == "qwen3":
-        _refuse(path, "use_sliding_window", True)
-    window = config.get("sliding_window") if on else None
-    if window is not None and (type(window) is not int or window < 1):
-        raise _not_positive(path, "sliding_window", window)
-    return window
+    kind = config["model_type"]
+    layers = config.get("layer_types") or ["full_attention"]
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        _refuse(path, "layer_types", layers)
+    if kind == "qwen3" and config.get("use_sliding_window"):
+        _refuse(path, "use_sliding_window", config["use_sliding_window"])
+    window = config.get("sliding_window", MISTRAL_WINDOW)
+    if kind != "mistral" or window is None:
+        return None
+    return _size(path, "sliding_window", window)
 
 
 def _refuse(path: Path, key: str, value: object) -> NoReturn:

@@ -140,7 +140,8 @@ def test_only_mistral_v01_has_a_window(tmp_path):
     assert {
         name: family.sliding_window for name, family in FAMILIES.items() if family.sliding_window
     } == {"mistral-7b-v0.1": 4096}
-    # v0.3.
+    # As in transformers, without the key there is one. v0.3 has null.
+    assert family_of(written(tmp_path, MISTRAL)).sliding_window == 4096
     assert family_of(written(tmp_path, MISTRAL | dict(sliding_window=None))).sliding_window is None
     assert (
         family_of(
@@ -166,10 +167,14 @@ def test_only_mistral_v01_has_a_window(tmp_path):
         (MISTRAL | dict(sliding_window="4k"), "sliding_window is '4k'"),
         (LLAMA | dict(rope_scaling="llama3"), "rope_scaling is 'llama3'"),
         (LLAMA | dict(rope_parameters=[1]), "rope_parameters is [1]"),
-        (LLAMA | dict(rope_theta=10**400), "shape"),
+        (LLAMA | dict(rope_theta=10**400), "rope_theta"),
         (MISTRAL | dict(num_key_value_heads=None), "num_key_value_heads"),
         (LLAMA | dict(num_attention_heads=5), "shape"),
-        (LLAMA | dict(rope_scaling=dict(rope_type="llama3")), "shape"),
+        (LLAMA | dict(rope_scaling=dict(rope_type="llama3")), "factor is None"),
+        (LLAMA | dict(rope_scaling=LLAMA3_ROPE | dict(low_freq_factor=4.0)), "low_freq_factor"),
+        (LLAMA | dict(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
+        (LLAMA | dict(head_dim=0), "head_dim is 0"),
+        (LLAMA | dict(per_layer_config={"0": {}}), "per_layer_config"),
     ],
 )
 def test_what_the_blocks_do_not_compute_is_refused_by_name(tmp_path, config, what):

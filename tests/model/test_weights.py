@@ -354,7 +354,7 @@ DAMAGE = {
             "rope_parameters",
             {"rope_theta": SHAPE.rope_base, "rope_type": "linear", "factor": 2.0},
         ),
-        "rope_scaling is ",
+        "rope_scaling 'linear'",
     ),
     "scaling that is no object": (
         lambda d: change_json(d / "config.json", "rope_scaling", "llama3"),
