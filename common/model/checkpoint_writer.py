@@ -72,6 +72,19 @@ def write_checkpoint(
     return paths
 
 
+def rename_complete(partial: Path, folder: Path) -> None:
+    """Give a complete folder its final name, which must be free. Raises OSError.
+
+    NFS repeats a request whose answer was lost. A rename that was done then fails with ENOENT or
+    ESTALE.
+    """
+    try:
+        partial.rename(folder)
+    except OSError:
+        if partial.exists() or not folder.exists():
+            raise
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON object atomically. Raises OSError."""
     write_whole(path, json.dumps(content, indent=2).encode() + b"\n")

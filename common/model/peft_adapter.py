@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import StorageError, WeightsError
+from common.model.checkpoint_writer import rename_complete
 from common.model.shapes import ModelShape
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -79,7 +80,7 @@ def save_peft_adapter(
         partial.mkdir(parents=True)
         (partial / WEIGHTS).write_bytes(data)
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        partial.rename(folder)
+        rename_complete(partial, folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StorageError
 from common.model.checkpoint_names import ORDINARY
-from common.model.checkpoint_writer import write_checkpoint
+from common.model.checkpoint_writer import rename_complete, write_checkpoint
 from common.model.llama import Llama
 from common.terminal import data_size
 
@@ -57,7 +57,8 @@ def save_model(
             entries=entries,
             on_tensor=on_tensor,
         )
-        return partial.rename(run_dir / MODEL_FOLDER)
+        rename_complete(partial, run_dir / MODEL_FOLDER)
+        return run_dir / MODEL_FOLDER
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
