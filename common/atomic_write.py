@@ -48,7 +48,7 @@ def new_file(target: Path) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
-        Path(file.name).replace(target)
+        rename_complete(Path(file.name), target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(file.name)
@@ -66,7 +66,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
-        folder.rename(target)
+        rename_complete(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -79,6 +79,19 @@ def create(target: Path) -> BinaryIO:
     """
     remove_leftovers(target)
     return open(_new_name(target), "xb", opener=_open_exclusively)
+
+
+def rename_complete(partial: Path, target: Path) -> None:
+    """Give a complete file or folder its final name. Raises OSError.
+
+    NFS repeats a request whose answer was lost. A rename that was done then fails with ENOENT or
+    ESTALE.
+    """
+    try:
+        partial.rename(target)
+    except OSError:
+        if partial.exists() or not target.exists():
+            raise
 
 
 def in_progress(target: Path) -> list[Path]:

@@ -34,7 +34,23 @@ MEMORY_MESSAGES = (
     "bad_alloc",
 )
 # Errnos of a disk that is full, read-only or failing.
-DISK_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+DISK_ERRNOS = (
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    # Of remote file systems (NFS, Lustre, FUSE, CIFS), if the server or the device is away.
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EREMOTEIO,
+)
 
 # Errnos of flock on file systems without locks, such as some mounts of Lustre and NFS.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -155,7 +171,7 @@ class PreflightError(RunError):
 
 
 class CheckFailed(RunError):
-    """A log that reached the target but did not pass the checks."""
+    """A run that reached the target but did not pass the checks of its log or of its weights."""
 
     kind = "check_failed"
     exit_code = 20

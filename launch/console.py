@@ -96,17 +96,25 @@ def expectation(selection: Selection, rules: Rules) -> str:
 
 
 def closing(
-    result: RunResult, run_dir: Path, error_lines: str, miniature: bool, has_target: bool = True
+    result: RunResult,
+    run_dir: Path,
+    error_lines: str,
+    checked: bool,
+    miniature: bool,
+    has_target: bool = True,
 ) -> list[str]:
-    """Return the lines after a run: the result first, then where to look."""
+    """Return the lines after a run: the result first, then where to look.
+
+    `checked`: whether the log passed its check.
+    """
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
     end = "target reached" if has_target else "finished"
     lines = []
-    if result.status == "success":
+    if result.stands:
         lines.append(f"{end} with {result.samples:,} sequences{minutes}")
     if error_lines:
         lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
-    else:
+    elif checked:
         lines.append("log check: passed (MLCommons checker and additional checks)")
     if miniature:
         lines.append("The miniature is NOT a benchmark result.")

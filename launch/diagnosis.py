@@ -16,9 +16,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError, Hang, RankLost, RunError, TargetMissed, write_record
+from common.errors import (
+    DISK_ERRNOS,
+    ConfigError,
+    Hang,
+    Interrupted,
+    RankLost,
+    RunError,
+    StorageError,
+    TargetMissed,
+    write_record,
+)
 from common.records import mlperf_log
 from launch import flight_recorder
+from launch.run_directory import PATIENCE_S
+
+RETRY_S = 0.5  # between attempts to read the log
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,15 @@ class RunResult:
     status: str = ""  # "success", "aborted", or "" without a run_stop
     samples: int = 0
     started: bool = False  # whether the log has a run_start
+    unreadable: str = ""  # why the log cannot be read, if the disk is the cause
+
+    @property
+    def stands(self) -> bool:
+        """Whether the run reached its goal. run_stop decides it, whatever fails afterwards.
+
+        Only a failed check of the log or of the weights can take it back.
+        """
+        return self.status == "success"
 
 
 def signal_name(number: int) -> str:
@@ -42,12 +64,21 @@ def signal_name(number: int) -> str:
 def read_result(path: Path) -> RunResult:
     """Return the outcome in the log at `path`, an empty RunResult if it is missing or damaged.
 
-    An unreadable log raises no error, because every attempt needs an entry in the ledger.
+    An unreadable log raises no error, because every attempt needs an entry in the ledger. Reading
+    is tried again for PATIENCE_S seconds if the disk fails.
     """
-    try:
-        log = mlperf_log.read(path, repeated=())
-    except (ConfigError, OSError):
-        return RunResult()
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            log = mlperf_log.read(path, repeated=())
+            break
+        except (ConfigError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError) or cause.errno not in DISK_ERRNOS:
+                return RunResult()
+            if time.monotonic() > end:
+                return RunResult(unreadable=cause.strerror or str(cause))
+            time.sleep(RETRY_S)
     start = log.first("run_start")
     stop = log.first("run_stop")
     if stop is None:
@@ -85,7 +116,7 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     if other := _earliest(records.values(), "interrupted") or _earliest(records.values(), "failed"):
         return _as_error(other), other
     return RunError(
-        "the processes ended before the target was reached, for an unknown reason",
+        "the processes ended for an unknown reason",
         "no rank left a failure record",
         f"please report this with {run_dir}/torchrun.log",
     ), {}
@@ -115,21 +146,20 @@ def _first_silent_rank(records: dict[int, dict], exits: dict[int, dict]) -> int 
     return min(silent, key=victims_last, default=None)
 
 
-def finished(run_dir: Path, world_size: int) -> bool:
-    """Return whether the ranks finished their work after the target was reached.
+def after_the_run(failure: RunError, run_dir: Path) -> RunError:
+    """Return `failure` of the processes as a late error, after a run whose result stands.
 
-    Every rank must have ended normally. Ranks other than 0 may also have been interrupted. A rank
-    that failed or vanished while it saved the model or a checkpoint counts as finished.
+    Rank 0 writes all files. If it did not end normally, a file is missing or incomplete, such as
+    the model of --save. The error is then a StorageError.
     """
-    for rank in range(world_size):
-        record = _read_json(run_dir / "ranks" / f"rank_{rank}.json", {})
-        beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
-        accepted = ("done",) if rank == 0 else ("done", "interrupted")
-        ended_well = record.get("outcome") in accepted
-        was_saving = beat.get("phase") in ("save", "checkpoint")
-        if not ended_well and not was_saving:
-            return False
-    return True
+    record = _read_json(run_dir / "ranks" / "rank_0.json", {})
+    if record.get("outcome") == "done" or isinstance(failure, Interrupted):
+        return failure
+    if failure.kind == StorageError.kind:
+        return failure
+    return StorageError(
+        f"a model, adapter or checkpoint may be missing: {failure.what}", failure.why, failure.do
+    )
 
 
 def write_failure(run_dir: Path, error: RunError, failed_rank: dict) -> None:
@@ -182,9 +212,9 @@ def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
             "fix the cause that the message names",
         )
         for family in RunError.__subclasses__():
-            if family.exit_code == code:
+            # A family without a code of its own, such as Interrupted, has that of RunError.
+            if family.exit_code == code != RunError.exit_code:
                 error.kind = family.kind
-                break
         error.exit_code = code
         return error
     if code == -signal.SIGKILL:

@@ -275,15 +275,16 @@ class Nodes:
 
     def publish(self, run_dir: Path, exit_code: int | None = None) -> None:
         """Send the files of this node's ranks to node 0, with `exit_code` once they have ended."""
-        paths = [
-            run_dir / "torchrun.json",
-            *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name)),
-        ]
-        files = {
-            path.name: path.read_text(errors="replace")[:FILE_LIMIT]
-            for path in paths
-            if path.is_file()
-        }
+        paths = [run_dir / "torchrun.json"]
+        with contextlib.suppress(OSError):  # the launcher watches the directory
+            in_ranks = list((run_dir / "ranks").iterdir())
+            paths += [path for path in in_ranks if RANK_FILE.fullmatch(path.name)]
+        files = {}
+        for path in paths:
+            # A file that cannot be read now is sent with the next status.
+            with contextlib.suppress(OSError):
+                if path.is_file():
+                    files[path.name] = path.read_text(errors="replace")[:FILE_LIMIT]
         self.put(
             f"status/{self.run}/{self.node.rank}",
             {"time": time.time(), "files": files, "exit_code": exit_code},
@@ -321,9 +322,11 @@ class Nodes:
                 path = run_dir / "ranks" / name
             else:
                 continue
-            # The hang watch looks for changes, so unchanged files are not rewritten.
-            if not path.is_file() or path.read_text() != text:
-                write_whole(path, text.encode())
+            # The hang watch looks for changes, so unchanged files are not rewritten. A failed write
+            # is made up for by the node's next status.
+            with contextlib.suppress(OSError):
+                if not path.is_file() or path.read_text() != text:
+                    write_whole(path, text.encode())
 
     def finish(self, run_dir: Path, stop: bool) -> None:
         """Wait until the ranks of the other nodes have ended; for node 0.

@@ -14,7 +14,14 @@ from pathlib import Path
 
 from common.atomic_write import write_whole
 from common.benchmarks import names_mlperf
-from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
+from common.errors import (
+    CheckFailed,
+    Interrupted,
+    OutOfMemory,
+    RankLost,
+    RunError,
+    StorageError,
+)
 from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import newest
@@ -37,6 +44,7 @@ from launch.processes.supervise import (
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
+NOT_CHECKED = "not_checked"  # kind of the late error of a log that the checker could not judge
 
 
 def run_all(job: Job, request: series.SeriesRequest) -> int:
@@ -98,8 +106,8 @@ def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
     run_dir = job.log_dir / job.benchmark / name / f"node_{job.node.rank}"
     run_directory.fill(run_dir)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
-    ending = _train(job, nodes, run_dir, seed, cleared)
-    if gone := run_directory.missing(run_dir):
+    ending, gone = _train(job, nodes, run_dir, seed, cleared)
+    if gone:
         raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
     # If node 0 stopped the ranks, this node did not fail.
@@ -111,7 +119,8 @@ def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.RunOutcome:
     """Make one timed run in `run_dir`.
 
-    It is good only if it reached the target and its log passed the checks.
+    It is good if it reached the target and its log did not fail the checks. What fails after
+    run_stop is a late error of a good run.
     """
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
@@ -127,28 +136,32 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 def _train_and_judge(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]
 ) -> series.RunOutcome:
-    """Run the ranks of all nodes, judge the run, and print its result.
+    """Run the ranks of all nodes, judge the run, and report it.
 
     `received`: signals that the launcher receives in the meantime.
     """
     start_date = time.strftime(DATE)
     mlperf_line(f"STARTING TIMING RUN AT {start_date}")
-    ending = _train(job, nodes, run_dir, seed, cleared)
+    ending, gone = _train(job, nodes, run_dir, seed, cleared)
     nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
     mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
-    error, late_error = judge(job, nodes, run_dir, ending, result)
+    error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
     write_report(run_dir)
     lines = error.lines() if error else ""
+    checked = not error and all(late.kind != NOT_CHECKED for late in late_errors)
     has_target = bool(job.rules.target_loss)
-    print_stderr(*closing(result, run_dir, lines, job.config.miniature, has_target))
-    late_error = Interrupted(received[0]) if received else late_error
-    if late_error:
-        print_stderr("After the end of the timed run (its result is valid):", late_error.lines())
-    return series.RunOutcome(error, result, cleared, late_error)
+    print_stderr(*closing(result, run_dir, lines, checked, job.config.miniature, has_target))
+    if received:
+        late_errors.append(Interrupted(received[0]))
+    if late_errors:
+        note = "" if error else " (its result is valid)"
+        late_lines = [late.lines() for late in late_errors]
+        print_stderr(f"After the end of the timed run{note}:", *late_lines)
+    return series.RunOutcome(error, result, cleared, tuple(late_errors))
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
@@ -161,8 +174,10 @@ def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     return nodes.ready(page_cache.clear(job.data_files))
 
 
-def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> Ending:
-    """Run this node's ranks until they end.
+def _train(
+    job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str
+) -> tuple[Ending, StorageError | None]:
+    """Run this node's ranks until they end. Return also an error if files of the run are gone.
 
     Only node 0 decides whether the ranks of all nodes hang.
     """
@@ -174,6 +189,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command = trainer_command(job, run_dir, seed)
     environment = trainer_environment(job, cleared)
+    directory = run_directory.DirectoryWatch(run_dir)
     with (
         sampler.sampling(run_dir, job.run_gpus),
         # Rank 0 writes the events.
@@ -191,55 +207,38 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
 
         def stop() -> bool:
             screen.update()
-            return run_directory.missing(run_dir) is not None or nodes.poll(run_dir)
+            return directory.missing() is not None or nodes.poll(run_dir)
 
-        return supervise(
+        ending = supervise(
             command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
         )
+    return ending, directory.missing()
 
 
 def judge(
-    job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.RunResult
-) -> tuple[RunError | None, RunError | None]:
-    """Return (error, late_error), each None if there is none.
+    job: Job,
+    nodes: Nodes,
+    run_dir: Path,
+    ending: Ending,
+    gone: StorageError | None,
+    result: diagnosis.RunResult,
+) -> tuple[RunError | None, list[RunError]]:
+    """Return (error, late errors).
 
-    `error`: why the run is not good. None if it reached the target and its log passed the checks.
-        It is also written to failure.json.
-    `late_error`: failure of a good run after its clock had stopped, such as while saving the model.
+    `error`: why the run is not good. None if it reached the target and its log did not fail the
+        checks. It is also written to failure.json.
+    `late errors`: failures after the clock of a run that reached the target had stopped, such as
+        while saving the model.
     """
-    failed_rank: dict = {}  # record of the rank that failed: rank, step and time, if known
-    error: RunError | None = None
-    late_error: RunError | None = None
-    if ending.signal_number:
-        error = Interrupted(ending.signal_number)
-        with contextlib.suppress(RunError):  # there is no checkpoint
-            newest(run_dir)
-            error.do = (
-                "continue this run by the same command, without NEXP and --resume, and with "
-                f"--continue {shlex.quote(str(run_dir))}"
-            )
-    elif gone := run_directory.missing(run_dir):
-        error = gone
-    elif nodes.lost:
-        error = next(iter(nodes.lost.values()))
-    elif ending.hang and not nodes.failed:
-        error = ending.hang
-        failed_rank = ending.failed_rank or {}
-    elif ending.returncode < 0 and not (ending.stopped or ending.hang):
-        name = diagnosis.signal_name(-ending.returncode)
-        error = RankLost(
-            "torchrun, which starts the ranks, was killed",
-            f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "
-            "dmesg)",
-            "free host memory, then start again",
-        )
-    elif ending.returncode or nodes.failed or result.status != "success":
-        error, failed_rank = diagnosis.diagnose(run_dir, job.config.world_size)
-    if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
-        late_error = error
-        error = None
-    if result.status == "success" and not error:
-        error = _check(run_dir)
+    error, failed_rank = _failure_of_processes(job, nodes, run_dir, ending, gone, result)
+    late_errors: list[RunError] = []
+    if result.stands and not (error and error.kind == CheckFailed.kind):
+        if error:
+            late_errors.append(diagnosis.after_the_run(error, run_dir))
+        verdict = _check(run_dir)
+        error = verdict if isinstance(verdict, CheckFailed) else None
+        if verdict and not error:
+            late_errors.append(verdict)
     if error and error.kind == OutOfMemory.kind and failed_rank.get("gpu_memory_full"):
         try:
             expected = expected_memory(job.benchmark, job.config)
@@ -249,11 +248,73 @@ def judge(
             error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, failed_rank)
-    return error, late_error
+    return error, late_errors
+
+
+def _failure_of_processes(
+    job: Job,
+    nodes: Nodes,
+    run_dir: Path,
+    ending: Ending,
+    gone: StorageError | None,
+    result: diagnosis.RunResult,
+) -> tuple[RunError | None, dict]:
+    """Return why the processes did not end normally, and the record of the rank that failed.
+
+    The error is never None if the result does not stand. The record has rank, step and time, as far
+    as they are known.
+    """
+    if ending.signal_number:
+        interrupted = Interrupted(ending.signal_number)
+        # Without a checkpoint, the run cannot be continued.
+        with contextlib.suppress(RunError, OSError):
+            newest(run_dir)
+            interrupted.do = (
+                "continue this run by the same command, without NEXP and --resume, and with "
+                f"--continue {shlex.quote(str(run_dir))}"
+            )
+        return interrupted, {}
+    if gone:
+        return gone, {}
+    if nodes.lost:
+        return next(iter(nodes.lost.values())), {}
+    if ending.hang and not nodes.failed:
+        return ending.hang, ending.failed_rank or {}
+    if ending.returncode < 0 and not (ending.stopped or ending.hang):
+        name = diagnosis.signal_name(-ending.returncode)
+        killed = RankLost(
+            "torchrun, which starts the ranks, was killed",
+            f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "
+            "dmesg)",
+            "free host memory, then start again",
+        )
+        return killed, {}
+    if ending.returncode == StorageError.exit_code:
+        unopened = StorageError(
+            f"cannot write {run_dir / 'torchrun.log'}",
+            "the message above says why; no rank was started",
+            "free space, or check the mount and the permissions of LOGDIR",
+        )
+        return unopened, {}
+    if ending.returncode or nodes.failed:
+        return diagnosis.diagnose(run_dir, job.config.world_size)
+    if result.unreadable:
+        unknown = StorageError(
+            f"cannot read {run_dir / 'result.txt'}: {result.unreadable}",
+            "so it is not known whether the run reached its target",
+            "check the mount and the kernel log; then ./run_and_time.sh check shows the result",
+        )
+        return unknown, {}
+    if not result.stands:
+        return diagnosis.diagnose(run_dir, job.config.world_size)
+    return None, {}
 
 
 def _check(run_dir: Path) -> RunError | None:
-    """Check the log, write check.txt, and return an error if the log does not pass."""
+    """Check the log and write check.txt.
+
+    Return CheckFailed if the log does not pass, or another error if the checker could not run.
+    """
     answer = _captured("submission.check", str(run_dir / "result.txt"))
     try:
         write_whole(run_dir / "check.txt", answer.stdout.encode())
@@ -265,12 +326,22 @@ def _check(run_dir: Path) -> RunError | None:
     if answer.returncode == 0:
         return None
     print_stderr(answer.stdout.rstrip())
-    why = f"the checks ended with exit code {answer.returncode}"
     if answer.returncode == CheckFailed.exit_code:
-        why = "the findings are listed above"
-    return CheckFailed(
-        "the target was reached, but the log failed the checks", why, f"see {run_dir / 'check.txt'}"
+        return CheckFailed(
+            "the target was reached, but the log failed the checks",
+            "the findings are listed above",
+            f"see {run_dir / 'check.txt'}",
+        )
+    end = f"exit code {answer.returncode}"
+    if answer.returncode < 0:
+        end = diagnosis.signal_name(-answer.returncode)
+    unchecked = RunError(
+        "the log was not checked",
+        f"the checker ended with {end}, without a verdict",
+        f"./run_and_time.sh check {shlex.quote(str(run_dir))}",
     )
+    unchecked.kind = NOT_CHECKED
+    return unchecked
 
 
 def write_report(folder: Path) -> None:
@@ -285,9 +356,16 @@ def write_report(folder: Path) -> None:
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m module argument`, and return its output and exit code.
 
-    A new session keeps Ctrl-C away from it.
+    The exit code is 1 if the process cannot be started. A new session keeps Ctrl-C away from it.
     """
     command = [sys.executable, "-m", module, argument]
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    try:
+        return subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:  # no memory or processes are left
+        return subprocess.CompletedProcess(command, 1, f"{module} did not start: {error}\n")

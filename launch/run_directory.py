@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from common.atomic_write import write_whole
@@ -20,6 +20,7 @@ from common.repository import changes_of, commit_of
 from launch import system_settings
 
 RESERVED_BYTES = 2**16
+PATIENCE_S = 60.0  # with a file system whose requests fail, before a file counts as gone
 # Packages that no requirements file lists.
 OPTIONAL = (
     "triton",
@@ -68,23 +69,44 @@ def fill(folder: Path) -> Path:
     return folder
 
 
-def missing(run_dir: Path) -> StorageError | None:
-    """Return an error if files of a run were deleted, moved or unmounted while it runs, else None.
+class DirectoryWatch:
+    """Detector of files of a run that were deleted, moved or unmounted while it runs.
 
-    Rank 0 opens result.txt before it writes its first heartbeat.
+    A single error of a remote file system proves nothing. So a file is gone if the file system says
+    so, or if it cannot be reached for PATIENCE_S seconds.
     """
-    ranks = run_dir / "ranks"
-    expected = [ranks]
-    if (ranks / "rank_0.heartbeat").exists():
-        expected.append(run_dir / "result.txt")
-    for path in expected:
-        if not path.exists():
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic):
+        self.run_dir = run_dir
+        self.clock = clock
+        self.reached = clock()  # when the files were reached last
+
+    def missing(self) -> StorageError | None:
+        """Return an error if a file is gone, else None.
+
+        Rank 0 opens result.txt before it writes its first heartbeat.
+        """
+        ranks = self.run_dir / "ranks"
+        do = "keep LOGDIR as it is, then start again"
+        try:
+            ranks.stat()
+            if (ranks / "rank_0.heartbeat").exists():
+                (self.run_dir / "result.txt").stat()
+        except FileNotFoundError as error:
             return StorageError(
-                f"{path} is gone",
-                "it was deleted or moved during the run",
-                "keep LOGDIR as it is, then start again",
+                f"{error.filename} is gone", "it was deleted or moved during the run", do
             )
-    return None
+        except OSError as error:
+            silent_s = self.clock() - self.reached
+            if silent_s < PATIENCE_S:
+                return None
+            return StorageError(
+                f"{error.filename} cannot be reached for {silent_s:.0f} s: {error.strerror}",
+                "its file system or server is away",
+                do,
+            )
+        self.reached = self.clock()
+        return None
 
 
 def require_writable(folder: Path, setting: str = "LOGDIR") -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from common.errors import (
     Interrupted,
     RankLost,
     RunError,
+    StorageError,
     failure_of,
     with_reserve,
 )
@@ -62,8 +64,22 @@ class RunOutcome:
     error: RunError | None
     result: diagnosis.RunResult = field(default_factory=diagnosis.RunResult)
     cache: str = ""
-    # Failure of a good run after its clock had stopped: a signal, or the model could not be saved.
-    late_error: RunError | None = None
+    # Failures after run_stop, which leave a good run good: a signal, or a file that is missing.
+    late_errors: tuple[RunError, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command that makes only this run.
+
+        After a good run it is 17 if a file that the user asked for may be missing, such as the
+        model of --save, and 128 + n after signal n. Any other late error is only told.
+        """
+        if self.error:
+            return self.error.exit_code
+        for late in self.late_errors:
+            if late.kind == StorageError.kind or isinstance(late, Interrupted):
+                return late.exit_code
+        return 0
 
 
 Execute = Callable[[Path, int], RunOutcome]  # arguments: run directory, seed
@@ -201,7 +217,7 @@ class SeriesRunner:
         ending = {
             "exit_code": 0,
             "kind": run_states.GOOD,
-            "reason": outcome.late_error.what if outcome.late_error else "",
+            "reason": "; ".join(late.what for late in outcome.late_errors),
             "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
             "samples": result.samples,
             "cache": outcome.cache,
@@ -211,7 +227,8 @@ class SeriesRunner:
             ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
         run_dir = self.folder / start["run"]
         with_reserve(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
-        (run_dir / RESERVE_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (run_dir / RESERVE_FILE).unlink()
 
     def seed(self) -> int:
         """Return a random 32-bit seed that no run of this series has used."""
@@ -231,10 +248,10 @@ def run(
 ) -> int:
     """Start runs until the request is fulfilled, and return the exit code:
 
-    - 0 if enough runs are good and their models were saved as requested
+    - 0 if enough runs are good and their files were saved as requested
     - 128 + n after signal n
     - the code of this command's first failure if more than `max_failures` runs failed
-    - the code of a failure to save a model, if enough runs are good
+    - 17 if enough runs are good, but a file such as a model was not saved
 
     Raise ConfigError if no series can be resumed, and StorageError if the ledger or a run directory
     cannot be written.
@@ -257,7 +274,7 @@ def make_attempts(
     """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
-    unsaved: list[int] = []  # exit codes of good runs whose model was not saved
+    unsaved: list[int] = []  # exit codes of good runs that lack a file
     while len(record.good) < record.goal:
         if record.goal > 1:
             counts = (
@@ -269,7 +286,7 @@ def make_attempts(
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
-        for failure in (outcome.error, outcome.late_error):
+        for failure in (outcome.error, *outcome.late_errors):
             if isinstance(failure, Interrupted):
                 return failure.exit_code
         if outcome.error and record.goal >= SUBMISSION_RUNS:
@@ -277,17 +294,23 @@ def make_attempts(
             if needed:
                 print_stderr(f"NOTE       {needed}")
         if outcome.error:
-            failed.append(outcome.error.exit_code)
-        if outcome.late_error:
-            unsaved.append(outcome.late_error.exit_code)
+            failed.append(outcome.exit_code)
+        elif outcome.exit_code:
+            unsaved.append(outcome.exit_code)
         if len(failed) > request.max_failures:
             return failed[0]
-    series.append("closed")
+    try:
+        series.append("closed")
+    except StorageError as error:
+        print_stderr(f"note: the series is complete, but not closed: {error.what}: {error.why}")
     return unsaved[0] if unsaved else 0
 
 
 def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
-    """Execute one run. Turn the launcher's own errors into outcomes, for the ledger."""
+    """Execute one run. Turn the launcher's own errors into outcomes, for the ledger.
+
+    An error after the run reached its target is a late one.
+    """
     try:
         return execute(run_dir, seed)
     except Exception as error:
@@ -300,8 +323,12 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
                 "report it with the traceback above",
             )
     print_stderr(failed.lines())
+    result = diagnosis.read_result(run_dir / "result.txt")
+    if result.stands:
+        print_stderr(f"do:   ./run_and_time.sh check {shlex.quote(str(run_dir))}")
+        return RunOutcome(None, result, late_errors=(failed,))
     diagnosis.write_failure(run_dir, failed, {})
-    return RunOutcome(failed, diagnosis.read_result(run_dir / "result.txt"))
+    return RunOutcome(failed, result)
 
 
 # --- open a series, and lock it -------------------------------------------------------------------

@@ -9,7 +9,7 @@ The file is append-only, and each line is synced to the disk. A line is a JSON o
           (UTC), config (file name in the log), modified (whether the config differs from the
           repository's), commit
   end     an attempt ended: the keys of start, and exit_code, kind (success, lost, or the kind in
-          failure.json), reason (for a good run: why its model was not saved), minutes (run_start to
+          failure.json), reason (for a good run: what failed after run_stop), minutes (run_start to
           run_stop), samples (training sequences), cache (fadvise or no: how the data was dropped
           from the page cache), clock (whether the log has a run_start)
   goal    the series was resumed with a larger NEXP: goal

@@ -18,6 +18,7 @@ removed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -50,7 +51,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.atomic_write import write_whole
+from common.atomic_write import rename_complete, write_whole
 from common.benchmarks import rules_of
 from common.errors import RunError, StorageError, first_line
 from common.model.checkpoint_writer import write_file
@@ -466,26 +467,40 @@ class DcpWriter(dcp.HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint. Called on rank 0 when the files of all ranks are on the disk."""
+        """Complete the checkpoint. Called on rank 0 when the files of all ranks are on the disk.
+
+        It is saved when it has its name. The previous one is removed only if the disk has that name
+        too. A failure in between leaves both.
+        """
         partial = Path(self.path)
         write_whole(partial / FACTS, json.dumps(self.facts, indent=1).encode() + b"\n")
         _sync(partial / FACTS)
         _sync(partial)
-        previous = [path for path in self.folder.parent.glob("step_*") if path != partial]
-        partial.rename(self.folder)
-        _sync(self.folder.parent)
-        for path in previous:
-            # Rename it first: a partly removed checkpoint must not have the name of a complete one.
-            if path.suffix != PARTIAL_SUFFIX:
-                path = path.rename(str(path) + PARTIAL_SUFFIX)
-            shutil.rmtree(path, ignore_errors=True)
+        rename_complete(partial, self.folder)
+        with suppress(OSError):  # the next save tries again
+            _sync(self.folder.parent)
+            for path in list(self.folder.parent.glob("step_*")):
+                if path != self.folder:
+                    _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, or what is left of one. Raises OSError."""
+    # Rename it first: a partly removed checkpoint must not have the name of a complete one.
+    if checkpoint.suffix != PARTIAL_SUFFIX:
+        checkpoint = checkpoint.rename(str(checkpoint) + PARTIAL_SUFFIX)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
-    """Write a file or folder through to the disk."""
+    """Write a file or folder through to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some mounts of FUSE and CIFS do not sync folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -73,12 +73,13 @@ def run_guarded(
     GIL. That called std::terminate in 4 of 72 processes under load.
     """
     global _signals_raise
-    _listen_to_signals(run_dir, rank)
     try:
+        _listen_to_signals(run_dir, rank)
         body()
         _signals_raise = False  # the work is done; a late SIGTERM is not a failure
         if run_dir is not None:
-            write_rank_record(run_dir, rank, "done", step=step())
+            with contextlib.suppress(OSError):  # nor is a record that cannot be written
+                write_rank_record(run_dir, rank, "done", step=step())
     except BaseException as error:
         # This statement must come first: at any call, Python would raise the exception of a pending
         # signal instead. After a rank has died, torchrun sends SIGTERM to all others, at about the
@@ -144,11 +145,16 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
     signal.signal(signal.SIGINT, interrupt)
     stack = None
     if run_dir is not None:
-        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         # The launcher sends SIGUSR1 to ranks that hang. faulthandler then writes their stacks to
         # this file, which must stay open.
-        stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
-        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        try:
+            (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+            stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
+            faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        except OSError as error:
+            note = f"note: rank {rank} will write no stack if it hangs: {error}"
+            with contextlib.suppress(OSError):  # the reader of stderr may have exited
+                print(note, file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_torchrun, args=(os.getppid(), stack), daemon=True).start()
 
@@ -162,11 +168,12 @@ def _watch_torchrun(torchrun: int, stack: IO | None) -> None:
     """
     while os.getppid() == torchrun:
         time.sleep(0.5)
-        if stack and os.fstat(stack.fileno()).st_size:
-            from common.training.evidence import write_collectives  # imported only after a failure
+        with contextlib.suppress(OSError):
+            if stack and os.fstat(stack.fileno()).st_size:
+                from common.training.evidence import write_collectives  # only after a failure
 
-            write_collectives(Path(stack.name))
-            stack = None
+                write_collectives(Path(stack.name))
+                stack = None
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SECONDS_TO_FINISH)
     os._exit(128 + signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -28,6 +29,9 @@ class Heartbeat:
         """Record that this rank has done `step` steps and is now in `phase`.
 
         `done` of `total` parts of the phase are done; 0 if it has no parts.
+
+        A failed write is ignored, because it must not end a healthy run. If all writes fail, the
+        launcher sees a hang.
         """
         record = {
             "rank": self.rank,
@@ -41,4 +45,5 @@ class Heartbeat:
         text = json.dumps(record).ljust(RECORD_BYTES)
         # Otherwise the end of a longer record would remain behind a shorter one.
         assert len(text) == RECORD_BYTES
-        os.pwrite(self.file, text.encode(), 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(self.file, text.encode(), 0)

@@ -225,8 +225,6 @@ def train(
         meter.clock.restart()
         interval = TrainingInterval(reports.log, samples)
     meter.flush()  # steps since the last logged one, if max_samples is not at an evaluation
-    if checkpoints:
-        checkpoints.finish()
     raise _target_missed(goal, samples, loss)
 
 

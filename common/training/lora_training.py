@@ -10,7 +10,7 @@ import torch
 
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import RunError
+from common.errors import CheckFailed
 from common.kernels.fp8 import fp8_dtypes
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import linear_layers
@@ -163,12 +163,12 @@ def save_adapter(
     `base_before`: `base_fingerprints` before training.
     `base_folder`: folder of the base weights, which the saved adapters name.
 
-    Raises RunError if the frozen base has changed since then.
+    Raises CheckFailed if the frozen base has changed since then.
     """
     unchanged = base_fingerprints(model, base) == base_before
     reports.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
-        raise RunError(
+        raise CheckFailed(
             "the frozen base changed during training",
             "its bits differ from those that were loaded",
             "this is an internal error: please report it",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common.config import RunConfig
-from common.errors import NonFinite
+from common.errors import NonFinite, StorageError
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Processes
 from common.training.mllog import LineFile
@@ -33,17 +33,29 @@ class Events:
     """Rank 0's writer of events.jsonl: one JSON object per line, never a partial line."""
 
     def __init__(self, path: Path | None):
+        """Create `path`. Raises StorageError. None: this rank does not write."""
         self.file = LineFile(path) if path is not None else None
+        self.complete = True  # False after a failed write
 
     def write(self, event: str, **values) -> None:
-        """Append an event. NaN and infinity, which JSON does not have, become null."""
+        """Append an event. NaN and infinity, which JSON does not have, become null.
+
+        If that fails, the event is lost and the run continues. A note says so once.
+        """
         if self.file is None:
             return
         record = {"event": event, **values}
         for key, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None
-        self.file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        try:
+            self.file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        except StorageError as error:
+            if self.complete:
+                note = f"note: {self.file.path} lacks events, the run continues: {error.why}"
+                with contextlib.suppress(OSError):  # the reader of stderr may have exited
+                    print(note, file=sys.stderr, flush=True)
+            self.complete = False
 
 
 class ProgressLog:

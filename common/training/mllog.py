@@ -165,7 +165,9 @@ class RunLog:
         self._count(END, "eval_stop", samples, after="evaluated", enter="running")
 
     def run_stop(self, samples: int, status: str) -> float:
-        """Stop the clock, sync the log to the disk and return the minutes since run_start.
+        """Stop the clock and return the minutes since run_start. Call `close` after it.
+
+        This line decides the result of the run. Later failures do not change it.
 
         `status`: success if the run reached its goal, aborted if it did not, for any reason.
         """
@@ -173,8 +175,14 @@ class RunLog:
         stop_ms = self._count(
             END, "run_stop", samples, after="running", enter="stopped", status=status
         )
-        self._finish()
         return (stop_ms - self._run_start_ms) / 60_000
+
+    def close(self) -> None:
+        """Sync the log to the disk and close it, after its last line. Raises StorageError."""
+        file = self._file
+        self._file = None
+        if file is not None:
+            file.close()
 
     def abort(self, samples: int) -> None:
         """End the log of a failed run: close open intervals and write run_stop aborted.
@@ -190,9 +198,8 @@ class RunLog:
                 self._count(END, "eval_stop", self._samples, after=self._state, enter="running")
             if self._state == "running":
                 self.run_stop(self._samples, "aborted")
-            if self._state != "stopped":  # before run_start
-                self._state = "stopped"
-                self._finish()
+            self._state = "stopped"  # also before run_start
+            self.close()
         except StorageError as error:
             print(error.lines(), file=sys.stderr, flush=True)
 
@@ -260,13 +267,6 @@ class RunLog:
             with contextlib.suppress(Exception):  # stderr may be closed too
                 print(note, file=sys.stderr, flush=True)
 
-    def _finish(self) -> None:
-        """Sync the file to the disk and close it, after the last line."""
-        file = self._file
-        self._file = None
-        if file is not None:
-            file.close()
-
 
 class LineFile:
     """A new file to which whole lines are appended. A failed write leaves no partial line."""
@@ -295,11 +295,16 @@ class LineFile:
     def close(self) -> None:
         """Sync the file to the disk and close it. Raises StorageError."""
         try:
-            os.fsync(self.fd)
+            try:
+                os.fsync(self.fd)
+            finally:
+                os.close(self.fd)
         except OSError as error:
-            raise _storage_error(self.path, error) from error
-        finally:
-            os.close(self.fd)
+            raise StorageError(
+                f"the log {self.path} may not be on the disk",
+                f"syncing it failed: {error.strerror} (errno {error.errno})",
+                "check that the file is whole, and copy it to another disk",
+            ) from error
 
 
 def _storage_error(path: Path, error: OSError) -> StorageError:

@@ -56,10 +56,14 @@ class Reports:
         self.phase_began = now
 
     def succeed(self, samples: int, loss: float) -> None:
-        """Stop the clock of a run that reached its goal."""
+        """Stop the clock of a run that reached its goal, and close its log.
+
+        Raises StorageError if run_stop cannot be written, or if the log cannot be synced after it.
+        """
         minutes = self.log.run_stop(samples, "success")
-        self.events.write("verdict", status="success", samples=samples, loss=loss, minutes=minutes)
         self.over = True
+        self.events.write("verdict", status="success", samples=samples, loss=loss, minutes=minutes)
+        self.log.close()
 
     def abort(self) -> None:
         """Log that the run failed. Does nothing if the failure came after the end of the run."""

@@ -7,6 +7,7 @@ A benchmark's train.py defines `run_rank(run, reports)`, which builds its object
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,13 +19,19 @@ from torch import Tensor
 from common import config as configs
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import StorageError, TargetMissed
+from common.errors import (
+    CheckFailed,
+    Interrupted,
+    RunError,
+    TargetMissed,
+    first_line,
+)
 from common.sharding.processes import Processes, require_world_size, start_processes
 from common.training import loop
 from common.training.assembly import Assembly, Batching
 from common.training.guard import run_guarded
 from common.training.log_keys import hyperparameters, submission_status
-from common.training.loop import Goal
+from common.training.loop import Goal, TrainingOutcome
 from common.training.metrics import make_meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import make_rank_comparison
@@ -85,8 +92,8 @@ def train(
     `lr_at`: returns the learning rate of a step. Steps count from 0.
     `open_data`: called after run_start with the number of steps already done. Opens the token files
         and returns this rank's remaining training micro-batches, and those of one evaluation.
-    `save`: writes the model if the run asks for it. Called after run_stop, even if the run missed
-        its target or its last checkpoint could not be written.
+    `save`: writes the model if the run asks for it. Called after run_stop, also if the run missed
+        its target.
     `padding`: share of padding in the training sequences.
     """
     config = run.config
@@ -106,31 +113,71 @@ def train(
     reports.rank_comparison = make_rank_comparison(
         processes, reports.events, reports.progress, assembly.model
     )
+    outcome: TrainingOutcome | TargetMissed
     try:
         outcome = loop.train(
             assembly, lr_at, batches, eval_batches, batching, goal, processes, reports, checkpoints
         )
-    except TargetMissed:
+    except TargetMissed as missed:
+        outcome = missed
+    _end(outcome, reports, processes, checkpoints, save)
+
+
+def _end(
+    outcome: TrainingOutcome | TargetMissed,
+    reports: Reports,
+    processes: Processes,
+    checkpoints: Checkpoints | None,
+    save: Callable[[], None],
+) -> None:
+    """Write run_stop, which decides the result; then complete the last checkpoint and save.
+
+    Each is done even if another one fails. Raises `outcome` if it is TargetMissed, else the first
+    failure.
+    """
+    of_all_ranks: list[Exception] = []
+    of_this_rank: list[Exception] = []
+    if isinstance(outcome, TargetMissed):
+        of_all_ranks.append(outcome)
         reports.abort()
-        reports.heartbeat.write(reports.step, "save")
-        save()
-        # If a rank ended now, torchrun would kill rank 0 while it saves.
-        processes.barrier()
-        raise
-    reports.succeed(outcome.samples, outcome.loss)
-    checkpoint_failure: StorageError | None = None
+    else:
+        with _collecting(of_this_rank):
+            reports.succeed(outcome.samples, outcome.loss)
     if checkpoints:
-        try:
+        with _collecting(of_all_ranks):
             checkpoints.finish()
-        except StorageError as error:
-            checkpoint_failure = error
-    reports.heartbeat.write(reports.step, "done")
-    save()  # even if the last checkpoint failed
-    if checkpoint_failure:
-        processes.barrier()  # as above
-        # The launcher reads from this phase that the run itself succeeded.
-        reports.heartbeat.write(reports.step, "checkpoint")
-        raise checkpoint_failure
+    reports.heartbeat.write(reports.step, "save")
+    with _collecting(of_this_rank):
+        save()
+    if of_all_ranks:
+        with _collecting(of_this_rank):
+            # If a rank ended now, torchrun would kill rank 0 while it saves.
+            processes.barrier()
+    _raise_first(of_all_ranks + of_this_rank)
+
+
+@contextlib.contextmanager
+def _collecting(failures: list[Exception]) -> Iterator[None]:
+    """Append an exception in the block to `failures`, so that the work after it is still done.
+
+    Raises Interrupted, and CheckFailed, after which the run is not good.
+    """
+    try:
+        yield
+    except (Interrupted, CheckFailed):
+        raise
+    except Exception as error:
+        failures.append(error)
+
+
+def _raise_first(failures: list[Exception]) -> None:
+    """Raise the first of `failures`, if there is one. A RunError mentions the others."""
+    if not failures:
+        return
+    first, *others = failures
+    if isinstance(first, RunError):
+        first.why = "; then: ".join([first.why, *map(first_line, others)])
+    raise first
 
 
 def _prepare(

@@ -13,16 +13,24 @@ import logging
 import sys
 from pathlib import Path
 
-from common.errors import write_record
+from common.errors import StorageError, write_record
 
 
 def main(folder: Path, arguments: list[str]) -> int:
-    """Run torchrun with `arguments`. Return 0, 1 after a failure, or 128 + n after signal n."""
+    """Run torchrun with `arguments`.
+
+    Return 0, 1 after a failure, 128 + n after signal n, or the code of StorageError if torchrun.log
+    cannot be opened. No rank is then started.
+    """
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _log_to(folder / "torchrun.log")
+    try:
+        _log_to(folder / "torchrun.log")
+    except OSError as error:
+        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        return StorageError.exit_code
     try:
         torch.distributed.run.main(arguments)
     except ChildFailedError as error:

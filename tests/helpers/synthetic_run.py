@@ -159,6 +159,7 @@ def write_evaluations(
         log, counts, 25.5, lambda before, samples: None, lambda samples: next(losses)
     )
     log.run_stop(counts[-1], "success")
+    log.close()
     return path
 
 
@@ -485,6 +486,7 @@ def write_attempt(
     )
     if not killed:
         log.run_stop(samples, "aborted" if plan.fails == "missed" else "success")
+        log.close()
     curve.write(run_dir / "events.jsonl")
     return samples
 

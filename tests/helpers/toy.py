@@ -6,8 +6,11 @@ good                      succeed
 wait                      wait to be stopped
 held                      wait while a file hold_<attempt> exists in the launcher's directory
 fail, kill, hang          rank VICTIM (default: 1) fails, is killed, or falls behind
+exit                      rank VICTIM exits with code 1 without a record
 unsaved, killed in save   fail, or be killed, while the model is saved (--save)
 late                      fail after a successful run
+
+FINDINGS is the exit code of its `check`, or minus the signal that kills it.
 """
 
 import os
@@ -72,12 +75,14 @@ with contextlib.suppress(OSError):
     print("progress line", file=sys.stderr, flush=True)
 if mode == "fail" and rank == victim:
     end("failed", RunError("boom", "as told", "nothing"), step=1)
+if mode == "exit" and rank == victim:
+    os._exit(1)
 if mode == "kill" and rank == victim:
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "hang":
     for step in range(3, 6 if rank == victim else 12):
         beat("train", step)
-if mode in ("fail", "kill", "hang", "wait"):
+if mode in ("fail", "exit", "kill", "hang", "wait"):
     (run_dir / f"waiting_{rank}").write_text("")
     time.sleep(60)
 (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
@@ -197,7 +202,10 @@ if os.path.exists("hold_check"):
 while os.path.exists("hold_check") and time.monotonic() < deadline:
     time.sleep(0.02)
 print('one finding')
-sys.exit(int(os.environ.get('FINDINGS', 0)))
+code = int(os.environ.get('FINDINGS', 0))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 )
 REPORT = STUB + (

@@ -1,5 +1,6 @@
 """Which rank failed first, and why, from the records and exit codes of all."""
 
+import errno
 import json
 from unittest import mock
 
@@ -7,10 +8,20 @@ import pytest
 import torch
 
 from common.benchmarks import load_all
-from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
+from common.errors import (
+    CheckFailed,
+    Hang,
+    OutOfMemory,
+    RankLost,
+    RunError,
+    StorageError,
+    TargetMissed,
+    write_rank_record,
+)
 from common.paths import ROOT
+from common.records import mlperf_log
 from common.training import guard
-from launch import diagnosis, job, run
+from launch import diagnosis, job, run, series
 from launch.processes.supervise import Ending
 
 pytestmark = pytest.mark.quick
@@ -97,6 +108,7 @@ def test_a_rank_without_a_record_is_the_failed_one(tmp_path, code, exit_code, wo
     exits(tmp_path, (2, -15), (1, code), (0, 14))
     error, failed_rank = diagnosis.diagnose(tmp_path, 3)
     assert error.exit_code == exit_code and failed_rank["rank"] == 1
+    assert error.kind == {14: "rank_lost", 1: "internal", 12: "out_of_memory"}[exit_code]
     assert "rank 1 (process 101)" in error.what and words in error.what + error.why
 
 
@@ -107,47 +119,99 @@ def test_nothing_known_is_said_so(tmp_path):
     assert (error.kind, error.exit_code) == ("internal", 1)
 
 
+UNREADABLE = OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize(("patience_s", "status"), [(60.0, "success"), (0.0, "")])
+def test_a_log_that_cannot_be_read_now_is_read_again(tmp_path, monkeypatch, patience_s, status):
+    (tmp_path / "result.txt").write_text(mllog("run_stop", 61000, status="success"))
+    read = mlperf_log.read
+    answers = iter([UNREADABLE, UNREADABLE])
+
+    def failing(path, repeated):
+        if error := next(answers, None):
+            raise error
+        return read(path, repeated)
+
+    monkeypatch.setattr(diagnosis, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(diagnosis, "RETRY_S", 0.0)
+    monkeypatch.setattr(mlperf_log, "read", failing)
+    result = diagnosis.read_result(tmp_path / "result.txt")
+    assert (result.status, result.stands) == (status, bool(status))
+    assert (result.unreadable == "") == result.stands
+
+
+GOOD_RESULT = diagnosis.RunResult(60.0, "success", 48, True)
+ONE_NODE = mock.Mock(lost={}, failed=False)
+
+
+def judged(run_dir, ending, result, verdict=None, gone=None, monkeypatch=None):
+    """Return the outcome of a run on two ranks whose check ends with `verdict`."""
+    monkeypatch.setattr(run, "_check", lambda run_dir: verdict)
+    job = mock.Mock()
+    job.config.world_size = 2
+    error, late_errors = run.judge(job, ONE_NODE, run_dir, ending, gone, result)
+    return series.RunOutcome(error, result, "", tuple(late_errors))
+
+
+# The records of rank 0 and 1 ("": none), and the exit code of the command.
 @pytest.mark.parametrize(
-    ("first", "second", "phases", "stands"),
+    ("first", "second", "code"),
     [
-        ("done", "done", "done done", True),
-        ("failed", "done", "save done", True),  # its model was not saved
-        (
-            "",
-            "interrupted",
-            "save done",
-            True,
-        ),  # killed while it saved, upon which torchrun ended the other one
-        (
-            "failed",
-            "failed",
-            "checkpoint checkpoint",
-            True,
-        ),  # the last checkpoint was not saved: all ranks are told
-        (
-            "failed",
-            "",
-            "checkpoint checkpoint",
-            True,
-        ),  # the other one was killed while both saved it
-        (
-            "failed",
-            "done",
-            "done done",
-            False,
-        ),  # after its log said success: what it did for the run was not over
-        ("done", "failed", "save done", False),
-        ("done", "", "save done", False),
-        ("failed", "failed", "checkpoint evaluation", False),
-        ("interrupted", "interrupted", "done done", False),
+        ("failed", "done", StorageError.exit_code),  # its model was not saved
+        ("", "interrupted", StorageError.exit_code),  # killed while it saved
+        ("failed", "failed", StorageError.exit_code),  # the last checkpoint was not saved
+        ("interrupted", "interrupted", StorageError.exit_code),
+        ("done", "failed", 0),  # nothing is missing: rank 0 writes all files
+        ("done", "", 0),
     ],
 )
-def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phases, stands):
-    for rank, (outcome, phase) in enumerate(zip((first, second), phases.split(), strict=True)):
-        (tmp_path / f"ranks/rank_{rank}.heartbeat").write_text(json.dumps({"phase": phase}))
+def test_a_result_that_stands_is_left_by_what_fails_later(
+    tmp_path, monkeypatch, first, second, code
+):
+    for rank, outcome in enumerate((first, second)):
         if outcome:
-            write_rank_record(tmp_path, rank, outcome)
-    assert diagnosis.finished(tmp_path, 2) == stands
+            write_rank_record(tmp_path, rank, outcome, RunError("boom"))
+    outcome = judged(tmp_path, Ending(1), GOOD_RESULT, monkeypatch=monkeypatch)
+    assert outcome.error is None and len(outcome.late_errors) == 1
+    assert outcome.exit_code == code
+    assert not (tmp_path / "failure.json").exists()
+    aborted = diagnosis.RunResult(60.0, "aborted", 48, True)
+    assert judged(tmp_path, Ending(1), aborted, monkeypatch=monkeypatch).error
+    assert (tmp_path / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "gone", "code"),
+    [
+        (Ending(143, signal_number=15), None, 143),
+        (Ending(-9), StorageError("ranks is gone"), 17),
+        (Ending(-9, hang=Hang("no rank made progress")), None, 17),
+        (Ending(-9), None, 17),  # torchrun was killed
+    ],
+)
+def test_an_end_of_the_processes_after_run_stop_leaves_the_result(
+    tmp_path, monkeypatch, ending, gone, code
+):
+    outcome = judged(tmp_path, ending, GOOD_RESULT, gone=gone, monkeypatch=monkeypatch)
+    assert outcome.error is None and outcome.exit_code == code
+    assert "--continue" not in outcome.late_errors[0].do
+
+
+def test_a_check_that_failed_takes_a_result_back(tmp_path, monkeypatch):
+    """The checker's, or that of the frozen weights, which is a rank's own."""
+    found = CheckFailed("a finding")
+    assert judged(tmp_path, Ending(0), GOOD_RESULT, found, monkeypatch=monkeypatch).error is found
+    for rank in (0, 1):
+        write_rank_record(tmp_path, rank, "failed", CheckFailed("the frozen base changed"))
+    outcome = judged(tmp_path, Ending(1), GOOD_RESULT, monkeypatch=monkeypatch)
+    assert outcome.exit_code == 20 and outcome.late_errors == ()
+
+
+def test_a_log_that_cannot_be_read_is_a_storage_error(tmp_path, monkeypatch):
+    result = diagnosis.RunResult(unreadable="Stale file handle")
+    outcome = judged(tmp_path, Ending(0), result, monkeypatch=monkeypatch)
+    assert outcome.exit_code == 17 and "Stale file handle" in outcome.error.what
 
 
 @pytest.mark.parametrize(
@@ -163,9 +227,7 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, monkeypatch, name, raise
     monkeypatch.setattr(guard.os, "_exit", lambda code: None)
     guard.exit_with_failure(tmp_path, 0, raised, lambda: None, lambda: 5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
-    error, _ = run.judge(
-        job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.RunResult()
-    )
+    error, _ = run.judge(job, ONE_NODE, tmp_path, Ending(1), None, diagnosis.RunResult())
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
     assert ("plan expects a peak of " in error.do) == said
@@ -189,7 +251,7 @@ def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_check
         (before / "rank_0.safetensors").touch()
         (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
     error, _ = run.judge(
-        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), diagnosis.RunResult()
+        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), None, diagnosis.RunResult()
     )
     assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
     assert json.loads((run_dir / "failure.json").read_text())["do"] == error.do
@@ -204,8 +266,7 @@ def test_an_estimate_that_fails_does_not_hide_that_the_memory_is_full(tmp_path, 
     full = torch.OutOfMemoryError("CUDA out of memory.")
     guard.exit_with_failure(tmp_path, 0, full, lambda: None, lambda: 5)
     given = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")["H200_1x8"])
-    nodes = mock.Mock(lost={}, failed=False)
-    error, _ = run.judge(given, nodes, tmp_path, Ending(1), diagnosis.RunResult())
+    error, _ = run.judge(given, ONE_NODE, tmp_path, Ending(1), None, diagnosis.RunResult())
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == failure["exit_code"] == 12 and "no estimate" in failure["do"]
 

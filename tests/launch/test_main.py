@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import STUB, TORCHRUN, alive, finish, launch, make_project, wait_until
+from toy import STUB, TORCHRUN, alive, finish, launch, make_project, shorten, wait_until
 
 from common import hardware
 from common.data.manifest import Manifest, facts_of
@@ -128,7 +128,7 @@ def test_findings_are_no_success(project, tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "code", "words"),
-    [("unsaved", 17, "the model was not saved"), ("killed in save", 14, "died without a message")],
+    [("unsaved", 17, "the model was not saved"), ("killed in save", 17, "died without a message")],
 )
 def test_what_fails_in_saving_ends_the_command_and_not_the_run(
     project, tmp_path, mode, code, words
@@ -151,12 +151,45 @@ def test_what_fails_in_saving_ends_the_command_and_not_the_run(
     )
 
 
-def test_a_run_without_saving_that_fails_after_its_end_has_failed(project, tmp_path):
-    code, _, _ = finish(launch(project, tmp_path, TOY="late"))
-    assert (
-        code == 17
-        and json.loads((only_run(tmp_path) / "failure.json").read_text())["kind"] == "storage"
-    )
+def ends(tmp_path):
+    lines = map(json.loads, (tmp_path / "out/toy/attempts.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "end"]
+
+
+def test_a_run_that_fails_after_run_stop_is_good(project, tmp_path):
+    code, _, err = finish(launch(project, tmp_path, TOY="late"))
+    (end,) = ends(tmp_path)
+    assert (code, end["exit_code"], end["kind"]) == (17, 0, "success"), err
+    assert "something is missing" in end["reason"] and "something is missing" in err
+    assert not (only_run(tmp_path) / "failure.json").exists()
+
+
+@pytest.mark.parametrize("findings", ["-9", "1", "2"])
+def test_a_checker_that_could_not_run_leaves_a_good_run_that_was_not_checked(
+    project, tmp_path, findings
+):
+    code, _, err = finish(launch(project, tmp_path, TOY="good", FINDINGS=findings, NEXP="2"))
+    assert code == 0 and "2 of 2 good" in err, err
+    assert "./run_and_time.sh check " in err and "log check: passed" not in err
+    for end in ends(tmp_path):
+        assert (end["exit_code"], end["kind"]) == (0, "success") and "not checked" in end["reason"]
+    assert not list((tmp_path / "out").rglob("failure.json"))
+
+
+def test_a_rank_that_exits_with_1_was_not_interrupted(project, tmp_path):
+    code, _, err = finish(launch(project, tmp_path, TOY="exit"))
+    (end,) = ends(tmp_path)
+    assert (code, end["exit_code"], end["kind"]) == (1, 1, "internal"), err
+    assert json.loads((only_run(tmp_path) / "failure.json").read_text())["kind"] == "internal"
+
+
+def test_a_log_of_torchrun_that_cannot_be_opened_is_a_storage_error(tmp_path):
+    project = make_project(tmp_path / "project")
+    shorten(project, "launch/processes/torchrun.py", '"torchrun.log"', '"none/torchrun.log"')
+    code, _, err = finish(launch(project, tmp_path, TOY="good"))
+    (end,) = ends(tmp_path)
+    assert (code, end["kind"]) == (17, "storage") and "torchrun.log" in end["reason"], err
+    assert "Traceback" not in err
 
 
 def test_only_a_benchmark_that_can_save_takes_the_option():

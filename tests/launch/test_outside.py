@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from test_series import Running
@@ -22,7 +23,7 @@ from toy import ROOT, TORCHRUN, alive, finish, make_project, shorten, wait_until
 from common.errors import OutOfMemory, RunError, StorageError
 from common.records import ledger
 from launch import limits, series
-from launch.run_directory import fill, missing
+from launch.run_directory import DirectoryWatch, fill
 
 pytestmark = pytest.mark.quick
 
@@ -156,11 +157,31 @@ def test_the_directory_of_a_run_is_taken_away(project, tmp_path, where, way):
 
 
 def test_what_belongs_to_a_run_from_when_on(tmp_path):
-    assert missing(tmp_path), "no ranks/"
+    watch = DirectoryWatch(tmp_path)
+    assert watch.missing(), "no ranks/"
     fill(tmp_path)
-    assert not missing(tmp_path), "rank 0 has not opened its log yet"
+    assert not watch.missing(), "rank 0 has not opened its log yet"
     (tmp_path / "ranks/rank_0.heartbeat").touch()
-    assert missing(tmp_path).what.endswith("result.txt is gone")
+    assert watch.missing().what.endswith("result.txt is gone")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN])
+def test_files_are_gone_only_after_a_minute_of_errors(tmp_path, monkeypatch, number):
+    clock = mock.Mock(return_value=0.0)
+    watch = DirectoryWatch(fill(tmp_path), clock)
+    fails = mock.Mock(side_effect=OSError(number, os.strerror(number), "ranks"))
+
+    def missing_at(seconds, fails=fails):
+        clock.return_value = seconds
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr(Path, "stat", fails)
+            return watch.missing()
+
+    assert not missing_at(1.0) and not missing_at(59.0)
+    assert not missing_at(60.0, fails=None), "it answers once"
+    assert not missing_at(61.0) and not missing_at(119.0)
+    assert os.strerror(number) in missing_at(121.0).what
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -243,6 +264,40 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
     )
     assert json.loads((tmp_path / end["run"] / "failure.json").read_text())["kind"] == kind.kind
     assert ("Traceback" in capfd.readouterr().err) == (kind is RunError), "the place of a defect"
+
+
+def test_what_fails_in_the_launcher_after_run_stop_is_a_late_error(tmp_path, monkeypatch):
+    record = ledger.SeriesRecord("s", 2, {"commit": None})
+    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    line = series.SeriesRunner(tmp_path, record, selection)
+    line.append("series", started="", goal=2, facts={})
+    seeds = []
+
+    def execute(run_dir, seed):
+        seeds.append(seed)
+        stop = {"key": "run_stop", "time_ms": 1, "value": None, "metadata": {"status": "success"}}
+        (run_dir / "result.txt").write_text(f":::MLLOG {json.dumps(stop)}\n")
+        raise MemoryError
+
+    request = series.SeriesRequest(2, 0)
+    code = series.make_attempts(line, tmp_path.parent, tmp_path.name, request, execute)
+    (read,) = ledger.read(tmp_path / ledger.NAME)
+    assert code == 0 and len(seeds) == len(read.good) == 2 and not read.failed
+    assert all("memory" in end["reason"] for end in read.good)
+    assert not list(tmp_path.rglob("failure.json"))
+
+
+def test_a_lock_that_cannot_be_removed_costs_no_good_run(project, tmp_path):
+    """Its folder is replaced by one where nothing can be unlinked: a directory in its place."""
+    running = Running(project, tmp_path, held=(1,))
+    running.run_dir(1)
+    (lock,) = (tmp_path / "out/toy").glob("series_*.lock")
+    lock.unlink()
+    lock.mkdir()
+    running.release(1)
+    code, _, err = finish(running.process)
+    assert code == 0, err
+    the_end(running, 0, "success")
 
 
 def test_few_processes_and_threads(monkeypatch):

@@ -11,15 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+from failing_calls import fail_once
 from ranks import call_on_ranks
 from synthetic_run import records
 from tiny import FP8_RULES, TINY, facts, run, run_config, write_data
 from toy import wait_until
 
-from common.errors import ConfigError, StorageError, WeightsError
+from common.errors import ConfigError, StorageError, TargetMissed, WeightsError
 from common.kernels.fp8 import INVERSE, SCALE
+from common.model import saved_model
 from common.model.shapes import ModelShape
-from common.training import checkpoint, continuation, loop
+from common.training import checkpoint, continuation, loop, timed_run
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
@@ -457,7 +459,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(
 def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
     processes, tmp_path, monkeypatch, full
 ):
-    """The launcher reads from the phase whether a failure came after the run."""
     write_data(tmp_path / "data")
     log, write = tmp_path / "run/result.txt", checkpoint.write_file
 
@@ -478,9 +479,6 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
         **SIZES,
     )
     assert (ended.status, ended.error) == ("success", "storage" if full else "")
-    assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == (
-        "checkpoint" if full else "done"
-    )
     assert len(list((tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir())) == (not full)
 
 
@@ -502,23 +500,63 @@ def test_a_checkpoint_that_fails_after_the_run_does_not_cost_the_trained_model(
     )
     assert (ended.status, ended.error) == ("success", "storage")
     assert (tmp_path / "run" / "model").is_dir()
-    heartbeat = json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())
-    assert heartbeat["phase"] == "checkpoint"
 
 
-def test_a_save_that_failed_earlier_is_reported_in_the_checkpoint_phase(made, monkeypatch):
-    monkeypatch.setattr(
-        checkpoint,
-        "write_file",
-        mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")),
-    )
+def test_a_target_missed_stays_missed_if_checkpoint_and_model_are_not_saved(
+    processes, tmp_path, monkeypatch
+):
+    write_data(tmp_path / "data")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(saved_model, "write_checkpoint", full)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, interval, evaluated: self.step == 9)
+    with mock.patch.object(timed_run, "_raise_first", side_effect=timed_run._raise_first) as ends:
+        ended = run(tmp_path / "run", tmp_path / "data", checkpoint="1", save=True, **SIZES)
+    (failures,) = ends.call_args.args
+    assert (ended.status, ended.error) == ("aborted", "target_missed")
+    assert [type(failure) for failure in failures] == [TargetMissed, StorageError, StorageError]
+    assert "no checkpoint was saved" in failures[0].why and "model" in failures[0].why
+
+
+# fault: function of os, end of the path, errno, whether it is done nevertheless
+@pytest.mark.parametrize(
+    ("fault", "remain"),
+    [
+        (("rename", "step_00000003", errno.EIO, False), {"step_00000003", "step_00000006"}),
+        (("rename", "step_00000006.partial", errno.ENOENT, True), {"step_00000006"}),
+        (("rename", "step_00000006.partial", errno.ESTALE, True), {"step_00000006"}),
+        (("fsync", "checkpoints", errno.EINVAL, False), {"step_00000006"}),
+        (("fsync", "checkpoints", errno.EIO, False), {"step_00000003", "step_00000006"}),
+        (("fsync", "step_00000006.partial", errno.EINVAL, False), {"step_00000006"}),
+    ],
+)
+def test_a_whole_checkpoint_is_saved_whatever_tidying_says(
+    made, tmp_path, monkeypatch, fault, remain
+):
+    name, end, number, done = fault
     checkpoints = made()
-    checkpoints.offer(1, evaluated=True)
-    assert checkpoints.saving.exception(60), "it is over"
-    heartbeat = checkpoints.reports.heartbeat = mock.Mock()
+    as_after(checkpoints, 3).offer(3, evaluated=True)
+    checkpoints.finish()
+    with monkeypatch.context() as failing:
+        failing.setattr(os, name, fail_once(getattr(os, name), end, 1, number, done))
+        as_after(checkpoints, 6).offer(6, evaluated=True)
+        checkpoints.finish()
+    folder = tmp_path / CHECKPOINTS_FOLDER
+    assert {path.name for path in folder.iterdir()} == remain
+    assert made(checkpoint=None, continues=tmp_path).load() == 6
+    as_after(checkpoints, 9).offer(9, evaluated=True)
+    checkpoints.finish()
+    assert [path.name for path in folder.iterdir()] == ["step_00000009"]
+
+
+@pytest.mark.parametrize("end", ["step_00000003.partial", "rank_0.safetensors"])
+def test_a_checkpoint_that_is_not_whole_is_not_saved(made, monkeypatch, end):
+    name = "rename" if end.endswith("partial") else "fsync"
+    monkeypatch.setattr(os, name, fail_once(getattr(os, name), end, 1, errno.EIO, False))
+    checkpoints = made()
+    as_after(checkpoints, 3).offer(3, evaluated=True)
     with pytest.raises(StorageError):
         checkpoints.finish()
-    heartbeat.write.assert_called_with(1, "checkpoint")
 
 
 def test_files_of_a_killed_save_are_not_part_of_the_next_save(processes, tmp_path):

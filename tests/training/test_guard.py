@@ -154,7 +154,22 @@ def test_an_error_without_a_message_is_named_by_its_class(error, kind):
 
 
 @pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
+    "number",
+    [
+        errno.ENOSPC,
+        errno.EFBIG,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EREMOTEIO,
+    ],
 )
 def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     failure = classify(OSError(number, os.strerror(number), "/results/events.jsonl"))

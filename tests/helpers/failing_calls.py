@@ -1,0 +1,25 @@
+"""Make one call of a function of `os` fail."""
+
+import os
+
+
+def fail_once(function, end: str, nth: int, number: int, done: bool):
+    """Return `function` with its `nth` call on a path that ends in `end` failing with an errno.
+
+    The path is the first argument, or that of the file descriptor which is the first argument.
+    `done`: do the work first, as when NFS repeats a request whose answer was lost.
+    """
+    calls = 0
+
+    def call(target, *arguments, **options):
+        nonlocal calls
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+        if path.endswith(end):
+            calls += 1
+            if calls == nth:
+                if done:
+                    function(target, *arguments, **options)
+                raise OSError(number, os.strerror(number), path)
+        return function(target, *arguments, **options)
+
+    return call
