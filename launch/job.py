@@ -15,7 +15,7 @@ from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError, WeightsError
-from common.hardware import Probe, probe
+from common.hardware import Probe
 from common.paths import ROOT, data_folder
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
@@ -35,6 +35,7 @@ from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
+from launch.selection import Machine, Request
 
 AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
@@ -111,7 +112,7 @@ class Job:
 
     benchmark: str
     selection: Selection
-    gpus: Probe
+    machine: Machine
     data_dir: Path
     log_dir: Path
     environment: Mapping[str, str]
@@ -131,6 +132,11 @@ class Job:
     def rules(self) -> Rules:
         """The benchmark's rules for this config."""
         return rules_of(self.benchmark, self.config)
+
+    @property
+    def gpus(self) -> Probe:
+        """The visible GPUs of this node."""
+        return self.machine.probe
 
     @property
     def run_gpus(self) -> Probe:
@@ -172,8 +178,9 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     """
     environment = os.environ
     save = getattr(options, "save", False)
-    gpus = Probe("none") if options.device == "cpu" else probe()
-    selection = select_config(ROOT, benchmark, options, environment, gpus, measurement)
+    request = Request.of(benchmark, options, environment)
+    machine = Machine.of(environment, options.device)
+    selection = select_config(ROOT, request, machine, measurement)
     if save and not rules_of(benchmark, selection.config).saves_model:
         raise ConfigError(
             f"--save does not apply to {benchmark}",
@@ -196,14 +203,14 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
     if selection.device == "cuda":
-        cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node)
+        cpus = cpus_of_ranks(machine.probe, selection.config.gpus_per_node)
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
     return Job(
         benchmark=benchmark,
         selection=selection,
-        gpus=gpus,
+        machine=machine,
         data_dir=data_dir,
         log_dir=log_dir,
         environment=environment,

@@ -5,7 +5,6 @@ The result depends only on the command line, the GPUs found, the environment and
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,10 @@ from common import known_issues
 from common.benchmarks import config_class, names_mlperf, rules_of
 from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError, RunError
-from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.hardware import Probe, config_name, config_names, identify
-from launch.plan.derive_config import (
-    WITH_FP8,
-    load_or_derive,
-    moved,
-    overrides_of,
-    unknown_kind,
-)
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import config_name, config_names
+from launch.plan.derive_config import WITH_FP8, load_or_derive, moved, unknown_kind
+from launch.selection import NO_GPUS, Machine, Request
 
 # Environment variables that show that the full benchmark is wanted, not the miniature. The
 # variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
@@ -70,17 +64,10 @@ def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) 
 
 
 def select_config(
-    root: Path,
-    benchmark: str,
-    options: argparse.Namespace,
-    environment: Mapping[str, str],
-    gpus: Probe,
-    measurement: bool = False,
+    root: Path, request: Request, machine: Machine, measurement: bool = False
 ) -> Selection:
     """Read or derive the config that fits the machine.
 
-    `options`: command-line options with config, set and device, and optionally miniature and
-        layers.
     `measurement`: whether to accept versions that are known to compute wrongly, and a config that
         reaches no evaluation.
 
@@ -88,27 +75,26 @@ def select_config(
     visible for a real run, or if the GPUs or these versions cannot be used. Raises OutOfMemory if
     no config that fits into the GPU's memory can be derived.
     """
-    require_config(root, benchmark, options)
-    require_gpus(options, environment, gpus)
-    device = options.device or ("cuda" if gpus.devices else "cpu")
-    kind = None
-    if device == "cuda" or not gpus.devices:  # without a GPU, GPU_KIND must be valid too
-        kind = identify(gpus, environment.get("GPU_KIND", ""))
-    path, reason = config_file(root, benchmark, options, environment, kind, len(gpus.devices))
-    config, derived = _read_or_derive(
-        root, benchmark, path, options, environment, kind, len(gpus.devices)
-    )
+    benchmark = request.benchmark
+    if request.device == "cpu":
+        machine = NO_GPUS
+    require_config(root, request)
+    require_gpus(request, machine)
+    path, reason = config_file(root, request, machine)
+    config, derived = read_or_derive(root, request, machine, path)
     require_by_rules(benchmark, config, whole_run=not measurement)
-    if config.gpu == "CPU" and not options.device:
+    kind = machine.kind
+    device = "cuda" if kind else "cpu"
+    if config.gpu == "CPU" and not request.device:
         device = "cpu"
         kind = None
-    notes = _mismatches(config, kind, options, environment)
+    notes = _mismatches(config, kind, request)
     if kind:
-        _require_visible(config, len(gpus.devices))
-        notes += _notes_on_gpus(kind, gpus, environment, refuse=not measurement)
+        _require_visible(config, machine.gpus)
+        notes += _notes_on_gpus(kind, machine, request.environment, refuse=not measurement)
     if derived and not path.is_file():
         notes.append("the config is derived, not a file in configs/: not for submission")
-    modification = _modification(root, benchmark, path, options)
+    modification = _modification(root, path, request)
     if modification and names_mlperf(benchmark, config):
         notes.append(f"{modification}: not for submission")
     is_forced = config.gpu != _kind_name(kind)
@@ -118,34 +104,30 @@ def select_config(
         log_name=_log_name(path, bool(derived), is_forced, bool(modification)),
         reason=reason,
         device=device,
-        gpus=describe(gpus, kind),
+        gpus=machine.describe(kind),
         notes=tuple(notes),
         derived=derived,
     )
 
 
-def _read_or_derive(
-    root: Path,
-    benchmark: str,
-    path: Path,
-    options: argparse.Namespace,
-    environment: Mapping[str, str],
-    kind: GpuKind | None,
-    visible: int,
+def read_or_derive(
+    root: Path, request: Request, machine: Machine, path: Path
 ) -> tuple[RunConfig, str]:
     """Return the config in `path`, or one derived from the nearest file, and how it was derived.
 
-    The description is "" for a config that was not derived. `visible`: number of visible GPUs.
-    Raises ConfigError if --set contradicts --miniature.
+    The description is "" for a config that was not derived. Raises ConfigError if --set contradicts
+    --miniature.
     """
-    overrides = overrides_of(options.set)
-    if wants_miniature(options) and kind:
-        config, derived = miniature_on_gpu(benchmark, path, kind, overrides)
+    overrides = {**request.overrides}
+    kind = machine.kind
+    if request.miniature and kind:
+        config, derived = miniature_on_gpu(request.benchmark, path, kind, overrides)
     else:
-        layers = getattr(options, "layers", None) or 0
-        count = requested_gpus(environment) or visible
-        config, derived = load_or_derive(root, benchmark, path, kind, overrides, layers, count)
-    if wants_miniature(options) and not config.miniature:
+        count = request.gpus or machine.gpus
+        config, derived = load_or_derive(
+            root, request.benchmark, path, kind, overrides, request.layers, count
+        )
+    if request.miniature and not config.miniature:
         raise ConfigError(
             "--miniature with --set miniature=false",
             "the toy model's config with the real model is neither of them",
@@ -166,27 +148,24 @@ def _log_name(path: Path, is_derived: bool, is_forced: bool, is_modified: bool) 
     return f"{path.stem}{suffix}.toml"
 
 
-def _modification(root: Path, benchmark: str, path: Path, options: argparse.Namespace) -> str:
+def _modification(root: Path, path: Path, request: Request) -> str:
     """Say how the config in `path` differs from the shipped file of this name, "" if it does not.
 
     The contents are compared, since the log has only the file's name.
     """
-    if options.set:
-        return f"changed on the command line ({', '.join(options.set)})"
-    shipped = root / "configs" / benchmark / path.name
+    if request.overrides:
+        changes = (f"{key}={text}" for key, text in request.overrides.items())
+        return f"changed on the command line ({', '.join(changes)})"
+    shipped = root / "configs" / request.benchmark / path.name
     if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
-        return f"{path} differs from the file of that name in configs/{benchmark}"
+        return f"{path} differs from the file of that name in configs/{request.benchmark}"
     return ""
 
 
-def wants_miniature(options: argparse.Namespace) -> bool:
-    """Return whether the command line has --miniature, which not every command accepts."""
-    return getattr(options, "miniature", False)
-
-
-def require_config(root: Path, benchmark: str, options: argparse.Namespace) -> None:
+def require_config(root: Path, request: Request) -> None:
     """Raise ConfigError without --config if configs/ has no file for the benchmark."""
-    if not options.config and not config_names(root, benchmark):
+    benchmark = request.benchmark
+    if not request.file and not config_names(root, benchmark):
         raise ConfigError(
             f"{benchmark} needs a config",
             "the config sets the rules of the run, and there is no default",
@@ -194,7 +173,7 @@ def require_config(root: Path, benchmark: str, options: argparse.Namespace) -> N
         )
 
 
-def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gpus: Probe) -> None:
+def require_gpus(request: Request, machine: Machine) -> None:
     """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested.
 
     Without this check, a machine whose GPUs are hidden would silently train the miniature on its
@@ -202,17 +181,21 @@ def require_gpus(options: argparse.Namespace, environment: Mapping[str, str], gp
     is set. It is not if the user asks for something else with --miniature, --device cpu, --config
     FILE, or a DGXSYSTEM that names a CPU.
     """
-    if gpus.devices:
+    if machine.gpus:
         return
     do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
-    if options.device == "cuda":
+    if request.device == "cuda":
         raise PreflightError("--device cuda, but no GPU is visible", NO_GPU, do)
-    system = environment.get("DGXSYSTEM", "")
-    explicit = options.device == "cpu" or options.config is not None or system.startswith("CPU_")
-    names = variables_of_real_run(environment)
-    if names and not explicit and not wants_miniature(options):
+    explicit = (
+        request.miniature
+        or request.device == "cpu"
+        or request.file is not None
+        or request.system.startswith("CPU_")
+    )
+    names = variables_of_real_run(request.environment)
+    if names and not explicit:
         are = "is" if len(names) == 1 else "are"
-        if system:
+        if request.system:
             do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
         raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
 
@@ -267,7 +250,7 @@ def _require_visible(config: RunConfig, visible: int) -> None:
 
 
 def _notes_on_gpus(
-    kind: GpuKind, gpus: Probe, environment: Mapping[str, str], refuse: bool
+    kind: GpuKind, machine: Machine, environment: Mapping[str, str], refuse: bool
 ) -> list[str]:
     """Return notes on an unknown GPU kind, and on known issues of the installed versions.
 
@@ -279,69 +262,54 @@ def _notes_on_gpus(
             f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture "
             "are those that the driver reports, and there is no MFU, since the peak is unknown"
         )
-    versions = known_issues.installed(gpus.driver)
+    versions = known_issues.installed(machine.probe.driver)
     return notes + known_issues.notes(kind, versions, environment, refuse=refuse)
 
 
-def config_file(
-    root: Path,
-    benchmark: str,
-    options: argparse.Namespace,
-    environment: Mapping[str, str],
-    kind: GpuKind | None,
-    visible: int,
-) -> tuple[Path, str]:
+def config_file(root: Path, request: Request, machine: Machine) -> tuple[Path, str]:
     """Return the path of the config file, which need not exist, and why it was selected.
 
     In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs select
     the file. Raises ConfigError for an empty --config.
     """
-    folder = root / "configs" / benchmark
-    if wants_miniature(options):
+    folder = root / "configs" / request.benchmark
+    if request.miniature:
         return folder / "CPU_1x1.toml", "--miniature was given"
-    if options.config == "":
+    if request.file == "":
         raise ConfigError(
             "--config names no file", "its value is empty", "name a file, or leave out --config"
         )
-    if options.config:
-        return Path(options.config), "--config names it"
-    if environment.get("DGXSYSTEM"):
-        return (
-            folder / f"{environment['DGXSYSTEM'].removesuffix('.toml')}.toml",
-            "DGXSYSTEM names it",
-        )
-    count = requested_gpus(environment) or (visible if kind else 1)
+    if request.file:
+        return Path(request.file), "--config names it"
+    if request.system:
+        return folder / f"{request.system}.toml", "DGXSYSTEM names it"
+    kind = machine.kind
+    count = request.gpus or machine.gpus or 1
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
     return folder / f"{config_name(kind, count)}.toml", reason
 
 
-def _mismatches(
-    config: RunConfig,
-    kind: GpuKind | None,
-    options: argparse.Namespace,
-    environment: Mapping[str, str],
-) -> list[str]:
+def _mismatches(config: RunConfig, kind: GpuKind | None, request: Request) -> list[str]:
     """Return a note if --config forces a config for another GPU onto this machine, else [].
 
     Raises ConfigError if the number of GPUs differs from DGXNGPU, or if a config for another GPU
     was selected without --config. Raises PreflightError for a config for GPUs where none is
     visible, unless --device cpu forces it.
     """
-    requested = requested_gpus(environment)
-    if requested and requested != config.gpus_per_node:
-        what = f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}"
+    if request.gpus and request.gpus != config.gpus_per_node:
+        what = f"DGXNGPU={request.gpus}, but the config is for {config.gpus_per_node}"
         raise ConfigError(what, "both say how many GPUs to use", "unset one of them")
     if config.gpu == _kind_name(kind):
         return []
-    if not options.config:
+    if not request.file:
         here = f"this machine has {kind.name}" if kind else "the run would be on the CPU"
-        undo = "unset DGXSYSTEM" if environment.get("DGXSYSTEM") else "leave out --set gpu"
+        undo = "unset DGXSYSTEM" if request.system else "leave out --set gpu"
         raise ConfigError(
             f"the config is for {config.gpu}, but {here}",
             "its values were chosen for another GPU, and the log would name the wrong system",
             f"{undo}, or force it with --config FILE",
         )
-    if kind is None and config.gpu != "CPU" and options.device != "cpu":
+    if kind is None and config.gpu != "CPU" and request.device != "cpu":
         raise _no_gpu_for(config)
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
 
@@ -360,26 +328,5 @@ def _no_gpu_for(config: RunConfig) -> RunError:
     )
 
 
-def requested_gpus(environment: Mapping[str, str]) -> int:
-    """Return DGXNGPU, 0 if it is not set. Raise ConfigError if it is not a number of GPUs."""
-    text = environment.get("DGXNGPU", "")
-    if text and (not text.isdecimal() or int(text) < 1):
-        raise ConfigError(
-            f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
-        )
-    return int(text or 0)
-
-
 def _kind_name(kind: GpuKind | None) -> str:
     return kind.name if kind else "CPU"
-
-
-def describe(gpus: Probe, kind: GpuKind | None) -> str:
-    """Return the visible GPUs for display: number, kind, product, memory in GiB and driver."""
-    if kind is None:
-        return "not used (running on the CPU)" if gpus.devices else "none"
-    first = gpus.devices[0]
-    details = [first.name or first.arch, f"{first.memory_bytes / GIB:.0f} GiB each"]
-    if gpus.driver:
-        details.append(f"driver {gpus.driver}")
-    return f"{len(gpus.devices)} x {kind.name} ({', '.join(details)})"

@@ -18,9 +18,11 @@ from common.kernels.fp8 import fp8_dtypes
 from common.paths import ROOT
 from common.self_test import run as self_test
 from common.self_test.results import OpResult, SelfTestResult
+from launch import selection
 from launch.preflight import __main__ as preflight_command
 from launch.preflight.rank_report import RankReport
 from launch.select_config import select_config
+from launch.selection import Machine, Request
 
 pytestmark = pytest.mark.quick
 
@@ -96,8 +98,8 @@ def rocm(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @each_card
 def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
-    options = argparse.Namespace(config=None, set=[], device=None)
-    chosen = select_config(ROOT, benchmark, options, {}, probe(tmp_path, card, count))
+    machine = Machine(probe(tmp_path, card, count))
+    chosen = select_config(ROOT, Request(benchmark), machine)
     assert (
         chosen.config.gpu == card.kind
         and chosen.config.gpus_per_node == count
@@ -120,7 +122,7 @@ def _options() -> argparse.Namespace:
 
 
 def rows_of(tmp_path, monkeypatch, card, ranks):
-    monkeypatch.setattr(preflight_command, "probe", lambda env: probe(tmp_path, card))
+    monkeypatch.setattr(selection, "probe", lambda environment: probe(tmp_path, card))
     monkeypatch.setattr(preflight_command, "read_gpus", lambda *_: [])
     monkeypatch.setattr(preflight_command, "installed", lambda driver: VERSIONS)
     monkeypatch.setattr(preflight_command, "run_ranks", lambda *_: ranks)

@@ -16,7 +16,6 @@ benchmark plans any model (launch/plan/any_model.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -35,11 +34,11 @@ from common.command_line import (
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names, identify, probe
+from common.hardware import config_names
 from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model, scaling_table
-from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
+from launch.plan.derive_config import load_or_derive, unknown_kind
 from launch.plan.memory import (
     Memory,
     fewest_layers,
@@ -55,7 +54,8 @@ from launch.plan.memory import (
 from launch.plan.step_time import Estimate, estimate
 from launch.plan.tables import memory_table, table
 from launch.plan.workload import Workload, benchmark_workload
-from launch.select_config import requested_gpus, require_config
+from launch.select_config import require_config
+from launch.selection import Machine, Request
 
 SOURCES = """\
 Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
@@ -71,12 +71,13 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
     refuse_without("--scaling", {"--network": options.network, "--page": options.page})
-    require_config(root, benchmark, options)
-    overrides = overrides_of(options.set)
+    request = Request.of(benchmark, options, os.environ)
+    require_config(root, request)
+    overrides = {**request.overrides}
     path = None
     machine = None
     if not options.all:
-        path, machine = _chosen(root, benchmark, options)
+        path, machine = _chosen(root, request)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
         lines = [all_table(benchmark, loaded), "", SOURCES]
@@ -84,7 +85,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
         gpus = 1
         is_fitted = _is_fitted(benchmark, path, overrides)
         if is_fitted:
-            machine, gpus = _this_machine()
+            machine, gpus = _this_machine(request)
         config, derived = load_or_derive(
             root, benchmark, path, machine, overrides=overrides, gpus=gpus
         )
@@ -154,29 +155,26 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     return report | {"memory": sizes, "estimate": speed}
 
 
-def _chosen(
-    root: Path, benchmark: str, options: argparse.Namespace
-) -> tuple[Path | None, GpuKind | None]:
+def _chosen(root: Path, request: Request) -> tuple[Path | None, GpuKind | None]:
     """Return the config to describe, or None for all configs, and this machine's GPU if probed.
 
     The file of the config need not exist.
     """
-    folder = root / "configs" / benchmark
-    if options.config is not None:
-        return Path(options.config), None
-    if name := os.environ.get("DGXSYSTEM"):
-        return folder / f"{name.removesuffix('.toml')}.toml", None
-    kind, count = _this_machine()
+    folder = root / "configs" / request.benchmark
+    if request.file is not None:
+        return Path(request.file), None
+    if request.system:
+        return folder / f"{request.system}.toml", None
+    kind, count = _this_machine(request)
     if kind is None:
         return None, None
     return folder / f"{kind.name}_1x{count}.toml", kind
 
 
-def _this_machine() -> tuple[GpuKind | None, int]:
+def _this_machine(request: Request) -> tuple[GpuKind | None, int]:
     """Return the kind of this machine's GPUs, None without any, and how many a run would use."""
-    found = probe()
-    kind = identify(found, os.environ.get("GPU_KIND", ""))
-    return kind, requested_gpus(os.environ) or len(found.devices)
+    machine = Machine.of(os.environ)
+    return machine.kind, request.gpus or machine.gpus
 
 
 def _is_fitted(benchmark: str, path: Path, overrides: dict[str, str]) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 from common import config as configs
 from common.benchmarks import config_class, divisions, load_config, rules_of
-from common.command_line import PROGRAM
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
@@ -85,32 +84,6 @@ def load_or_derive(
     config = _derive(benchmark, file, kind, gpus, overrides, layers)
     changed = _changes(configs.load(file, config_class(benchmark)), config, overrides)
     return config, f"derived for {gpus} x {kind.name} from {file.name}: {changed}"
-
-
-def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of texts KEY=VALUE.
-
-    Of a key that is given twice, the last value counts. Raise ConfigError for a text of another
-    form.
-    """
-    overrides: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not key:
-            raise ConfigError(
-                f"--set {text} is not KEY=VALUE",
-                "the key or the = is missing",
-                "write, for example, --set micro_batch_size=1",
-            )
-        if key.startswith("env."):
-            variable = f"{key.removeprefix('env.')}={value}"
-            raise ConfigError(
-                f"--set {text} sets an environment variable",
-                "--set changes whole keys of the config",
-                f"set the variable before the command: {variable} {PROGRAM} ...",
-            )
-        overrides[key] = value
-    return overrides
 
 
 def unknown_kind(name: str) -> ConfigError:

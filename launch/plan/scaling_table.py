@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.benchmarks import closed, divisions
-from common.command_line import Parser
+from common.command_line import Parser, overrides_of
 from common.errors import ConfigError, OutOfMemory, write_text
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
 from launch.plan import scaling
-from launch.plan.derive_config import overrides_of
 from launch.plan.tables import table
 
 DAY = 24 * 60  # minutes

@@ -49,12 +49,11 @@ from common.gpu_stats import (
     read_vboost,
     with_throttling,
 )
-from common.hardware import Probe, identify, probe
+from common.hardware import Probe
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform
 from launch.job import directories
-from launch.plan.derive_config import load_or_derive
 from launch.plan.memory import host_bytes
 from launch.plan.workload import benchmark_workload
 from launch.preflight import gpus, host
@@ -63,14 +62,8 @@ from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
-from launch.select_config import (
-    config_file,
-    miniature_on_gpu,
-    requested_gpus,
-    require_by_rules,
-    require_gpus,
-    wants_miniature,
-)
+from launch.select_config import config_file, read_or_derive, require_by_rules, require_gpus
+from launch.selection import Machine, Request
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
@@ -192,15 +185,17 @@ def check(
             f"benchmarks: {', '.join(known)}",
             meant(options.benchmark, known),
         )
+    wanted = Request.of(options.benchmark, options, environment)
     try:
-        found = Probe("none") if options.device == "cpu" else probe(environment)
-        require_gpus(options, environment, found)
-        kind = identify(found, environment.get("GPU_KIND", ""))
+        machine = Machine.of(environment, options.device)
+        require_gpus(wanted, machine)
+        kind = machine.kind
     except PreflightError as error:
         return [
             CheckRow("GPU kind", "refuse", error.what, "unpartitioned GPUs of one kind", error.do)
         ], []
-    request = requested_run(options, environment, kind, len(found.devices))
+    found = machine.probe
+    request = requested_run(wanted, machine)
     rows = [request.row]
     can_measure = True
     if request.device == "cuda":
@@ -238,31 +233,27 @@ def power_settings(found: Probe) -> CheckRow:
         return skipped("power settings", str(error))
 
 
-def requested_run(
-    options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
-) -> PreflightRequest:
+def requested_run(request: Request, machine: Machine) -> PreflightRequest:
     """Return the run to check for.
 
     Raise ConfigError for a named config that does not exist or cannot be read.
     """
-    requested = requested_gpus(environment)
-    if not options.benchmark:
-        if options.config is not None:
+    kind = machine.kind
+    count = request.gpus or machine.gpus
+    if not request.benchmark:
+        if request.file is not None:
             raise ConfigError(
                 "--config needs a benchmark",
                 "every config belongs to a benchmark",
                 f"add one of {', '.join(benchmarks.names())}",
             )
         row = skipped("config", "no benchmark given: only the machine is checked")
-        return _request_without_config(row, kind, requested or visible)
-    path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
+        return _request_without_config(row, kind, count)
+    path, _ = config_file(ROOT, request, machine)
     try:
-        if wants_miniature(options) and kind:
-            config, derived = miniature_on_gpu(options.benchmark, path, kind, {})
-        else:
-            config, derived = load_or_derive(ROOT, options.benchmark, path, kind)
+        config, derived = read_or_derive(ROOT, request, machine, path)
     except (ConfigError, OutOfMemory) as error:
-        if environment.get("DGXSYSTEM") or options.config or path.is_file():
+        if request.system or request.file or path.is_file():
             raise
         row = CheckRow(
             "config",
@@ -271,10 +262,10 @@ def requested_run(
             "a config for this machine",
             "only the machine itself is checked",
         )
-        return _request_without_config(row, kind, requested or visible)
-    require_by_rules(options.benchmark, config)
+        return _request_without_config(row, kind, count)
+    require_by_rules(request.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
-    pinned = host_bytes(config, benchmark_workload(options.benchmark, config))
+    pinned = host_bytes(config, benchmark_workload(request.benchmark, config))
     return PreflightRequest(
         kind=config.gpu,
         count=config.gpus_per_node,
@@ -283,7 +274,7 @@ def requested_run(
         miniature=config.miniature,
         env=config.env,
         pinned_bytes=pinned,
-        benchmark=options.benchmark,
+        benchmark=request.benchmark,
         config=config,
     )
 

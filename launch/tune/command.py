@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, Interrupted, RunError, write_whole
-from common.hardware import identify
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import Progress, inform, print_stderr, shown
@@ -37,7 +36,7 @@ def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]
     job = target.job
     kind = None
     if job.selection.device == "cuda":
-        kind = identify(job.gpus, job.environment.get("GPU_KIND", ""))
+        kind = job.machine.kind
     return (
         memory_candidates(job.config, target.work, kind),
         settings(job.config, target.work, kind, job.environment),

@@ -16,9 +16,9 @@ from common.data.indexed_dataset_header import (
     index_path,
     tokens_path,
 )
-from common.hardware import Probe
 from launch.job import Job, Node
 from launch.select_config import Selection
+from launch.selection import NO_GPUS
 
 INT32 = 4  # dtype code
 DOCUMENTS = (2,) * 64
@@ -36,7 +36,7 @@ def job_of(benchmark, path, folder, environment=None, data=None, **changes) -> J
     job = Job(
         benchmark,
         selection,
-        Probe("none"),
+        NO_GPUS,
         data_dir,
         folder / "results",
         environment or {},

@@ -13,6 +13,7 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands
 from launch.select_config import select_config
+from launch.selection import Machine, Request
 from submission.own_log import CONFIG_NAME
 
 pytestmark = pytest.mark.quick
@@ -25,7 +26,10 @@ def options(config=None, set=(), device=None, miniature=False):
 
 
 def select(gpus, environment=None, benchmark="llama31_8b", measurement=False, **changes):
-    return select_config(ROOT, benchmark, options(**changes), environment or {}, gpus, measurement)
+    environment = environment or {}
+    request = Request.of(benchmark, options(**changes), environment)
+    machine = Machine(gpus, environment.get("GPU_KIND", ""))
+    return select_config(ROOT, request, machine, measurement)
 
 
 def test_benchmarks_are_found():
@@ -307,14 +311,11 @@ def test_a_gpu_that_is_too_small_measures_fewer_layers():
     with pytest.raises(OutOfMemory) as caught:
         select(L40S, measurement=True)
     layers = int(re.search(r"--layers (\d+)", caught.value.do)[1])
-    given = argparse.Namespace(config=None, set=[], device=None, layers=layers)
-    assert (
-        select_config(ROOT, "llama31_8b", given, {}, L40S, measurement=True).config.gpus_per_node
-        == 1
-    )
-    given.layers += 1
+    machine = Machine(L40S)
+    fewer = Request("llama31_8b", layers=layers)
+    assert select_config(ROOT, fewer, machine, measurement=True).config.gpus_per_node == 1
     with pytest.raises(OutOfMemory, match="not fit"):
-        select_config(ROOT, "llama31_8b", given, {}, L40S, measurement=True)
+        select_config(ROOT, Request("llama31_8b", layers=layers + 1), machine, measurement=True)
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):

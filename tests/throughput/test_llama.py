@@ -12,6 +12,7 @@ from common.errors import ConfigError, DataError, OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe
 from common.paths import ROOT
+from launch import selection
 from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
@@ -314,7 +315,7 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
         str(tmp_path / "config.json") if argument == "CONFIG" else argument
         for argument in arguments
     ]
-    monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
+    monkeypatch.setattr(selection, "probe", lambda environment: Probe("none"))
     assert (
         command.start(
             "llama",

@@ -8,6 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.hardware import Probe
+from launch import selection
 from launch.tune import command as tune_command
 from launch.tune.candidates import changed, memory_candidates
 from launch.tune.search import Measurement
@@ -58,7 +59,7 @@ def measurements(tmp_path, monkeypatch):
         return measure
 
     monkeypatch.setattr(tune_command, "_measure", measure_of)
-    monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
+    monkeypatch.setattr(selection, "probe", lambda environment: Probe("none"))
     monkeypatch.setenv("LOGDIR", str(tmp_path / "results"))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return found

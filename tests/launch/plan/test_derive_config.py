@@ -6,11 +6,13 @@ import pytest
 
 from common import config as configs
 from common.benchmarks import config_class
+from common.command_line import overrides_of
 from common.errors import OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
+from launch import selection
 from launch.plan import command
-from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file, overrides_of
+from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file
 from launch.plan.memory import USABLE_SHARE, fits, gib, memory_peak, usable_bytes
 from launch.plan.workload import benchmark_workload
 
@@ -169,7 +171,7 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
     )
     monkeypatch.delenv("DGXSYSTEM")
     card = Device("NVIDIA Z300", "sm_107", 180 * GIB)
-    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
+    monkeypatch.setattr(selection, "probe", lambda environment: Probe("nvidia", (card,) * 2))
     assert command.main(ROOT, PRETRAINING, []) == 0
     said = capsys.readouterr().out
     assert (

@@ -28,6 +28,7 @@ from common.gpu_stats import (
 from common.hardware import Device, Probe
 from common.paths import ROOT
 from common.terminal import QUIET
+from launch import selection
 from launch.preflight import __main__ as preflight_command
 from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
@@ -524,12 +525,11 @@ def test_memory_that_a_config_pins_is_required_in_addition():
             "host memory"
         ]
         assert row.verdict == verdict and ("offload_layers" in row.do) == (verdict != "ok")
-    options = argparse.Namespace(
-        benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml")
-    )
-    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 20 * GIB
-    options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
-    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 0
+    for benchmark, pinned in (("llama2_70b_lora", 20 * GIB), ("llama31_8b", 0)):
+        file = str(ROOT / f"configs/{benchmark}/H200_1x2.toml")
+        wanted = selection.Request(benchmark, file=file)
+        run = preflight_command.requested_run(wanted, selection.NO_GPUS)
+        assert run.pinned_bytes == pinned
 
 
 def test_what_depends_on_the_run():
@@ -674,7 +674,7 @@ def on_gpus(
     **changed,
 ):
     """The command on a machine of fakes; its rows by check."""
-    monkeypatch.setattr(preflight_command, "probe", lambda env: Probe("nvidia", devices, driver))
+    monkeypatch.setattr(selection, "probe", lambda environment: Probe("nvidia", devices, driver))
     monkeypatch.setattr(
         preflight_command, "installed", lambda driver: versions | {"driver": driver}
     )
@@ -703,6 +703,13 @@ def test_a_healthy_host_of_four(monkeypatch):
         or check in ("memory errors (ECC)", "copy, table")
     ]
     assert len(gpu_rows) >= 12 and {row.verdict for row in gpu_rows} == {"ok"}
+
+
+def test_all_gpus_are_checked_for_a_config_that_is_fitted_to_them(monkeypatch):
+    example = str(ROOT / "open_llama/examples/pretrain_1b.toml")
+    rows = on_gpus(monkeypatch, (H200,) * 8, ranks(8), benchmark="open_llama", config=example)
+    assert "fitted to 8 x H200" in rows["config"].value
+    assert rows["measuring processes"].expected == "8 of 8"
 
 
 def test_torch_for_cpus_and_a_missing_compiler_are_refused(monkeypatch):
