@@ -34,8 +34,10 @@ from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import end_with_parent
-from launch.select_config import Selection, select_config
-from launch.selection import Machine, Request
+from launch.selection.check import Choice
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
@@ -111,7 +113,7 @@ class Job:
     """Settings that all runs of one command share."""
 
     benchmark: str
-    selection: Selection
+    selection: Choice
     machine: Machine
     data_dir: Path
     log_dir: Path
@@ -166,21 +168,22 @@ class Job:
         return [self.data_dir / name for name in self.rules.data_files]
 
 
-def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> Job:
+def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     """Return the job that `options` and the environment describe.
 
-    `measurement`: True for `bench`, `profile` and `tune`; see `select_config`.
+    `ignored`: subjects of objections to the config that do not matter (`Choice.require`).
 
-    Raises the errors of `select_config`. Raises ConfigError for a wrong NODE_RANK, for --save if
-    the benchmark has no model to save, and for --checkpoint and --continue if it has no
-    checkpoints. Raises ConfigError if the run that --continue names has no checkpoint, and
-    WeightsError if the checkpoint's facts are damaged.
+    Raises the errors of `choose`, and the first other objection. Raises ConfigError for a wrong
+    NODE_RANK, for --save if the benchmark has no model to save, and for --checkpoint and --continue
+    if it has no checkpoints. Raises ConfigError if the run that --continue names has no checkpoint,
+    and WeightsError if the checkpoint's facts are damaged.
     """
     environment = os.environ
     save = getattr(options, "save", False)
     request = Request.of(benchmark, options, environment)
     machine = Machine.of(environment, options.device)
-    selection = select_config(ROOT, request, machine, measurement)
+    selection = choose(request, machine)
+    selection.require(*ignored)
     if save and not rules_of(benchmark, selection.config).saves_model:
         raise ConfigError(
             f"--save does not apply to {benchmark}",

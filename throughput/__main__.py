@@ -23,7 +23,7 @@ from pathlib import Path
 from common.command_line import Parser, complete_below, exit_code_of
 from common.errors import RunError, failure_of
 from launch.processes.supervise import raise_at_signals
-from launch.selection import Machine
+from launch.selection.machine import Machine
 from throughput import shared_options
 
 # Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),

@@ -19,8 +19,8 @@ from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
 from launch.plan.memory import gib, with_micro_batch
 from launch.processes.ranks import cpus_of_ranks
-from launch.select_config import Selection
-from launch.selection import NO_GPUS, Machine
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS, Machine
 from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
@@ -164,12 +164,12 @@ def tuned(case: LlamaCase, options: argparse.Namespace, result: Result) -> Llama
     here = Machine.of(os.environ) if case.kind else NO_GPUS
     model = case.family.name.strip("/").replace("/", "-")
     path = Path(f"{model}_{case.mode}_{config.gpu}_1x{config.gpus_per_node}.toml")
-    selection = Selection(
+    choice = Choice(
         config, path, path.name, "throughput llama", options.device, here.describe(case.kind)
     )
     job = Job(
         case.benchmark,
-        selection,
+        choice,
         here,
         *directories(case.benchmark, config, os.environ),
         os.environ,

@@ -17,7 +17,7 @@ from common.gpu_stats import DriverError, read_gpus, read_power_profiles, read_v
 from common.hardware import Probe
 from common.paths import ROOT
 from launch import run_directory
-from launch.selection import Machine
+from launch.selection.machine import Machine
 
 LINUX_FACTS = {  # key of a system description -> key of `facts`
     "host_processor_model_name": "cpu",

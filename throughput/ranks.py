@@ -26,7 +26,7 @@ from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
-from launch.selection import Machine
+from launch.selection.machine import Machine
 
 # Files in the folder of a run: the request, and the measurements of rank 0.
 REQUEST = "request.json"

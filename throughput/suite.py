@@ -21,7 +21,7 @@ from common.command_line import refuse_without
 from common.errors import ConfigError, Interrupted
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
-from launch.selection import Machine
+from launch.selection.machine import Machine
 from throughput import baseline, result, shared_options, suite_page
 from throughput.files import read_json, write_json
 from throughput.machine import kind_of

@@ -34,7 +34,7 @@ from launch.plan.memory import fits, gib, largest, usable_bytes
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 from launch.plan.workload import model_workload
-from launch.selection import Machine
+from launch.selection.machine import Machine
 
 LORA_RANK = 16  # the rank of the benchmark llama2_70b_lora
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).

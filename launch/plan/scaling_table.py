@@ -67,7 +67,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
                 "leave out --config and --set",
             )
         rules = divisions(benchmark)["closed"]
-        best = scaling.best_points(root, benchmark, kind, rules, network)
+        best = scaling.best_points(benchmark, kind, rules, network)
     elif options.config is None:
         raise ConfigError(
             f"{benchmark} plan --scaling needs a config",
@@ -77,7 +77,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     else:
         path = Path(options.config)
         overrides = overrides_of(options.set)
-        best = scaling.config_points(root, benchmark, path, kind, overrides, network)
+        best = scaling.config_points(benchmark, path, kind, overrides, network)
         name = f"{benchmark}, {path.name},"
     last = scaling.last_paying(best)
     more = []

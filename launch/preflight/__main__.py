@@ -62,11 +62,15 @@ from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
-from launch.select_config import config_file, read_or_derive, require_by_rules, require_gpus
-from launch.selection import Machine, Request
+from launch.selection.check import GPUS, VERSIONS, Objection
+from launch.selection.choose import choose, name, require_gpus
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
+# What objections to a config are about if other rows tell it.
+ROWS_OF_THEIR_OWN = (GPUS, VERSIONS)
 # Options that need --nodes, and their defaults.
 OF_NODES = {"launcher": "", "deadline": 600.0, "out": Path("preflight_nodes")}
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
@@ -78,7 +82,7 @@ class PreflightRequest:
 
     kind: str  # name of the GPU kind, or CPU
     count: int  # processes on this node
-    row: CheckRow  # about the config
+    rows: tuple[CheckRow, ...]  # about the config
     nodes: int = 1
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
@@ -196,7 +200,7 @@ def check(
         ], []
     found = machine.probe
     request = requested_run(wanted, machine)
-    rows = [request.row]
+    rows = [*request.rows]
     can_measure = True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
@@ -249,11 +253,11 @@ def requested_run(request: Request, machine: Machine) -> PreflightRequest:
             )
         row = skipped("config", "no benchmark given: only the machine is checked")
         return _request_without_config(row, kind, count)
-    path, _ = config_file(ROOT, request, machine)
+    named = name(request, machine)
     try:
-        config, derived = read_or_derive(ROOT, request, machine, path)
+        choice = choose(request, machine)
     except (ConfigError, OutOfMemory) as error:
-        if request.system or request.file or path.is_file():
+        if request.system or request.file or named.path.is_file():
             raise
         row = CheckRow(
             "config",
@@ -263,13 +267,17 @@ def requested_run(request: Request, machine: Machine) -> PreflightRequest:
             "only the machine itself is checked",
         )
         return _request_without_config(row, kind, count)
-    require_by_rules(request.benchmark, config)
-    row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
+    config = choice.config
+    text = choice.derived or f"{choice.path.name}: {config.gpus_per_node} x {config.gpu}"
+    rows = [CheckRow("config", "ok", text)]
+    for objection in choice.objections:
+        if objection.about not in ROWS_OF_THEIR_OWN:
+            rows.append(_refusal(objection))
     pinned = host_bytes(config, benchmark_workload(request.benchmark, config))
     return PreflightRequest(
         kind=config.gpu,
         count=config.gpus_per_node,
-        row=row,
+        rows=tuple(rows),
         nodes=config.nodes,
         miniature=config.miniature,
         env=config.env,
@@ -279,11 +287,17 @@ def requested_run(request: Request, machine: Machine) -> PreflightRequest:
     )
 
 
+def _refusal(objection: Objection) -> CheckRow:
+    """Return the row of an objection to the config."""
+    error = objection.error
+    return CheckRow(objection.about, "refuse", error.what, error.why, error.do)
+
+
 def _request_without_config(row: CheckRow, kind: GpuKind | None, gpus: int) -> PreflightRequest:
     """Return the request for a check of the machine only: its `gpus`, or one process on a CPU."""
     if kind is None:
-        return PreflightRequest("CPU", 1, row)
-    return PreflightRequest(kind.name, gpus, row)
+        return PreflightRequest("CPU", 1, (row,))
+    return PreflightRequest(kind.name, gpus, (row,))
 
 
 def host_rows(

@@ -17,8 +17,8 @@ from common.data.indexed_dataset_header import (
     tokens_path,
 )
 from launch.job import Job, Node
-from launch.select_config import Selection
-from launch.selection import NO_GPUS
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS
 
 INT32 = 4  # dtype code
 DOCUMENTS = (2,) * 64
@@ -31,7 +31,7 @@ def job_of(benchmark, path, folder, environment=None, data=None, **changes) -> J
     config.
     """
     config = replace(configs.load(path, config_class(benchmark)), **changes)
-    selection = Selection(config, path, path.name, "a test", "cpu", "CPU")
+    selection = Choice(config, path, path.name, "a test", "cpu", "CPU")
     data_dir = folder / "data"
     job = Job(
         benchmark,

@@ -12,8 +12,8 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands, run, series
 from launch.job import Job, Node
-from launch.select_config import Selection
-from launch.selection import NO_GPUS, Machine
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS, Machine
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
@@ -26,7 +26,7 @@ PATH = ROOT / "configs/llama31_8b/H200_1x1.toml"
 def job(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "version_of", GOOD.get)
     config = configs.load(PATH, Config)
-    selection = Selection(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
+    selection = Choice(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
     return Job("llama31_8b", selection, Machine(H200), tmp_path, tmp_path, {}, Node(), False)
 
 

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from probes import make_visible
 
 from common import config as configs
 from common.config import RunConfig
@@ -12,7 +13,6 @@ from common.errors import ConfigError, DataError, OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe
 from common.paths import ROOT
-from launch import selection
 from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
@@ -315,7 +315,7 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
         str(tmp_path / "config.json") if argument == "CONFIG" else argument
         for argument in arguments
     ]
-    monkeypatch.setattr(selection, "probe", lambda environment: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     assert (
         command.start(
             "llama",

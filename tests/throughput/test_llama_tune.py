@@ -4,11 +4,11 @@ import argparse
 import json
 
 import pytest
+from probes import make_visible
 
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.hardware import Probe
-from launch import selection
 from launch.tune import command as tune_command
 from launch.tune.candidates import changed, memory_candidates
 from launch.tune.search import Measurement
@@ -59,7 +59,7 @@ def measurements(tmp_path, monkeypatch):
         return measure
 
     monkeypatch.setattr(tune_command, "_measure", measure_of)
-    monkeypatch.setattr(selection, "probe", lambda environment: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     monkeypatch.setenv("LOGDIR", str(tmp_path / "results"))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return found

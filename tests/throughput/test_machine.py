@@ -8,7 +8,7 @@ import torch
 from common.gpu_kinds import KINDS
 from common.gpu_stats import DriverError
 from common.hardware import Device, Probe
-from launch.selection import Machine
+from launch.selection.machine import Machine
 from throughput import machine
 
 pytestmark = pytest.mark.quick

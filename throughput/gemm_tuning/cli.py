@@ -27,8 +27,9 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.paths import ROOT
 from launch import run_directory
-from launch.select_config import select_config
-from launch.selection import Machine, Request
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     configured,
@@ -80,10 +81,10 @@ def work(benchmark: str, *rest: str) -> int:
             "no GPU is visible, and a bench on the CPU runs no GEMM of a GPU library",
             "run it on the GPUs that train",
         )
-    request = Request.of(benchmark, options, os.environ)
-    config = select_config(ROOT, request, machine).config
+    choice = choose(Request.of(benchmark, options, os.environ), machine)
+    choice.require()
     steps = {"record": record, "tune": tune, "check": check}
-    return steps[options.step](benchmark, config, options)
+    return steps[options.step](benchmark, choice.config, options)
 
 
 def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from common.paths import ROOT
 from launch import system_settings
 from launch.preflight.nodes import kernel_log
 from launch.run_directory import git
-from launch.selection import Machine
+from launch.selection.machine import Machine
 
 SETTINGS = {
     "TCP congestion control": "proc/sys/net/ipv4/tcp_congestion_control",

@@ -21,7 +21,7 @@ from common.hardware import Device, Probe, probe
 from common.paths import ROOT
 from launch import run
 from launch.monitor import gpu_sampler as sampler
-from launch.selection import Machine
+from launch.selection.machine import Machine
 from submission import gpu_samples, report
 from submission.run import read_attempt
 
