@@ -15,7 +15,6 @@ Standard library only: the launcher and the log checks import it without torch.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -239,42 +238,6 @@ def require_layers(layers: int, most: int) -> None:
             f"the model has {most} layers",
             f"use --layers {most} or less",
         )
-
-
-def load_config(name: str, path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
-    """Return the config of benchmark `name` in `path`. See `common.config.load`.
-
-    Raises ConfigError, which says so if the file is a config of another benchmark, and which names
-    the file in configs/ that a missing one stands for.
-    """
-    shipped = Path("configs", name, f"{path.name.removesuffix('.toml')}.toml")
-    # os.path, unlike Path, has an answer for a name that is too long.
-    if not os.path.exists(path) and os.path.isfile(ROOT / shipped):
-        raise ConfigError(
-            f"{path}: no such config", "the file does not exist", f"did you mean {shipped}?"
-        )
-    try:
-        return configs.load(path, config_class(name), overrides)
-    except ConfigError as error:
-        owner = _owner(path, name)
-        if owner == name:
-            raise
-        raise ConfigError(
-            f"{path} is a config of {owner}",
-            f"{error.what.removeprefix(f'{path}: ')} for {name}",
-            f"./run_and_time.sh {owner} ... --config {path}",
-        ) from None
-
-
-def _owner(path: Path, name: str) -> str:
-    """Return the benchmark whose config is in `path`: `name`, unless it fits only another one."""
-    for each in (name, *names()):
-        try:
-            configs.load(path, config_class(each))
-        except ConfigError:
-            continue
-        return each
-    return name
 
 
 def load_all(

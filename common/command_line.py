@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from common.errors import ConfigError, Interrupted, RunError, StorageError, failure_of
@@ -249,6 +249,31 @@ def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
         help=f"change one key of the config (can be repeated){note}",
     )
     complete(changed, keys)
+
+
+def overrides_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of the texts KEY=VALUE of --set.
+
+    If a key is given twice, the last value wins. Raises ConfigError for a text of another form.
+    """
+    overrides: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ConfigError(
+                f"--set {text} is not KEY=VALUE",
+                "the key or the = is missing",
+                "write, for example, --set micro_batch_size=1",
+            )
+        if key.startswith("env."):
+            variable = f"{key.removeprefix('env.')}={value}"
+            raise ConfigError(
+                f"--set {text} sets an environment variable",
+                "--set changes whole keys of the config",
+                f"set the variable before the command: {variable} {PROGRAM} ...",
+            )
+        overrides[key] = value
+    return overrides
 
 
 def complete_below(action: argparse.Action, parsers: Callable[[], dict[str, Parser]]) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat, linear_format
@@ -142,7 +142,11 @@ class RunConfig:
     def require(self, good: bool, key: str, why: str, do: str) -> None:
         """Raise a ConfigError that names `key` and its value, unless `good`."""
         if not good:
-            raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, do)
+            raise self.unusable(key, why, do)
+
+    def unusable(self, key: str, why: str, do: str) -> ConfigError:
+        """Return a ConfigError that names `key` and its value."""
+        return ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, do)
 
     def require_choice(self, key: str, choices: tuple[str, ...]) -> None:
         """Raise a ConfigError unless the value of `key` is one of `choices`."""
@@ -223,17 +227,32 @@ class RunConfig:
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def load(
-    path: Path,
-    config_class: type[AnyConfig],
-    overrides: Mapping[str, str] | None = None,
-    derived: Mapping[str, str | int] | None = None,
-) -> AnyConfig:
-    """Read and check the TOML at `path`.
+@dataclass(frozen=True)
+class ConfigFile(Generic[AnyConfig]):
+    """A config file: its keys, the config that they make, and the values of --set."""
 
-    `config_class`: the `rules.Config` of the benchmark.
-    `overrides`: key -> text of `--set KEY=VALUE`, parsed as a TOML value. Errors name them.
-    `derived`: values that replace those of the file. `overrides` take precedence.
+    path: Path
+    table: dict[str, Any]
+    config: AnyConfig  # without `overrides`
+    overrides: Mapping[str, str] = field(default_factory=dict)  # key -> text of --set KEY=VALUE
+
+    def changed(self, changes: Mapping[str, Any] | None = None) -> AnyConfig:
+        """Return the config with `changes`, and with the overrides, which take precedence.
+
+        Raises ConfigError if a key is unknown, a value has the wrong type, or the batch is
+        impossible. The error names the overrides.
+        """
+        table = self.table | dict(changes or {})
+        if not self.overrides:
+            return from_table(table, type(self.config), str(self.path))
+        for key, text in self.overrides.items():
+            table[key] = _parse_value(text)
+        given = " ".join(f"--set {key}={text}" for key, text in self.overrides.items())
+        return from_table(table, type(self.config), f"{self.path.name} with {given}")
+
+
+def read(path: Path, config_class: type[AnyConfig]) -> ConfigFile[AnyConfig]:
+    """Read and check the TOML at `path`. `config_class`: the `rules.Config` of the benchmark.
 
     Raises ConfigError if the file is missing or is not valid TOML. Raises it too if a key is
     unknown or missing, a value has the wrong type, or the batch is impossible. Raises StorageError
@@ -250,15 +269,18 @@ def load(
             do = f"did you mean {path.with_name(near[0])}.toml?"
         why = f"{path.absolute()} does not exist"
         raise ConfigError(f"{path}: no such config", why, do) from None
-    # Check the file alone first, so that its errors do not name the overrides.
-    from_table(dict(table), config_class, str(path))
-    table |= derived or {}
-    if not overrides:
-        return from_table(table, config_class, str(path))
-    for key, text in overrides.items():
-        table[key] = _parse_value(text)
-    given = " ".join(f"--set {key}={text}" for key, text in overrides.items())
-    return from_table(table, config_class, f"{path.name} with {given}")
+    return ConfigFile(path, table, from_table(dict(table), config_class, str(path)))
+
+
+def load(
+    path: Path, config_class: type[AnyConfig], overrides: Mapping[str, str] | None = None
+) -> AnyConfig:
+    """Return the config at `path`, changed by `overrides`. Raises the errors of `read`.
+
+    `overrides`: key -> text of `--set KEY=VALUE`, parsed as a TOML value.
+    """
+    file = read(path, config_class)
+    return replace(file, overrides=overrides).changed() if overrides else file.config
 
 
 def read_table(path: Path) -> dict:

@@ -173,20 +173,24 @@ def unseen(versions: Mapping[str, str]) -> list[str]:
     ]
 
 
-def notes(
-    kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool
-) -> list[str]:
-    """Return the notes for the first screen.
-
-    `refuse`: raise PreflightError for an issue that refuses.
-    """
+def notes(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Return the notes for the first screen."""
     issues = shown(kind, versions, environment)
-    for issue in issues:
-        if refuse and issue.verdict == "refuse":
+    return [f"known issue {issue}; {issue.cure}" for issue in issues] + unseen(versions)
+
+
+def refusals(
+    kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
+) -> list[PreflightError]:
+    """Return an error for each issue that refuses a run."""
+    errors = []
+    for issue in shown(kind, versions, environment):
+        if issue.verdict == "refuse":
             software = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
-            raise PreflightError(
+            error = PreflightError(
                 f"{software} is known to compute wrongly on {kind.name}",
                 str(issue),
                 f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}",
             )
-    return [f"known issue {issue}; {issue.cure}" for issue in issues] + unseen(versions)
+            errors.append(error)
+    return errors

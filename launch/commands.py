@@ -53,6 +53,7 @@ from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
 from launch.run_directory import refusal_reasons
+from launch.selection.check import MEASURED_ANYWAY
 from launch.torch_build import missing_compiler, require_fitting_torch
 from launch.tune.command import print_candidates, tune
 
@@ -301,7 +302,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
     submission_status(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)
-    job = job_from(benchmark, options, measurement=False)
+    job = job_from(benchmark, options)
     if job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
     _print_header(job, (job.data_dir, job.log_dir))
@@ -320,7 +321,7 @@ def _start_run(benchmark: str, options: argparse.Namespace) -> int:
 
 def _start_measurement(benchmark: str, name: str, options: argparse.Namespace) -> int:
     """Start `bench`, `profile` or `tune`, or print its command or candidates with --print."""
-    job = job_from(benchmark, options, measurement=True)
+    job = job_from(benchmark, options, *MEASURED_ANYWAY)
     require_layers(getattr(options, "layers", None) or 0, job.rules.shape.num_layers)
     _print_header(job, None)
     if name == "profile":

@@ -11,7 +11,7 @@ from common.records import ledger, rcp, windows
 from common.terminal import plural, shown
 from launch.diagnosis import RunResult
 from launch.processes.ranks import parse_cpu_list
-from launch.select_config import Selection
+from launch.selection.check import Choice
 
 MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, not for submission."
 
@@ -27,7 +27,7 @@ def mlperf_line(text: str) -> None:
 
 def header(
     benchmark: str,
-    selection: Selection,
+    selection: Choice,
     rules: Rules,
     directories: tuple[Path, Path] | None,
     cpus: Sequence[str] = (),
@@ -77,7 +77,7 @@ def model_size(rules: Rules) -> str:
     return f"{shape.num_parameters:,} parameters in {shape.num_layers} layers"
 
 
-def expectation(selection: Selection, rules: Rules) -> str:
+def expectation(selection: Choice, rules: Rules) -> str:
     """Return the target, the mean of the reference runs and the limit of sequences."""
     config = selection.config
     batch = config.global_batch_size

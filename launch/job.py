@@ -16,7 +16,7 @@ from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
-from common.hardware import Probe, probe
+from common.hardware import Probe
 from common.paths import ROOT, data_folder
 from common.records.run_order import continued_run, oldest_first
 from common.terminal import plural, print_stderr, shown
@@ -36,7 +36,10 @@ from launch.diagnosis import read_result
 from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import end_with_parent
-from launch.select_config import Selection, select_config
+from launch.selection.check import Choice
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
@@ -112,8 +115,8 @@ class Job:
     """Settings that all runs of one command share."""
 
     benchmark: str
-    selection: Selection
-    gpus: Probe
+    selection: Choice
+    machine: Machine
     data_dir: Path
     log_dir: Path
     environment: Mapping[str, str]
@@ -133,6 +136,11 @@ class Job:
     def rules(self) -> Rules:
         """The benchmark's rules for this config."""
         return rules_of(self.benchmark, self.config)
+
+    @property
+    def gpus(self) -> Probe:
+        """The visible GPUs of this node."""
+        return self.machine.probe
 
     @property
     def run_gpus(self) -> Probe:
@@ -162,20 +170,22 @@ class Job:
         return [self.data_dir / name for name in self.rules.data_files]
 
 
-def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> Job:
+def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     """Return the job that `options` and the environment describe.
 
-    `measurement`: True for `bench`, `profile` and `tune`; see `select_config`.
+    `ignored`: subjects of objections to the config that do not matter (`Choice.require`).
 
-    Raises the errors of `select_config`. Raises ConfigError for a wrong NODE_RANK, for --save if
-    the benchmark has no model to save, and for --checkpoint and --continue if it has no
-    checkpoints. Raises ConfigError if the run that --continue names has no checkpoint, and
-    WeightsError if the checkpoint's facts are damaged.
+    Raises the errors of `choose`, and the first other objection. Raises ConfigError for a wrong
+    NODE_RANK, for --save if the benchmark has no model to save, and for --checkpoint and --continue
+    if it has no checkpoints. Raises ConfigError if the run that --continue names has no checkpoint,
+    and WeightsError if the checkpoint's facts are damaged.
     """
     environment = os.environ
     save = getattr(options, "save", False)
-    gpus = Probe("none") if options.device == "cpu" else probe()
-    selection = select_config(ROOT, benchmark, options, environment, gpus, measurement)
+    request = Request.of(benchmark, options, environment)
+    machine = Machine.of(environment, options.device)
+    selection = choose(request, machine)
+    selection.require(*ignored)
     if save and not rules_of(benchmark, selection.config).saves_model:
         raise ConfigError(
             f"--save does not apply to {benchmark}",
@@ -198,14 +208,14 @@ def job_from(benchmark: str, options: argparse.Namespace, measurement: bool) -> 
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
     if selection.device == "cuda":
-        cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node)
+        cpus = cpus_of_ranks(machine.probe, selection.config.gpus_per_node)
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
     return Job(
         benchmark=benchmark,
         selection=selection,
-        gpus=gpus,
+        machine=machine,
         data_dir=data_dir,
         log_dir=log_dir,
         environment=environment,

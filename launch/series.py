@@ -41,7 +41,7 @@ from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
 from launch.console import runs_still_needed, series_closing
 from launch.processes import supervise
-from launch.select_config import Selection
+from launch.selection.check import Choice
 
 MAX_FAILURES = 2
 
@@ -152,7 +152,7 @@ def continued(
 
 
 def identity_of(
-    selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str
+    selection: Choice, data_dir: Path, commit: str | None, root: Path, benchmark: str
 ) -> dict:
     """Return what must not change within a series: system, code and configuration.
 
@@ -181,7 +181,7 @@ def identity_of(
 class SeriesRunner:
     """A series that is running, and its ledger."""
 
-    def __init__(self, folder: Path, record: ledger.SeriesRecord, selection: Selection):
+    def __init__(self, folder: Path, record: ledger.SeriesRecord, selection: Choice):
         self.folder = folder
         self.record = record
         self.selection = selection
@@ -241,7 +241,7 @@ class SeriesRunner:
 def run(
     log_dir: Path,
     benchmark: str,
-    selection: Selection,
+    selection: Choice,
     identity: dict,
     request: SeriesRequest,
     execute: Execute,
@@ -336,7 +336,7 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> RunOutcome:
 
 @contextlib.contextmanager
 def _open(
-    folder: Path, selection: Selection, identity: dict, request: SeriesRequest
+    folder: Path, selection: Choice, identity: dict, request: SeriesRequest
 ) -> Iterator[SeriesRunner]:
     """Start a series, or resume the newest one that lacks runs, and lock it during the block.
 

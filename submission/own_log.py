@@ -43,7 +43,7 @@ from submission.log_rules import (
 )
 
 EVENTS = "events.jsonl"
-# For example MI355X_1x8.toml. launch/select_config.py adds one of CHANGED to the name if needed.
+# For example MI355X_1x8.toml. launch/selection/check.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")
 # Bash's $RANDOM is below this. So is one of 130,000 random 32-bit seeds, and therefore a small seed

@@ -14,9 +14,11 @@ from common.gpu_kinds import KINDS
 from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
-from launch.plan.derive_config import load_or_derive
 from launch.plan.memory import fits, memory_peak, usable_bytes
 from launch.plan.workload import benchmark_workload
+from launch.selection.choose import choose
+from launch.selection.machine import NO_GPUS
+from launch.selection.request import Request
 from launch.tune.candidates import COLLECTIVE_VARIABLES, STREAM_PRIORITY
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import Config
@@ -333,15 +335,15 @@ def test_a_config_of_another_benchmark_is_named_as_such(path):
     owner = path.parent.name
     other = next(name for name in closed() if name != owner)
     with pytest.raises(ConfigError, match=f"{path.name} is a config of {owner}") as refused:
-        load_or_derive(ROOT, other, path)
-    assert "unknown key" in refused.value.why and other in refused.value.why
+        choose(Request(other, file=str(path)), NO_GPUS)
+    assert other in refused.value.why
     assert f"./run_and_time.sh {owner} ... --config {path}" in refused.value.do
 
 
 @pytest.mark.parametrize("given", ["MI355X_1x8", "MI355X_1x8.toml", "configs/MI355X_1x8"])
 def test_the_name_of_a_shipped_config_is_answered_with_its_file(given):
     with pytest.raises(ConfigError, match="no such config") as refused:
-        load_or_derive(ROOT, "llama31_8b", Path(given))
+        choose(Request("llama31_8b", file=given), NO_GPUS)
     assert refused.value.do == "did you mean configs/llama31_8b/MI355X_1x8.toml?"
 
 

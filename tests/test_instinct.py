@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from instinct import CARDS, kfd_tree
+from probes import make_visible
 from torch.nn.attention import SDPBackend
 
 from common import hardware, known_issues
@@ -15,12 +16,13 @@ from common.gpu_kinds import KINDS
 from common.kernels import architecture as settings
 from common.kernels import attention, lora, rms_norm
 from common.kernels.fp8 import fp8_dtypes
-from common.paths import ROOT
 from common.self_test import run as self_test
 from common.self_test.results import OpResult, SelfTestResult
 from launch.preflight import __main__ as preflight_command
 from launch.preflight.rank_report import RankReport
-from launch.select_config import select_config
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 pytestmark = pytest.mark.quick
 
@@ -96,8 +98,8 @@ def rocm(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @each_card
 def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
-    options = argparse.Namespace(config=None, set=[], device=None)
-    chosen = select_config(ROOT, benchmark, options, {}, probe(tmp_path, card, count))
+    machine = Machine(probe(tmp_path, card, count))
+    chosen = choose(Request(benchmark), machine)
     assert (
         chosen.config.gpu == card.kind
         and chosen.config.gpus_per_node == count
@@ -120,7 +122,7 @@ def _options() -> argparse.Namespace:
 
 
 def rows_of(tmp_path, monkeypatch, card, ranks):
-    monkeypatch.setattr(preflight_command, "probe", lambda env: probe(tmp_path, card))
+    make_visible(monkeypatch, probe(tmp_path, card))
     monkeypatch.setattr(preflight_command, "read_gpus", lambda *_: [])
     monkeypatch.setattr(preflight_command, "installed", lambda driver: VERSIONS)
     monkeypatch.setattr(preflight_command, "run_ranks", lambda *_: ranks)

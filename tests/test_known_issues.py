@@ -79,7 +79,8 @@ def test_every_entry_is_well_formed():
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_what_is_said_to_work_meets_nothing(kind):
-    assert known_issues.notes(KINDS[kind], GOOD[kind], {}, refuse=True) == []
+    assert known_issues.notes(KINDS[kind], GOOD[kind], {}) == []
+    assert known_issues.refusals(KINDS[kind], GOOD[kind], {}) == []
     assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == "ok"
 
 
@@ -92,24 +93,22 @@ def test_versions_meet_their_issues(kind, changed, names, refuses):
     row = judge_known_issues(KINDS[kind], versions, {})
     assert row.verdict == ("refuse" if refuses else "warn" if names else "ok")
     assert all(name in row.value for name in names)
+    errors = known_issues.refusals(KINDS[kind], versions, {})
+    assert bool(errors) == refuses
     if refuses:
-        with pytest.raises(PreflightError, match="wrongly") as caught:
-            known_issues.notes(KINDS[kind], versions, {}, refuse=True)
-        assert (
-            names[0] in caught.value.why
-            and "https://" in caught.value.why
-            and f"ALLOW_KNOWN_ISSUES={names[0]}" in caught.value.do
-        )
-        for environment, refuse in (
-            ({"ALLOW_KNOWN_ISSUES": f"other,{names[0]}"}, True),
-            ({}, False),
-        ):
-            assert names[0] in known_issues.notes(KINDS[kind], versions, environment, refuse)[0]
+        assert isinstance(errors[0], PreflightError) and "wrongly" in errors[0].what
+        assert names[0] in errors[0].why and "https://" in errors[0].why
+        assert f"ALLOW_KNOWN_ISSUES={names[0]}" in errors[0].do
+        allowed = {"ALLOW_KNOWN_ISSUES": f"other,{names[0]}"}
+        for environment in ({}, allowed):
+            assert names[0] in known_issues.notes(KINDS[kind], versions, environment)[0]
+        left = known_issues.refusals(KINDS[kind], versions, allowed)
+        assert len(left) == len(errors) - 1
 
 
 def test_an_unknown_newer_version_only_warns(monkeypatch):
     versions = versions_of("MI355X", {"triton": "4.1.0"})
-    (note,) = known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True)
+    (note,) = known_issues.notes(KINDS["MI355X"], versions, {})
     assert "triton 4.1.0" in note and "newer" in note
     assert judge_known_issues(KINDS["MI355X"], versions, {}).verdict == "warn"
     open_ended = known_issues.KnownIssue(

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from common.command_line import Parser, complete_below, exit_code_of
 from common.errors import RunError, failure_of
-from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
+from launch.selection.machine import Machine
 from throughput import shared_options
 
 # Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),
@@ -96,7 +96,8 @@ def start(name: str, rest: list[str]) -> int:
     options = parser_of(name).parse_args(rest)
     if name in WITHOUT_RESULT:
         return module.main(options)
-    detected = probe(os.environ)
+    here = Machine.of(os.environ)
+    detected = here.probe
     options.device = shared_options.device_of(options.device, detected)
     shared_options.check_torch(options.device, detected)
     if getattr(options, "gpus", None):
@@ -104,7 +105,7 @@ def start(name: str, rest: list[str]) -> int:
     # These import torch, which --help must not need.
     from throughput import machine, result
 
-    facts = machine.facts(detected, options.device)
+    facts = machine.facts(here, options.device)
     versions = machine.versions(detected)
     folder = options.out or result.default_directory(name)
     recorded = result.Result(name, module.TABLES, folder, options.device, facts, versions)

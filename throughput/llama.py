@@ -15,12 +15,12 @@ from typing import Any
 from common.command_line import complete, count, minutes
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import Probe, probe
 from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
 from launch.plan.memory import gib, with_micro_batch
 from launch.processes.ranks import cpus_of_ranks
-from launch.select_config import Selection, describe
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS, Machine
 from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
@@ -161,21 +161,21 @@ def tuned(case: LlamaCase, options: argparse.Namespace, result: Result) -> Llama
     Raises the errors of `launch.tune.command.fastest`.
     """
     config = case.config
-    gpus = probe(os.environ) if case.kind else Probe("none")
+    here = Machine.of(os.environ) if case.kind else NO_GPUS
     model = case.family.name.strip("/").replace("/", "-")
     path = Path(f"{model}_{case.mode}_{config.gpu}_1x{config.gpus_per_node}.toml")
-    selection = Selection(
-        config, path, path.name, "throughput llama", options.device, describe(gpus, case.kind)
+    choice = Choice(
+        config, path, path.name, "throughput llama", options.device, here.describe(case.kind)
     )
     job = Job(
         case.benchmark,
-        selection,
-        gpus,
+        choice,
+        here,
         *directories(case.benchmark, config, os.environ),
         os.environ,
         Node(),
         save=False,
-        cpus=cpus_of_ranks(gpus, config.gpus_per_node) if case.kind else (),
+        cpus=cpus_of_ranks(here.probe, config.gpus_per_node) if case.kind else (),
     )
     target = Target(job, case.work, tuple(model_arguments(case)))
     found = fastest(target, options.tune, options.resume, result.data["command"])
@@ -191,11 +191,11 @@ def gpu_kind() -> GpuKind:
     """
     import torch
 
-    detected = probe(os.environ)
-    first = detected.devices[0]
+    here = Machine.of(os.environ)
+    first = here.probe.devices[0]
     memory = torch.cuda.get_device_properties(0).total_memory
-    return KINDS.get(machine.kind_of(detected)) or GpuKind(
-        "unknown", detected.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
+    return KINDS.get(machine.kind_of(here)) or GpuKind(
+        "unknown", here.probe.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
     )
 
 

@@ -10,15 +10,12 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common import config as configs
-from common.benchmarks import config_class, divisions, measured_in
+from common.benchmarks import divisions, measured_in
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GpuKind
-from common.hardware import config_path
 from common.model.families import Family, family_of
-from common.paths import ROOT
-from launch.plan.derive_config import fitting, moved, nearest_file
+from launch.plan.derive_config import fitting
 from launch.plan.memory import (
     Memory,
     fits,
@@ -29,6 +26,7 @@ from launch.plan.memory import (
     with_micro_batch,
 )
 from launch.plan.workload import Workload, model_workload
+from launch.selection.choose import nearest_config
 from throughput import shared_options
 from throughput.memory import require_host_memory
 
@@ -140,7 +138,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Lla
     rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
     work = model_workload(family.shape, length, rules.lora_rank)
-    config, source = config_of(measured_in(mode), kind, gpus, options.precision)
+    config, source = nearest_config(measured_in(mode), kind, gpus, options.precision)
     case = LlamaCase(family, mode, config, work, kind, source)
     if kind is None:
         return _case_on_cpu(case, options.batch or 1)
@@ -174,27 +172,6 @@ def _case_on_cpu(case: LlamaCase, batch: int | str) -> LlamaCase:
     case = replace(case, config=with_micro_batch(case.config, int(batch)))
     require_host_memory(case_name(case), host_bytes(case.config, case.work))
     return case
-
-
-def config_of(
-    benchmark: str, kind: GpuKind | None, gpus: int, linear: str
-) -> tuple[RunConfig, str]:
-    """Return a config for `gpus` GPUs of this kind in precision `linear`, and its origin.
-
-    The origin is "" if configs/ has a file for them, otherwise text that names the nearest file.
-    """
-    name = kind.name if kind else "CPU"
-    path = config_path(ROOT, benchmark, "CPU_1x1")
-    if kind:
-        path = nearest_file(ROOT, benchmark, kind, gpus)
-    file = configs.load(path, config_class(benchmark))
-    changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
-    if file.gpus_per_node != gpus:
-        changes["global_batch_size"] = file.micro_batch_size * gpus
-    if file.gpu != name:
-        changes["env"] = {}
-    origin = "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
-    return replace(file, **changes), origin
 
 
 def settings_that_fit(case: LlamaCase, as_benchmark: bool) -> RunConfig:

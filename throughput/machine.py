@@ -5,7 +5,6 @@ The sources are torch, the driver and Linux.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from common import inventory
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import DriverError, read_gpus, read_power_profiles, read_vboost
-from common.hardware import Probe, identify
+from common.hardware import Probe
 from common.paths import ROOT
 from launch import run_directory
+from launch.selection.machine import Machine
 
 LINUX_FACTS = {  # key of a system description -> key of `facts`
     "host_processor_model_name": "cpu",
@@ -28,19 +28,19 @@ LINUX_FACTS = {  # key of a system description -> key of `facts`
 }
 
 
-def facts(detected: Probe, device: str) -> dict[str, Any]:
+def facts(here: Machine, device: str) -> dict[str, Any]:
     """Return facts about the GPU (unless `device` is "cpu"), the CPU and the operating system.
 
     The GPU facts are name, kind, number, memory in GiB, dense peaks in TFLOP/s (of a kind in
     common/gpu_kinds.py), power limit in W, boost slider and power profiles.
     """
-    linux = inventory.facts(Path("/"), detected, os.environ.get("GPU_KIND", ""))
+    linux = inventory.facts(Path("/"), here.probe, here.gpu_kind)
     known: dict[str, Any] = {name: linux[key] for key, name in LINUX_FACTS.items() if key in linux}
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
     gpu: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
-        "kind": kind_of(detected),
+        "kind": kind_of(here),
         "gpus": torch.cuda.device_count(),
     }
     gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
@@ -49,13 +49,13 @@ def facts(detected: Probe, device: str) -> dict[str, Any]:
             "peak_tflops_16_bits": kind.peak_bf16_tflops,
             "peak_tflops_fp8": kind.peak_fp8_tflops,
         }
-    return gpu | power_limit(detected) | power_settings(detected) | known
+    return gpu | power_limit(here.probe) | power_settings(here.probe) | known
 
 
-def kind_of(detected: Probe) -> str:
+def kind_of(here: Machine) -> str:
     """Return the GPU kind as text. It is "unknown" for partitioned or mixed GPUs."""
     try:
-        kind = identify(detected, os.environ.get("GPU_KIND", ""))
+        kind = here.kind
     except PreflightError:
         return "unknown"
     if kind is None:

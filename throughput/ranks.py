@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
-from common.hardware import probe
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
+from launch.selection.machine import Machine
 
 # Files in the folder of a run: the request, and the measurements of rank 0.
 REQUEST = "request.json"
@@ -49,7 +49,8 @@ def run_ranks(
     """
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
-    command = ranks_command(folder, count, ["-m", *arguments], cpus=cpus_of_ranks(probe(), count))
+    cpus = cpus_of_ranks(Machine.of(os.environ).probe, count)
+    command = ranks_command(folder, count, ["-m", *arguments], cpus=cpus)
     ending = supervise(
         command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr
     )

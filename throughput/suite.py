@@ -19,10 +19,10 @@ from typing import Any
 
 from common.command_line import refuse_without
 from common.errors import ConfigError, Interrupted
-from common.hardware import probe
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
 from launch.run_directory import create_new, date
+from launch.selection.machine import Machine
 from throughput import baseline, result, shared_options, suite_page
 from throughput.files import read_json, write_json
 from throughput.machine import kind_of
@@ -109,7 +109,8 @@ def main(options: argparse.Namespace) -> int:
     if not options.against:
         refuse_without("--against", {"--tolerance": options.tolerance})
     tolerance = baseline.TOLERANCE if options.tolerance is None else options.tolerance
-    detected = probe(os.environ)
+    machine = Machine.of(os.environ)
+    detected = machine.probe
     device = shared_options.device_of(options.device, detected)
     shared_options.check_torch(device, detected)
     gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
@@ -117,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
     reference = None
     if options.against:
         reference = baseline.find(options.against, declared_tables())
-        note_other_kind(reference, "CPU" if device == "cpu" else kind_of(detected))
+        note_other_kind(reference, "CPU" if device == "cpu" else kind_of(machine))
     if options.save_baseline:
         require_new(options.save_baseline)
     folder = options.out or result.default_directory("suite")

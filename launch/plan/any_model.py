@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from common.command_line import Parser, complete, count, float_or_nan, refuse_without
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import MAX_GPUS, identify, probe
+from common.hardware import MAX_GPUS
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from common.terminal import plural
@@ -34,6 +34,7 @@ from launch.plan.memory import fits, gib, largest, usable_bytes
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 from launch.plan.workload import model_workload
+from launch.selection.machine import Machine
 
 LORA_RANK = 16  # the rank of the benchmark llama2_70b_lora
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).
@@ -217,8 +218,9 @@ def _request(options: argparse.Namespace) -> ModelRequest:
     if options.gpu:
         kind = _kind(options.gpu)
     else:
-        kind, visible = _gpus_of_this_machine()
-        gpus = options.gpus or visible
+        machine = Machine.of(os.environ)
+        kind = _kind_of(machine)
+        gpus = options.gpus or machine.gpus
     tokens = options.train_tokens
     if tokens is None and not options.lora:
         tokens = TOKENS_PER_WEIGHT * shape.num_parameters
@@ -246,17 +248,15 @@ def _kind(name: str) -> GpuKind:
     return KINDS[name]
 
 
-def _gpus_of_this_machine() -> tuple[GpuKind, int]:
-    """Return the kind and number of this machine's visible GPUs. Raises ConfigError without one."""
-    gpus = probe()
-    kind = identify(gpus, os.environ.get("GPU_KIND", ""))
-    if kind is None:
+def _kind_of(machine: Machine) -> GpuKind:
+    """Return the kind of the machine's GPUs. Raises ConfigError without one."""
+    if machine.kind is None:
         raise ConfigError(
             "--gpu is required",
             "this machine has no GPU",
             f"use --gpu with {', '.join(KINDS)}",
         )
-    return kind, len(gpus.devices)
+    return machine.kind
 
 
 # --- several nodes --------------------------------------------------------------------------------

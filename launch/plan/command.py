@@ -16,7 +16,6 @@ benchmark plans any model (launch/plan/any_model.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import config_keys, load_all, load_config, rules_of
+from common.benchmarks import config_keys, load_all, rules_of
 from common.command_line import (
     Parser,
     add_set_option,
@@ -35,11 +34,10 @@ from common.command_line import (
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names, identify, probe
+from common.hardware import config_names
 from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model, scaling_table
-from launch.plan.derive_config import load_or_derive, overrides_of, unknown_kind
 from launch.plan.memory import (
     Memory,
     fewest_layers,
@@ -55,7 +53,10 @@ from launch.plan.memory import (
 from launch.plan.step_time import Estimate, estimate
 from launch.plan.tables import memory_table, table
 from launch.plan.workload import Workload, benchmark_workload
-from launch.select_config import requested_gpus, require_config
+from launch.selection.check import FITTED, Choice
+from launch.selection.choose import choose, require_config
+from launch.selection.machine import NO_GPUS, Machine
+from launch.selection.request import Request
 
 SOURCES = """\
 Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
@@ -71,31 +72,22 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     if options.scaling is not None:
         return scaling_table.main(root, benchmark, options)
     refuse_without("--scaling", {"--network": options.network, "--page": options.page})
-    require_config(root, benchmark, options)
-    overrides = overrides_of(options.set)
-    path = None
-    machine = None
-    if not options.all:
-        path, machine = _chosen(root, benchmark, options)
-    if path is None:
-        loaded = load_all(root, benchmark, overrides)
+    # `plan` describes configs of any machine: no variable of a real run requires a GPU here.
+    request = replace(Request.of(benchmark, options, os.environ), environment={})
+    choice, machine = (None, NO_GPUS) if options.all else _choice(request)
+    if choice is None:
+        require_config(request)
+        loaded = load_all(root, benchmark, {**request.overrides})
         lines = [all_table(benchmark, loaded), "", SOURCES]
     else:
-        gpus = 1
-        is_fitted = _is_fitted(benchmark, path, overrides)
-        if is_fitted:
-            machine, gpus = _this_machine()
-        config, derived = load_or_derive(
-            root, benchmark, path, machine, overrides=overrides, gpus=gpus
-        )
-        loaded = {path.stem: config}
-        source = derived or str(path)
-        title, *details = describe(benchmark, source, config, _kind(config, machine))
-        note = ["", *_fitted_note(machine, gpus)] if is_fitted else []
+        loaded = {choice.path.stem: choice.config}
+        source = choice.derived or str(choice.path)
+        title, *details = describe(benchmark, source, choice.config, machine.kind_of(choice.config))
+        note = _fitted_note(choice.config) if choice.source == FITTED else []
         lines = [title, *note, *details]
     if options.json:
         plans = {
-            name: as_dict(benchmark, config, _kind(config, machine))
+            name: as_dict(benchmark, config, machine.kind_of(config))
             for name, config in loaded.items()
         }
         lines = [json.dumps(plans, indent=1)]
@@ -154,61 +146,36 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     return report | {"memory": sizes, "estimate": speed}
 
 
-def _chosen(
-    root: Path, benchmark: str, options: argparse.Namespace
-) -> tuple[Path | None, GpuKind | None]:
-    """Return the config to describe, or None for all configs, and this machine's GPU if probed.
+def _choice(request: Request) -> tuple[Choice | None, Machine]:
+    """Return the choice to describe, None for all configs, and the machine that it depends on.
 
-    The file of the config need not exist.
+    Objections are ignored. The driver is asked only if the config depends on this machine.
     """
-    folder = root / "configs" / benchmark
-    if options.config is not None:
-        return Path(options.config), None
-    if name := os.environ.get("DGXSYSTEM"):
-        return folder / f"{name.removesuffix('.toml')}.toml", None
-    kind, count = _this_machine()
-    if kind is None:
-        return None, None
-    return folder / f"{kind.name}_1x{count}.toml", kind
+    is_named = request.file is not None or request.system != ""
+    if is_named:
+        choice = choose(request, NO_GPUS)
+        if choice.source != FITTED:
+            return choice, NO_GPUS
+    machine = Machine.of(os.environ)
+    if machine.kind or is_named:
+        return choose(request, machine), machine
+    return None, machine
 
 
-def _this_machine() -> tuple[GpuKind | None, int]:
-    """Return the kind of this machine's GPUs, None without any, and how many a run would use."""
-    found = probe()
-    kind = identify(found, os.environ.get("GPU_KIND", ""))
-    return kind, requested_gpus(os.environ) or len(found.devices)
-
-
-def _is_fitted(benchmark: str, path: Path, overrides: dict[str, str]) -> bool:
-    """Return whether the config in `path` names no GPU, so that it is fitted to this machine."""
-    return path.is_file() and load_config(benchmark, path, overrides).gpu == ANY_GPU
-
-
-def _fitted_note(machine: GpuKind | None, gpus: int) -> list[str]:
+def _fitted_note(config: RunConfig) -> list[str]:
     """Say which machine a config of gpu = "any" was fitted to, and how to plan another one."""
-    name = f"{gpus} x {machine.name}" if machine else "a CPU, since no GPU is visible"
+    name = f"{config.gpus_per_node} x {config.gpu}"
+    if config.gpu == "CPU":
+        name = "a CPU, since no GPU is visible"
     return [
+        "",
         f'The config has gpu = "{ANY_GPU}" and was fitted to this machine: {name}.',
         "For another machine, name its GPUs: --set gpu=H200 --set gpus_per_node=8",
     ]
 
 
-def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
-    """Return the config's GPU kind, None for a CPU, whose memory and speed are not calculated.
-
-    `machine`: this machine's GPU, which KINDS may lack. Raise ConfigError for an unknown kind.
-    """
-    if config.gpu == "CPU":
-        return None
-    if machine and config.gpu == machine.name:
-        return machine
-    if config.gpu not in KINDS:
-        raise unknown_kind(config.gpu)
-    return KINDS[config.gpu]
-
-
-def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
-    kind = _kind(config, machine)
+def _fits(benchmark: str, config: RunConfig, machine: Machine) -> bool:
+    kind = machine.kind_of(config)
     if kind is None:
         return True
     memory = memory_peak(config, benchmark_workload(benchmark, config))
@@ -391,7 +358,7 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     """Return the row of a config in `all_table`."""
     work = benchmark_workload(benchmark, config)
-    kind = _kind(config)
+    kind = NO_GPUS.kind_of(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
     layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
     row = [

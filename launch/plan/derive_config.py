@@ -8,17 +8,14 @@ storage of the frozen base that takes less memory. With it, the other options ar
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from common import config as configs
-from common.benchmarks import config_class, divisions, load_config, rules_of
-from common.command_line import PROGRAM
-from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
+from common.benchmarks import divisions, rules_of
+from common.config import FROZEN_BASE_STORAGE, ConfigFile, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
@@ -47,85 +44,12 @@ NVIDIA_ENV = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_
 HEADROOM = 0.96
 
 
-def load_or_derive(
-    root: Path,
-    benchmark: str,
-    path: Path,
-    machine: GpuKind | None = None,
-    overrides: dict[str, str] | None = None,
-    layers: int = 0,
-    gpus: int = 1,
-) -> tuple[RunConfig, str]:
-    """Return the config in `path` and "", or a derived config and its source.
-
-    A config is derived if `path` is a missing file in configs/, or if its `gpu` is ANY_GPU.
-    `machine`: this machine's GPU, which KINDS may lack, or None for a CPU. `layers`: number of the
-    model's layers, 0 for all. `gpus`: number of GPUs for ANY_GPU.
-
-    Raise ConfigError if no config can be derived for the name, or if the GPUs cannot share the
-    global batch. Raise OutOfMemory if the benchmark fits with no option.
-    """
-    overrides = overrides or {}
-    if path.parent != root / "configs" / benchmark or path.is_file():
-        config = load_config(benchmark, path, overrides)
-        if config.gpu == ANY_GPU:
-            config, fitted = fit_to_machine(benchmark, config, machine, gpus, overrides, layers)
-            return config, f"{path.name} {fitted}"
-        return config, ""
-    named = NAME.fullmatch(path.stem)
-    kinds = dict(KINDS)
-    if machine:
-        kinds[machine.name] = machine
-    kind = kinds.get(named[1]) if named else None
-    if named is None or kind is None:
-        file = config_path(root, benchmark, path.stem)  # raises ConfigError: it does not exist
-        return configs.load(file, config_class(benchmark), overrides), ""
-    gpus = int(named[2])
-    file = nearest_file(root, benchmark, kind, gpus)
-    config = _derive(benchmark, file, kind, gpus, overrides, layers)
-    changed = _changes(configs.load(file, config_class(benchmark)), config, overrides)
-    return config, f"derived for {gpus} x {kind.name} from {file.name}: {changed}"
-
-
-def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of texts KEY=VALUE.
-
-    Of a key that is given twice, the last value counts. Raise ConfigError for a text of another
-    form.
-    """
-    overrides: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not key:
-            raise ConfigError(
-                f"--set {text} is not KEY=VALUE",
-                "the key or the = is missing",
-                "write, for example, --set micro_batch_size=1",
-            )
-        if key.startswith("env."):
-            variable = f"{key.removeprefix('env.')}={value}"
-            raise ConfigError(
-                f"--set {text} sets an environment variable",
-                "--set changes whole keys of the config",
-                f"set the variable before the command: {variable} {PROGRAM} ...",
-            )
-        overrides[key] = value
-    return overrides
-
-
-def unknown_kind(name: str) -> ConfigError:
-    """Return the error for a config whose `gpu` is not a known kind."""
-    near = difflib.get_close_matches(name.upper(), KINDS, 3, 0.5)
-    do = f"did you mean {' or '.join(near)}?" if near else "choose one of them"
-    return ConfigError(f"gpu = {name!r} is unknown", f"known are {', '.join(KINDS)}", do)
-
-
 def fit_to_machine(
     benchmark: str,
     config: RunConfig,
     kind: GpuKind | None,
     gpus: int,
-    overrides: dict[str, str],
+    overrides: Mapping[str, str],
     layers: int = 0,
 ) -> tuple[RunConfig, str]:
     """Return a config of ANY_GPU on this machine, and a description of what was chosen.
@@ -161,13 +85,13 @@ def fit_to_machine(
 
 
 def _fit_to_gpus(
-    benchmark: str, limit: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
+    benchmark: str, limit: RunConfig, work: Workload, kind: GpuKind, overrides: Mapping[str, str]
 ) -> RunConfig:
     """Return the config `limit` with the largest micro-batch, and the options, with which it fits.
 
     `limit`: config whose micro-batch is the upper limit. Raise OutOfMemory if no option fits.
     """
-    kept = dict(overrides)
+    kept = {**overrides}
     if work.lora_rank:
         kept["recompute_layers"] = "0"
         limit = replace(limit, frozen_base="replicated")  # type: ignore[call-arg]
@@ -183,7 +107,7 @@ def _fitting_with_headroom(
     limit: RunConfig,
     work: Workload,
     kind: GpuKind,
-    overrides: dict[str, str],
+    overrides: Mapping[str, str],
 ) -> RunConfig:
     """Return the config of `fitting`, with HEADROOM if any option allows that.
 
@@ -231,23 +155,47 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
     return config_path(root, benchmark, min(names, key=distance, default=f"{kind.name}_1x{gpus}"))
 
 
-def _derive(
-    benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int
-) -> RunConfig:
-    """Return the config in `path` for `gpus` GPUs of `kind`, with settings that fit the memory."""
-    file = configs.load(path, config_class(benchmark))
-    batch = overrides.get("global_batch_size", str(file.global_batch_size))
+def derive(
+    benchmark: str, file: ConfigFile, kind: GpuKind, gpus: int, layers: int = 0
+) -> tuple[RunConfig, str]:
+    """Return a config of `file` for `gpus` GPUs of `kind`, and a description of what was chosen.
+
+    `layers`: number of the model's layers, 0 for all. Raise ConfigError if the GPUs cannot share
+    the global batch, OutOfMemory if no option fits.
+    """
+    given = file.config
+    batch = file.overrides.get("global_batch_size", str(given.global_batch_size))
     if batch.isdecimal() and int(batch) % gpus:
-        raise _cannot_be_shared(benchmark, file, int(batch), gpus)
-    start = _start(benchmark, path, file, kind, gpus, overrides)
+        raise _cannot_be_shared(benchmark, given, int(batch), gpus)
+    start = file.changed(_start(benchmark, given, kind, gpus))
     work = _workload_of_layers(benchmark, start, layers)
-    return _fitting_with_headroom(benchmark, start, file, work, kind, overrides)
+    config = _fitting_with_headroom(benchmark, start, given, work, kind, file.overrides)
+    changes = _changes(given, config, file.overrides)
+    return config, f"derived for {gpus} x {kind.name} from {file.path.name}: {changes}"
 
 
-def _start(
-    benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]
-) -> RunConfig:
-    """Return the file's config for these GPUs, with micro-batch 1.
+def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
+    """Return the miniature of `file` for one GPU of `kind`, and a description of it.
+
+    Linear layers are in FP8 where the GPU multiplies FP8, otherwise in bf16. Raise ConfigError for
+    overrides that request FP8 on a GPU without it.
+    """
+    linear = "fp8" if kind.arch.startswith(WITH_FP8) else "bf16"
+    config = file.changed(moved(file.config, kind, 1, linear))
+    config.require(
+        linear == "fp8" or not config.linear_format.in_fp8,
+        "linear",
+        f"{kind.name} ({kind.arch}) does not multiply FP8",
+        "leave out --set linear=..., which selects bf16",
+    )
+    return (
+        config,
+        f"the miniature for 1 x {kind.name} from {file.path.name}: linear {config.linear}",
+    )
+
+
+def _start(benchmark: str, file: RunConfig, kind: GpuKind, gpus: int) -> dict[str, str | int]:
+    """Return the keys of the file that change for these GPUs, with micro-batch 1.
 
     No layer is offloaded or recomputed. The evaluation's micro-batch is the largest one, up to the
     file's, that needs no padding.
@@ -260,8 +208,7 @@ def _start(
         "micro_batch_size": 1,
         "eval_micro_batch_size": next(unpadded, 1),
     }
-    changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
-    return configs.load(path, config_class(benchmark), overrides, changes)
+    return changes | {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
 
 
 def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
@@ -283,7 +230,7 @@ def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict
 
 
 def _candidates(
-    start: RunConfig, limit: RunConfig, overrides: dict[str, str]
+    start: RunConfig, limit: RunConfig, overrides: Mapping[str, str]
 ) -> Iterator[list[RunConfig]]:
     """Yield the configs of each storage of a frozen base, the fastest storage first.
 
@@ -304,7 +251,7 @@ def _candidates(
 
 
 def fitting(
-    start: RunConfig, limit: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
+    start: RunConfig, limit: RunConfig, work: Workload, kind: GpuKind, overrides: Mapping[str, str]
 ) -> RunConfig | None:
     """Return the first of `_candidates` that fits, None if nothing does.
 
@@ -328,7 +275,7 @@ def fitting(
     return None
 
 
-def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
+def _changes(file: RunConfig, config: RunConfig, overrides: Mapping[str, str]) -> str:
     """Describe the micro-batch and the differences from the file."""
     omitted = ("gpu", "gpus_per_node", "env", *overrides)
     changes = []

@@ -30,11 +30,15 @@ from common.benchmarks import Rules, rules_of
 from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GpuKind
+from common.hardware import config_name, config_names
+from common.paths import ROOT
 from common.records.rcp import mean_samples
-from launch.plan.derive_config import load_or_derive
 from launch.plan.memory import BYTES
 from launch.plan.step_time import estimate, minutes_to_target
 from launch.plan.workload import Workload, benchmark_workload
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 LARGEST = 512  # GPUs
 # GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
@@ -138,7 +142,7 @@ def exposed_seconds(
 
 
 def benchmark_point(
-    root: Path, benchmark: str, kind: GpuKind, gpus: int, batch: int, network_gb_s: float
+    benchmark: str, kind: GpuKind, gpus: int, batch: int, network_gb_s: float
 ) -> ScalingPoint:
     """Return the time to the target on `gpus` GPUs at global batch `batch`.
 
@@ -147,16 +151,17 @@ def benchmark_point(
     """
     per_node = gpus_per_node(kind, gpus)
     nodes = gpus // per_node
-    path = root / "configs" / benchmark / f"{kind.name}_1x{per_node}.toml"
+    machine = Machine.imagined(kind, per_node)
+    name = config_name(kind, per_node)
     share = batch // nodes
     overrides = {"global_batch_size": str(share)}
-    if path.is_file() and share % per_node == 0:
-        file = load_or_derive(root, benchmark, path, kind)[0]
+    if name in config_names(ROOT, benchmark) and share % per_node == 0:
+        file = choose(Request(benchmark, system=name), machine).config
         sequences = share // per_node  # of one GPU and step
         overrides["micro_batch_size"] = str(math.gcd(sequences, file.micro_batch_size))
         if nodes > 1 and file.has_key("reduce_scatter"):
             overrides["reduce_scatter"] = "nccl"  # copy engines reach the GPUs of one node only
-    config, _ = load_or_derive(root, benchmark, path, kind, overrides)
+    config = choose(Request(benchmark, system=name, overrides=overrides), machine).config
     rules = rules_of(benchmark, config)
     samples, measured = interpolated(reference_samples(rules), batch)
     learning_rate, _ = interpolated(rules.reference_learning_rates, batch)
@@ -186,7 +191,6 @@ def scaling_point(
 
 
 def config_points(
-    root: Path,
     benchmark: str,
     path: Path,
     kind: GpuKind,
@@ -202,10 +206,9 @@ def config_points(
     for gpus in counts():
         per_node = gpus_per_node(kind, gpus)
         machine = {"gpu": ANY_GPU, "nodes": str(gpus // per_node)}
+        request = Request(benchmark, file=str(path), overrides=overrides | machine)
         try:
-            config, _ = load_or_derive(
-                root, benchmark, path, kind, overrides | machine, gpus=per_node
-            )
+            config = choose(request, Machine.imagined(kind, per_node)).config
         except OutOfMemory:
             points[gpus] = None
             continue
@@ -239,7 +242,7 @@ def batches(rules: Rules, gpus: int) -> Iterator[int]:
 
 
 def best_points(
-    root: Path, benchmark: str, kind: GpuKind, rules: Rules, network_gb_s: float
+    benchmark: str, kind: GpuKind, rules: Rules, network_gb_s: float
 ) -> dict[int, ScalingPoint | None]:
     """Return number of GPUs -> the point that reaches the target first, None if nothing fits."""
     best: dict[int, ScalingPoint | None] = {}
@@ -247,7 +250,7 @@ def best_points(
         points = []
         for batch in batches(rules, gpus):
             try:
-                points.append(benchmark_point(root, benchmark, kind, gpus, batch, network_gb_s))
+                points.append(benchmark_point(benchmark, kind, gpus, batch, network_gb_s))
             except (ConfigError, OutOfMemory):
                 continue
         best[gpus] = min(points, key=lambda each: each.minutes, default=None)

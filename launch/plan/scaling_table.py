@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.benchmarks import closed, divisions
-from common.command_line import Parser
+from common.command_line import Parser, overrides_of
 from common.errors import ConfigError, OutOfMemory, write_text
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
 from launch.plan import scaling
-from launch.plan.derive_config import overrides_of
 from launch.plan.tables import table
 
 DAY = 24 * 60  # minutes
@@ -68,7 +67,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
                 "leave out --config and --set",
             )
         rules = divisions(benchmark)["closed"]
-        best = scaling.best_points(root, benchmark, kind, rules, network)
+        best = scaling.best_points(benchmark, kind, rules, network)
     elif options.config is None:
         raise ConfigError(
             f"{benchmark} plan --scaling needs a config",
@@ -78,7 +77,7 @@ def main(root: Path, benchmark: str, options: argparse.Namespace) -> int:
     else:
         path = Path(options.config)
         overrides = overrides_of(options.set)
-        best = scaling.config_points(root, benchmark, path, kind, overrides, network)
+        best = scaling.config_points(benchmark, path, kind, overrides, network)
         name = f"{benchmark}, {path.name},"
     last = scaling.last_paying(best)
     more = []

@@ -49,12 +49,11 @@ from common.gpu_stats import (
     read_vboost,
     with_throttling,
 )
-from common.hardware import Probe, identify, probe
+from common.hardware import Probe
 from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform
 from launch.job import directories
-from launch.plan.derive_config import load_or_derive
 from launch.plan.memory import host_bytes
 from launch.plan.workload import benchmark_workload
 from launch.preflight import gpus, host
@@ -63,17 +62,15 @@ from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
-from launch.select_config import (
-    config_file,
-    miniature_on_gpu,
-    requested_gpus,
-    require_by_rules,
-    require_gpus,
-    wants_miniature,
-)
+from launch.selection.check import GPUS, VERSIONS, Objection
+from launch.selection.choose import choose, name, require_gpus
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
+# What objections to a config are about if other rows tell it.
+ROWS_OF_THEIR_OWN = (GPUS, VERSIONS)
 # Options that need --nodes, and their defaults.
 OF_NODES = {"launcher": "", "deadline": 600.0, "out": Path("preflight_nodes")}
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
@@ -85,7 +82,7 @@ class PreflightRequest:
 
     kind: str  # name of the GPU kind, or CPU
     count: int  # processes on this node
-    row: CheckRow  # about the config
+    rows: tuple[CheckRow, ...]  # about the config
     nodes: int = 1
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
@@ -192,16 +189,18 @@ def check(
             f"benchmarks: {', '.join(known)}",
             meant(options.benchmark, known),
         )
+    wanted = Request.of(options.benchmark, options, environment)
     try:
-        found = Probe("none") if options.device == "cpu" else probe(environment)
-        require_gpus(options, environment, found)
-        kind = identify(found, environment.get("GPU_KIND", ""))
+        machine = Machine.of(environment, options.device)
+        require_gpus(wanted, machine)
+        kind = machine.kind
     except PreflightError as error:
         return [
             CheckRow("GPU kind", "refuse", error.what, "unpartitioned GPUs of one kind", error.do)
         ], []
-    request = requested_run(options, environment, kind, len(found.devices))
-    rows = [request.row]
+    found = machine.probe
+    request = requested_run(wanted, machine)
+    rows = [*request.rows]
     can_measure = True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
@@ -238,31 +237,27 @@ def power_settings(found: Probe) -> CheckRow:
         return skipped("power settings", str(error))
 
 
-def requested_run(
-    options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
-) -> PreflightRequest:
+def requested_run(request: Request, machine: Machine) -> PreflightRequest:
     """Return the run to check for.
 
     Raise ConfigError for a named config that does not exist or cannot be read.
     """
-    requested = requested_gpus(environment)
-    if not options.benchmark:
-        if options.config is not None:
+    kind = machine.kind
+    count = request.gpus or machine.gpus
+    if not request.benchmark:
+        if request.file is not None:
             raise ConfigError(
                 "--config needs a benchmark",
                 "every config belongs to a benchmark",
                 f"add one of {', '.join(benchmarks.names())}",
             )
         row = skipped("config", "no benchmark given: only the machine is checked")
-        return _request_without_config(row, kind, requested or visible)
-    path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
+        return _request_without_config(row, kind, count)
+    named = name(request, machine)
     try:
-        if wants_miniature(options) and kind:
-            config, derived = miniature_on_gpu(options.benchmark, path, kind, {})
-        else:
-            config, derived = load_or_derive(ROOT, options.benchmark, path, kind)
+        choice = choose(request, machine)
     except (ConfigError, OutOfMemory) as error:
-        if environment.get("DGXSYSTEM") or options.config or path.is_file():
+        if request.system or request.file or named.path.is_file():
             raise
         row = CheckRow(
             "config",
@@ -271,28 +266,38 @@ def requested_run(
             "a config for this machine",
             "only the machine itself is checked",
         )
-        return _request_without_config(row, kind, requested or visible)
-    require_by_rules(options.benchmark, config)
-    row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
-    pinned = host_bytes(config, benchmark_workload(options.benchmark, config))
+        return _request_without_config(row, kind, count)
+    config = choice.config
+    text = choice.derived or f"{choice.path.name}: {config.gpus_per_node} x {config.gpu}"
+    rows = [CheckRow("config", "ok", text)]
+    for objection in choice.objections:
+        if objection.about not in ROWS_OF_THEIR_OWN:
+            rows.append(_refusal(objection))
+    pinned = host_bytes(config, benchmark_workload(request.benchmark, config))
     return PreflightRequest(
         kind=config.gpu,
         count=config.gpus_per_node,
-        row=row,
+        rows=tuple(rows),
         nodes=config.nodes,
         miniature=config.miniature,
         env=config.env,
         pinned_bytes=pinned,
-        benchmark=options.benchmark,
+        benchmark=request.benchmark,
         config=config,
     )
+
+
+def _refusal(objection: Objection) -> CheckRow:
+    """Return the row of an objection to the config."""
+    error = objection.error
+    return CheckRow(objection.about, "refuse", error.what, error.why, error.do)
 
 
 def _request_without_config(row: CheckRow, kind: GpuKind | None, gpus: int) -> PreflightRequest:
     """Return the request for a check of the machine only: its `gpus`, or one process on a CPU."""
     if kind is None:
-        return PreflightRequest("CPU", 1, row)
-    return PreflightRequest(kind.name, gpus, row)
+        return PreflightRequest("CPU", 1, (row,))
+    return PreflightRequest(kind.name, gpus, (row,))
 
 
 def host_rows(

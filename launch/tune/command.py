@@ -17,7 +17,6 @@ from pathlib import Path
 
 from common.atomic_write import write_whole
 from common.errors import ConfigError, Interrupted, RunError
-from common.hardware import identify
 from common.known_issues import installed
 from common.paths import ROOT
 from common.repository import commit_of
@@ -39,7 +38,7 @@ def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]
     job = target.job
     kind = None
     if job.selection.device == "cuda":
-        kind = identify(job.gpus, job.environment.get("GPU_KIND", ""))
+        kind = job.machine.kind
     return (
         memory_candidates(job.config, target.work, kind),
         settings(job.config, target.work, kind, job.environment),

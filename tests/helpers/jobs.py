@@ -16,9 +16,9 @@ from common.data.indexed_dataset_header import (
     index_path,
     tokens_path,
 )
-from common.hardware import Probe
 from launch.job import Job, Node
-from launch.select_config import Selection
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS
 
 INT32 = 4  # dtype code
 DOCUMENTS = (2,) * 64
@@ -31,12 +31,12 @@ def job_of(benchmark, path, folder, environment=None, data=None, **changes) -> J
     config.
     """
     config = replace(configs.load(path, config_class(benchmark)), **changes)
-    selection = Selection(config, path, path.name, "a test", "cpu", "CPU")
+    selection = Choice(config, path, path.name, "a test", "cpu", "CPU")
     data_dir = folder / "data"
     job = Job(
         benchmark,
         selection,
-        Probe("none"),
+        NO_GPUS,
         data_dir,
         folder / "results",
         environment or {},

@@ -13,7 +13,9 @@ from pseudo_terminal import PseudoTerminal
 from common.errors import ConfigError
 from common.paths import ROOT
 from launch import cli, completion
-from launch.plan.derive_config import load_or_derive
+from launch.selection.choose import choose
+from launch.selection.machine import NO_GPUS
+from launch.selection.request import Request
 from throughput.__main__ import parser_of
 
 pytestmark = pytest.mark.quick
@@ -100,7 +102,7 @@ def test_an_error_names_the_wrong_word_and_a_better_one(line):
 )
 def test_the_name_of_a_config(path, meant):
     with pytest.raises(ConfigError, match=r"no (such )?config") as caught:
-        load_or_derive(ROOT, "llama31_8b", ROOT / path)
+        choose(Request("llama31_8b", file=str(ROOT / path)), NO_GPUS)
     assert meant in caught.value.do
 
 

@@ -1,17 +1,19 @@
 """The lines that a user reads before a run."""
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from probes import make_visible
 
 from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
-from common.paths import ROOT
 from common.records.ledger import SeriesRecord
 from launch import commands, console, job
-from launch.select_config import select_config
+from launch.selection.choose import choose
+from launch.selection.machine import NO_GPUS, Machine
+from launch.selection.request import Request
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import CLOSED, MINIATURE
 
@@ -19,9 +21,8 @@ pytestmark = pytest.mark.quick
 
 
 def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_result():
-    options = argparse.Namespace(config=None, set=[], device=None)
-    selection = select_config(ROOT, "llama31_8b", options, {}, Probe("none"))
-    lines = console.header("llama31_8b", selection, MINIATURE, (Path("/data"), Path("/results")))
+    choice = choose(Request("llama31_8b"), NO_GPUS)
+    lines = console.header("llama31_8b", choice, MINIATURE, (Path("/data"), Path("/results")))
     assert lines[0] == "No GPU found." and "NOT a benchmark" in lines[1] and len(lines[1]) < 80, (
         "a line of the narrowest terminal"
     )
@@ -30,7 +31,7 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
         words in text
         for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results")
     )
-    assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
+    assert "/data" not in "\n".join(console.header("llama31_8b", choice, MINIATURE, None))
 
 
 @pytest.mark.parametrize(("goal", "resumes"), [(1, False), (2, True)])
@@ -49,22 +50,19 @@ def test_only_a_series_that_can_be_resumed_is_told_to(goal, resumes):
 
 
 def test_the_header_names_the_size_of_the_model():
-    options = argparse.Namespace(config=None, set=[], device=None)
-    selection = select_config(ROOT, "llama31_8b", options, {}, Probe("none"))
-    lines = console.header("llama31_8b", selection, CLOSED, None)
+    choice = choose(Request("llama31_8b"), NO_GPUS)
+    lines = console.header("llama31_8b", choice, CLOSED, None)
     assert "model      8,030,261,248 parameters in 32 layers" in lines
-    adapters = console.header("llama2_70b_lora", selection, lora_rules.CLOSED, None)
+    adapters = console.header("llama2_70b_lora", choice, lora_rules.CLOSED, None)
     assert any(
         "68,976,648,192 frozen parameters" in line and "rank 16" in line for line in adapters
     )
 
 
 def test_the_header_says_from_what_a_config_was_derived():
-    options = argparse.Namespace(config=None, set=[], device=None)
     found = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 2)
-    lines = console.header(
-        "llama31_8b", select_config(ROOT, "llama31_8b", options, {}, found), CLOSED, None
-    )
+    choice = choose(Request("llama31_8b"), Machine(found))
+    lines = console.header("llama31_8b", choice, CLOSED, None)
     assert (
         "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x "
         "MI300X found" in lines
@@ -74,24 +72,21 @@ def test_the_header_says_from_what_a_config_was_derived():
 
 def test_the_header_names_a_config_that_was_fitted_to_the_machine():
     path = "open_llama/examples/stdlib_10m.toml"
-    options = argparse.Namespace(config=path, set=[], device="cpu")
-    selection = select_config(ROOT, "open_llama", options, {}, Probe("none"))
-    lines = console.header("open_llama", selection, rules_of("open_llama", selection.config), None)
+    request = Request("open_llama", file=path, device="cpu")
+    choice = choose(request, NO_GPUS)
+    lines = console.header("open_llama", choice, rules_of("open_llama", choice.config), None)
     assert any(
         "stdlib_10m.toml fitted to a CPU in fp32: micro_batch_size" in line for line in lines
     )
-    options.set = ["linear=fp8"]
-    selection = select_config(ROOT, "open_llama", options, {}, Probe("none"))
-    assert "bf16" not in selection.derived, "a CPU computes in fp32"
+    in_fp8 = replace(request, overrides={"linear": "fp8"})
+    assert "bf16" not in choose(in_fp8, NO_GPUS).derived, "a CPU computes in fp32"
 
 
 def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, capsys, tmp_path):
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(
-        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2)
-    )
+    make_visible(monkeypatch, Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2))
     for name in ("bench", "profile"):
         assert (
             commands.start(
@@ -111,8 +106,8 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "MLPERF_SUBMISSION_ORG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(
-        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4)
+    make_visible(
+        monkeypatch, Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4)
     )
     note = "NOTE       MLPERF_SUBMISSION_ORG is not set: package will refuse these runs"
     assert (
@@ -138,8 +133,8 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(
-        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2)
+    make_visible(
+        monkeypatch, Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2)
     )
     monkeypatch.setattr(
         job,

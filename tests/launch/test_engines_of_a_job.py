@@ -12,7 +12,8 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands, run, series
 from launch.job import Job, Node
-from launch.select_config import Selection
+from launch.selection.check import Choice
+from launch.selection.machine import NO_GPUS, Machine
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
@@ -25,8 +26,8 @@ PATH = ROOT / "configs/llama31_8b/H200_1x1.toml"
 def job(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "version_of", GOOD.get)
     config = configs.load(PATH, Config)
-    selection = Selection(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
-    return Job("llama31_8b", selection, H200, tmp_path, tmp_path, {}, Node(), False)
+    selection = Choice(config, PATH, "H200_1x1.toml", "it fits", "cuda", "1 x NVIDIA H200")
+    return Job("llama31_8b", selection, Machine(H200), tmp_path, tmp_path, {}, Node(), False)
 
 
 def test_engines_are_named_with_what_installs_a_missing_one(job, monkeypatch):
@@ -52,7 +53,7 @@ def test_versions_json_has_a_reason_for_each_faster_engine(job, monkeypatch):
 
 
 def test_a_cpu_misses_nothing(job):
-    on_a_cpu = replace(job, selection=replace(job.selection, device="cpu"), gpus=Probe("none"))
+    on_a_cpu = replace(job, selection=replace(job.selection, device="cpu"), machine=NO_GPUS)
     names = {"attention": "sdpa", "products": "torch", "swiglu": "kernel"}
     assert on_a_cpu.engines.names == names
     assert not on_a_cpu.engines.faster
@@ -63,7 +64,7 @@ def test_the_launcher_refuses_an_engine_that_is_pinned_on_a_cpu(job, variable):
     pinned = {"SWIGLU_ENGINE": "quack"}.get(variable, "transformer_engine")
     config = replace(job.config, linear="bf16")
     selection = replace(job.selection, device="cpu", config=config)
-    on_a_cpu = replace(job, selection=selection, gpus=Probe("none"), environment={variable: pinned})
+    on_a_cpu = replace(job, selection=selection, machine=NO_GPUS, environment={variable: pinned})
     with pytest.raises(ConfigError, match=f"{variable}={pinned} cannot be used here"):
         commands._print_engines(on_a_cpu)
 

@@ -16,7 +16,7 @@ from common.errors import RunError
 from common.records import ledger
 from common.training.mllog import TOKEN
 from launch import series
-from launch.select_config import Selection
+from launch.selection.check import Choice
 from submission import check, package, report, score
 
 pytest.importorskip("mlperf_logging")
@@ -133,7 +133,7 @@ def commands(folder: Path, run: Path) -> list[int]:
 def resume(folder: Path) -> int:
     """Apply what --resume does to the ledger, up to the next attempt."""
     config = from_table({**synthetic_table(), "miniature": True}, LORA.rules.Config, "test")
-    selection = Selection(config, folder / "X_1x8.toml", "X_1x8.toml", "a test", "cpu", "none")
+    selection = Choice(config, folder / "X_1x8.toml", "X_1x8.toml", "a test", "cpu", "none")
     request = series.SeriesRequest(goal=0, max_failures=0, resume=True)
     try:
         with series._open(folder, selection, {}, request):

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from probes import make_visible
 
 from common import config as configs
 from common.config import RunConfig
@@ -314,7 +315,7 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
         str(tmp_path / "config.json") if argument == "CONFIG" else argument
         for argument in arguments
     ]
-    monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     assert (
         command.start(
             "llama",

@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+from probes import make_visible
 
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
@@ -58,7 +59,7 @@ def measurements(tmp_path, monkeypatch):
         return measure
 
     monkeypatch.setattr(tune_command, "_measure", measure_of)
-    monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     monkeypatch.setenv("LOGDIR", str(tmp_path / "results"))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return found

@@ -8,6 +8,7 @@ import torch
 from common.gpu_kinds import KINDS
 from common.gpu_stats import DriverError
 from common.hardware import Device, Probe
+from launch.selection.machine import Machine
 from throughput import machine
 
 pytestmark = pytest.mark.quick
@@ -36,7 +37,7 @@ def driver(monkeypatch):
 
 
 def test_a_known_gpu_has_its_peaks_and_the_lowest_power_limit(driver):
-    facts = machine.facts(Probe("nvidia", (H200, H200)), "cuda")
+    facts = machine.facts(Machine(Probe("nvidia", (H200, H200))), "cuda")
     assert (
         facts["gpu"],
         facts["kind"],
@@ -60,7 +61,8 @@ def test_a_known_gpu_has_its_peaks_and_the_lowest_power_limit(driver):
 def test_an_unknown_gpu_has_no_peak_and_a_silent_driver_no_limit(driver):
     driver.clear()
     facts = machine.facts(
-        Probe("nvidia", (Device("NVIDIA B200", "sm_100", 2**37, address="GPU-1"),) * 2), "cuda"
+        Machine(Probe("nvidia", (Device("NVIDIA B200", "sm_100", 2**37, address="GPU-1"),) * 2)),
+        "cuda",
     )
     assert (
         facts["kind"] == "unknown"
@@ -69,7 +71,7 @@ def test_an_unknown_gpu_has_no_peak_and_a_silent_driver_no_limit(driver):
 
 
 def test_the_cpu_is_not_taken_for_a_gpu():
-    facts = machine.facts(Probe("nvidia", (H200,)), "cpu")
+    facts = machine.facts(Machine(Probe("nvidia", (H200,))), "cpu")
     assert (
         "kind" not in facts and "gpus" not in facts and facts["threads"] == torch.get_num_threads()
     )
@@ -102,7 +104,7 @@ def test_versions_name_the_commit_and_torch(monkeypatch):
 def test_boost_slider_and_power_profiles_are_facts(driver, monkeypatch):
     monkeypatch.setattr(machine, "read_vboost", lambda addresses: [(1, 4) for _ in addresses])
     monkeypatch.setattr(machine, "read_power_profiles", lambda: "Max-P")
-    facts = machine.facts(Probe("nvidia", (H200, H200)), "cuda")
+    facts = machine.facts(Machine(Probe("nvidia", (H200, H200))), "cuda")
     assert facts["vboost"] == "1 of 4"
     assert facts["power_profiles"] == "Max-P"
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of
+from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of, overrides_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
-from common.hardware import Probe, probe
 from common.paths import ROOT
 from launch import run_directory
-from launch.plan.derive_config import overrides_of
-from launch.select_config import select_config
+from launch.selection.choose import choose
+from launch.selection.machine import Machine
+from launch.selection.request import Request
 from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     configured,
@@ -74,16 +74,17 @@ def work(benchmark: str, *rest: str) -> int:
         parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
     if options.out and options.step != "tune":
         parser(benchmark).error(f"argument --out: {options.step} writes no tuned file")
-    detected = Probe("none") if options.device == "cpu" else probe()
-    if options.step == "record" and not detected.devices:
+    machine = Machine.of(os.environ, options.device)
+    if options.step == "record" and not machine.gpus:
         raise PreflightError(
             "gemms record needs a GPU",
             "no GPU is visible, and a bench on the CPU runs no GEMM of a GPU library",
             "run it on the GPUs that train",
         )
-    config = select_config(ROOT, benchmark, options, os.environ, detected).config
+    choice = choose(Request.of(benchmark, options, os.environ), machine)
+    choice.require()
     steps = {"record": record, "tune": tune, "check": check}
-    return steps[options.step](benchmark, config, options)
+    return steps[options.step](benchmark, choice.config, options)
 
 
 def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_stats import read_text
-from common.hardware import Probe, probe
+from common.hardware import Probe
 from common.known_issues import installed
 from common.packages import version_of
 from common.paths import ROOT
 from common.repository import commit_of
 from launch import system_settings
 from launch.preflight.nodes import kernel_log
+from launch.selection.machine import Machine
 
 SETTINGS = {
     "TCP congestion control": "proc/sys/net/ipv4/tcp_congestion_control",
@@ -45,7 +46,7 @@ def read(environment: Mapping[str, str], root: Path = Path("/")) -> dict:
     """Return all facts about this node. Nothing is measured."""
     gpu_error = ""
     try:
-        found = probe(environment)
+        found = Machine.of(environment).probe
     except PreflightError as error:
         found = Probe("none")
         gpu_error = error.what

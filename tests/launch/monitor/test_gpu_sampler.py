@@ -21,6 +21,7 @@ from common.hardware import Device, Probe, probe
 from common.paths import ROOT
 from launch import run
 from launch.monitor import gpu_sampler as sampler
+from launch.selection.machine import Machine
 from submission import gpu_samples, report
 from submission.run import read_attempt
 
@@ -244,7 +245,7 @@ def test_only_the_gpus_of_the_ranks_are_sampled(driver, monkeypatch, visible, de
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     job = job_of("llama31_8b", ROOT / "configs/llama31_8b/H200_1x2.toml", driver)
-    job = replace(job, gpus=probe(), selection=replace(job.selection, device=device))
+    job = replace(job, machine=Machine(probe()), selection=replace(job.selection, device=device))
     path = driver / sampler.NAME
 
     def supervise(*_, **__):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from probes import make_visible
 
 from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS
@@ -339,7 +340,7 @@ def test_remarks_on_implausible_utilization():
     ],
 )
 def test_what_is_missing_is_said(line, words, monkeypatch):
-    monkeypatch.setattr(any_model, "probe", lambda: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     with pytest.raises(ConfigError) as caught:
         any_model.main(line.split())
     assert words in caught.value.what
@@ -347,7 +348,7 @@ def test_what_is_missing_is_said(line, words, monkeypatch):
 
 def test_without_options_it_plans_all_gpus_of_this_machine(capsys, monkeypatch):
     mi300x = Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304)
-    monkeypatch.setattr(any_model, "probe", lambda: Probe("amd", (mi300x,) * 8))
+    make_visible(monkeypatch, Probe("amd", (mi300x,) * 8))
     assert any_model.main(["--model", "llama3.1-8b"]) == 0
     assert "8 x MI300X" in capsys.readouterr().out
 
@@ -367,9 +368,7 @@ def test_tokens_per_second_days_and_gpu_hours(capsys):
 
 def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
     monkeypatch.delenv("GPU_KIND", raising=False)
-    monkeypatch.setattr(
-        any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),))
-    )
+    make_visible(monkeypatch, Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),)))
     code, text = planned(capsys, "--model llama3.1-8b --gpus 8")
     assert code == 0 and "8 x NVIDIA_Z300 of 180 GiB" in text
 
@@ -377,7 +376,7 @@ def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch
 def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
     monkeypatch.delenv("GPU_KIND", raising=False)
     gh200 = Device("NVIDIA GH200 480GB", "sm_90", 96 * GIB)
-    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (gh200,)))
+    make_visible(monkeypatch, Probe("nvidia", (gh200,)))
     with pytest.raises(ConfigError, match="links") as caught:
         any_model.main(["--model", "llama3.1-8b", "--scaling", "--train-tokens", "1e9"])
     assert "GH200" in caught.value.what and "H200" in caught.value.do

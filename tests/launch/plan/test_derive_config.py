@@ -9,10 +9,12 @@ from common.benchmarks import config_class
 from common.errors import OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
-from launch.plan import command
-from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file, overrides_of
-from launch.plan.memory import USABLE_SHARE, fits, gib, memory_peak, usable_bytes
+from launch.plan.derive_config import HEADROOM, derive, nearest_file
+from launch.plan.memory import fits, gib, memory_peak, usable_bytes
 from launch.plan.workload import benchmark_workload
+from launch.selection.choose import choose
+from launch.selection.machine import NO_GPUS, Machine
+from launch.selection.request import Request
 
 pytestmark = pytest.mark.quick
 
@@ -32,10 +34,14 @@ TOO_SMALL = {
 
 
 def derived(benchmark, name, machine=None, **overrides):
-    path = ROOT / "configs" / benchmark / f"{name}.toml"
-    return load_or_derive(
-        ROOT, benchmark, path, machine, {key: str(value) for key, value in overrides.items()}
-    )
+    """Return the config that a run gets for a name in configs/, and how it was derived.
+
+    `machine`: a GPU that common/gpu_kinds.py lacks, on this machine.
+    """
+    texts = {key: str(value) for key, value in overrides.items()}
+    here = Machine.imagined(machine, 1) if machine else NO_GPUS
+    choice = choose(Request(benchmark, system=name, overrides=texts), here)
+    return choice.config, choice.derived
 
 
 def peak(benchmark, config, kind):
@@ -63,11 +69,6 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
         config.eval_micro_batch_size == 1
         or eval_samples % (gpus * config.eval_micro_batch_size) == 0
     )
-
-
-def test_a_file_is_read_as_it_is():
-    path = ROOT / "configs" / PRETRAINING / "H200_1x2.toml"
-    assert derived(PRETRAINING, "H200_1x2") == (configs.load(path, config_class(PRETRAINING)), "")
 
 
 def test_the_fewest_layers_are_recomputed_that_leave_room():
@@ -116,31 +117,20 @@ def test_a_smaller_gpu_stores_the_base_with_less_memory_and_offloads_before_it_s
     assert [config.frozen_base for config in near.values()] == ["replicated_both", "sharded"]
 
 
-def test_one_gpu_reduces_nothing_by_copy_engines(tmp_path):
-    folder = tmp_path / "configs" / PRETRAINING
-    folder.mkdir(parents=True)
-    (folder / "H200_1x4.toml").write_text(
-        (ROOT / "configs" / PRETRAINING / "H200_1x4.toml").read_text()
-    )
-    config, text = load_or_derive(tmp_path, PRETRAINING, folder / "H200_1x2.toml")
-    assert config.reduce_scatter == "copy_engine" and "from H200_1x4.toml" in text
-    config, _ = load_or_derive(
-        tmp_path, PRETRAINING, folder / "H200_1x2.toml", None, {"reduce_scatter": "nccl"}
-    )
-    assert config.reduce_scatter == "nccl", "the command line wins"
-    machine = GpuKind("X", "nvidia", "sm_100", 148, 180 * GIB, 0.0, 0.0)
-    chosen = {
-        gpus: load_or_derive(tmp_path, PRETRAINING, folder / f"X_1x{gpus}.toml", machine)[
-            0
-        ].reduce_scatter
-        for gpus in (1, 2)
-    }
-    assert chosen == {1: "nccl", 2: "copy_engine"}, "another GPU of the same maker"
+def test_one_gpu_reduces_nothing_by_copy_engines():
+    """The config that is copied has copy engines, which reach GPUs of one maker and node."""
+    file = configs.read(ROOT / "configs" / PRETRAINING / "H200_1x4.toml", config_class(PRETRAINING))
+    assert file.config.reduce_scatter == "copy_engine"
+
+    def engine(kind, gpus, **overrides):
+        return derive(PRETRAINING, replace(file, overrides=overrides), kind, gpus)[0].reduce_scatter
+
+    assert engine(KINDS["H200"], 2) == "copy_engine"
+    assert engine(KINDS["H200"], 2, reduce_scatter="nccl") == "nccl", "the command line wins"
+    same_maker = GpuKind("X", "nvidia", "sm_100", 148, 180 * GIB, 0.0, 0.0)
+    assert [engine(same_maker, gpus) for gpus in (1, 2)] == ["nccl", "copy_engine"]
     other = GpuKind("Y", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
-    assert (
-        load_or_derive(tmp_path, PRETRAINING, folder / "Y_1x2.toml", other)[0].reduce_scatter
-        == "nccl"
-    )
+    assert engine(other, 2) == "nccl"
 
 
 def test_what_does_not_fit_is_told_the_number_of_gpus_that_does():
@@ -157,26 +147,3 @@ def test_a_value_of_the_command_line_is_kept():
         3,
     ) and "micro_batch_size" not in text
     assert {f.name for f in fields(config)} >= {"micro_batch_size"}
-
-
-def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys, monkeypatch):
-    from common.hardware import Device, Probe
-
-    monkeypatch.setenv("DGXSYSTEM", "MI325X_1x2")
-    assert command.main(ROOT, LORA, []) == 0
-    assert (
-        "derived for 2 x MI325X from MI325X_1x8.toml: micro_batch_size 1" in capsys.readouterr().out
-    )
-    monkeypatch.delenv("DGXSYSTEM")
-    card = Device("NVIDIA Z300", "sm_107", 180 * GIB)
-    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
-    assert command.main(ROOT, PRETRAINING, []) == 0
-    said = capsys.readouterr().out
-    assert (
-        "derived for 2 x NVIDIA_Z300" in said
-        and f"{180 * USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
-    )
-
-
-def test_of_a_key_given_twice_the_last_value_counts():
-    assert overrides_of(["nodes=1", "gpu=H100", "nodes=2"]) == {"nodes": "2", "gpu": "H100"}

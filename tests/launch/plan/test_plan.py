@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fused_lora import saved_bytes_per_token
+from probes import make_visible
 
-from common import config as configs
 from common.benchmarks import divisions
 from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS
@@ -29,6 +29,7 @@ from common.sharding.frozen_base import NUM_BUFFERS
 from launch.plan import command
 from launch.plan.memory import (
     FROZEN_BUFFERS,
+    USABLE_SHARE,
     Memory,
     activation_bytes,
     attention_backward_bytes,
@@ -574,23 +575,19 @@ def test_lora_names_its_host_memory(capsys):
 def test_all_configs(benchmark, capsys, monkeypatch):
     code, text = planned(capsys, benchmark, "--all")
     assert code == 0 and all(f"| {name} " in text for name in command.load_all(ROOT, benchmark))
-    monkeypatch.setattr(command, "probe", lambda: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     monkeypatch.delenv("DGXSYSTEM", raising=False)
     assert planned(capsys, benchmark)[1] == text, "without a GPU, plan is plan --all"
     monkeypatch.setenv("DGXSYSTEM", "H200_1x8")
     assert "H200_1x8.toml: 8 x H200" in planned(capsys, benchmark)[1]
 
 
-def test_the_config_of_this_machine(capsys, monkeypatch):
+def test_an_unknown_gpu_is_planned_without_its_speed(capsys, monkeypatch):
     monkeypatch.delenv("DGXSYSTEM", raising=False)
-    card = Device("NVIDIA H200", "sm_90", 141 * GIB)
-    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 4))
-    assert "H200_1x4.toml: 4 x H200" in planned(capsys, LORA)[1]
-    monkeypatch.setenv("DGXNGPU", "2")
-    assert "H200_1x2.toml: 2 x H200" in planned(capsys, LORA)[1]
-    monkeypatch.setenv("DGXNGPU", "two")
-    with pytest.raises(configs.ConfigError, match="DGXNGPU=two"):
-        planned(capsys, LORA)
+    make_visible(monkeypatch, Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),) * 2))
+    code, text = planned(capsys, PRETRAINING)
+    assert code == 0 and "derived for 2 x NVIDIA_Z300" in text
+    assert f"{180 * USABLE_SHARE:.1f} usable on NVIDIA_Z300" in text
 
 
 @pytest.mark.parametrize("words", [(), ("--all",)])
@@ -602,14 +599,17 @@ def test_a_benchmark_without_shipped_configs_needs_a_file(words):
 def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, monkeypatch):
     example = str(ROOT / "open_llama/examples/pretrain_1b.toml")
     monkeypatch.delenv("DGXNGPU", raising=False)
-    monkeypatch.setattr(command, "probe", lambda: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     code, text = planned(capsys, "open_llama", "--config", example)
     assert code == 0 and "CPU" in text
     card = Device("NVIDIA H200", "sm_90", 141 * GIB)
-    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
+    make_visible(monkeypatch, Probe("nvidia", (card,) * 2))
     code, text = planned(capsys, "open_llama", "--config", example)
     assert code == 0 and "2 x H200" in text and "GiB" in text
-    monkeypatch.setattr(command, "probe", lambda: pytest.fail("probes for a config with a GPU"))
+    monkeypatch.setattr(
+        "launch.selection.machine.probe",
+        lambda environment: pytest.fail("probes for a config with a GPU"),
+    )
     code, text = planned(capsys, "open_llama", "--config", example, "--set", "gpu=H100")
     assert code == 0 and "fitted" not in text and "1 x H100" in text
 

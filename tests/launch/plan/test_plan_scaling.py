@@ -19,7 +19,7 @@ H200 = KINDS["H200"]
 
 
 def point(gpus: int, batch: int, network: float = 50.0) -> scaling.ScalingPoint:
-    return scaling.benchmark_point(ROOT, "llama31_8b", H200, gpus, batch, network)
+    return scaling.benchmark_point("llama31_8b", H200, gpus, batch, network)
 
 
 def test_samples_between_two_batches_are_on_the_line_between_them():
@@ -47,7 +47,7 @@ def test_a_slow_network_adds_the_traffic_that_no_arithmetic_hides():
 
 
 def test_every_gpu_gets_a_whole_sequence():
-    best = scaling.best_points(ROOT, "llama31_8b", H200, RULES, 50.0)
+    best = scaling.best_points("llama31_8b", H200, RULES, 50.0)
     for gpus, found in best.items():
         assert found is not None
         assert found.config.global_batch_size % gpus == 0
@@ -57,15 +57,14 @@ def test_every_gpu_gets_a_whole_sequence():
 
 def test_trays_of_a_rack_are_linked_by_nvlink():
     rack, racks = (
-        scaling.benchmark_point(ROOT, "llama31_8b", KINDS["GB300"], gpus, 128, 50.0)
-        for gpus in (64, 128)
+        scaling.benchmark_point("llama31_8b", KINDS["GB300"], gpus, 128, 50.0) for gpus in (64, 128)
     )
     assert racks.exposed_s > 5 * rack.exposed_s
 
 
 def test_scaling_stops_paying_where_the_reference_needs_more_sequences():
     """A fixed rate per GPU and the reference's samples: 64 to 128 GPUs saves 24 %."""
-    best = scaling.best_points(ROOT, "llama31_8b", H200, RULES, 50.0)
+    best = scaling.best_points("llama31_8b", H200, RULES, 50.0)
     assert scaling.last_paying(best) == 64
 
 
@@ -78,9 +77,7 @@ def test_published_results_of_several_nodes_are_calculated_within_their_spread()
             continue
         nodes = result.gpus // scaling.gpus_per_node(kind, result.gpus)
         if nodes > 1 and result.batch % result.gpus == 0:
-            found = scaling.benchmark_point(
-                ROOT, result.benchmark, kind, result.gpus, result.batch, 50.0
-            )
+            found = scaling.benchmark_point(result.benchmark, kind, result.gpus, result.batch, 50.0)
             published = result.samples_per_s * 8192 / result.gpus
             errors.append(abs(found.tokens_per_s_per_gpu / published - 1))
     assert len(errors) > 10

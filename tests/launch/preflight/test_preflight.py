@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import resource
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from child_path import python_path
+from probes import make_visible
 
 from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import (
@@ -32,6 +34,8 @@ from launch.preflight import __main__ as preflight_command
 from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.rank_report import UNITS, RankReport, read_ranks
+from launch.selection.machine import NO_GPUS
+from launch.selection.request import Request
 
 pytestmark = pytest.mark.quick
 
@@ -524,12 +528,11 @@ def test_memory_that_a_config_pins_is_required_in_addition():
             "host memory"
         ]
         assert row.verdict == verdict and ("offload_layers" in row.do) == (verdict != "ok")
-    options = argparse.Namespace(
-        benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml")
-    )
-    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 20 * GIB
-    options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
-    assert preflight_command.requested_run(options, {}, None, 0).pinned_bytes == 0
+    for benchmark, pinned in (("llama2_70b_lora", 20 * GIB), ("llama31_8b", 0)):
+        file = str(ROOT / f"configs/{benchmark}/H200_1x2.toml")
+        wanted = Request(benchmark, file=file)
+        run = preflight_command.requested_run(wanted, NO_GPUS)
+        assert run.pinned_bytes == pinned
 
 
 def test_what_depends_on_the_run():
@@ -674,7 +677,7 @@ def on_gpus(
     **changed,
 ):
     """The command on a machine of fakes; its rows by check."""
-    monkeypatch.setattr(preflight_command, "probe", lambda env: Probe("nvidia", devices, driver))
+    make_visible(monkeypatch, Probe("nvidia", devices, driver))
     monkeypatch.setattr(
         preflight_command, "installed", lambda driver: versions | {"driver": driver}
     )
@@ -703,6 +706,23 @@ def test_a_healthy_host_of_four(monkeypatch):
         or check in ("memory errors (ECC)", "copy, table")
     ]
     assert len(gpu_rows) >= 12 and {row.verdict for row in gpu_rows} == {"ok"}
+
+
+def test_all_gpus_are_checked_for_a_config_that_is_fitted_to_them(monkeypatch):
+    example = str(ROOT / "open_llama/examples/pretrain_1b.toml")
+    rows = on_gpus(monkeypatch, (H200,) * 8, ranks(8), benchmark="open_llama", config=example)
+    assert "fitted to 8 x H200" in rows["config"].value
+    assert rows["measuring processes"].expected == "8 of 8"
+
+
+def test_preflight_refuses_what_a_run_refuses(monkeypatch, tmp_path):
+    file = tmp_path / "short.toml"
+    text = (ROOT / "configs/llama31_8b/H200_1x4.toml").read_text()
+    file.write_text(re.sub(r"^max_samples = \S+", "max_samples = 16", text, flags=re.MULTILINE))
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), {"DGXNGPU": "2"}, config=str(file))
+    assert rows["config"].verdict == "ok"
+    assert {rows["max_samples"].verdict, rows["DGXNGPU"].verdict} == {"refuse"}
+    assert "12,288" in rows["max_samples"].do and "DGXNGPU=2" in rows["DGXNGPU"].value
 
 
 def test_torch_for_cpus_and_a_missing_compiler_are_refused(monkeypatch):

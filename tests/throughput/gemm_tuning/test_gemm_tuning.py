@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from child_path import python_path
+from probes import make_visible
 from tiny import run_config
 
 from common.errors import ConfigError, PreflightError, StorageError
@@ -567,7 +568,7 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
 def test_record_starts_no_bench_without_a_gpu(commands, tmp_path, monkeypatch, capsys, device):
-    monkeypatch.setattr(cli, "probe", lambda: Probe("none"))
+    make_visible(monkeypatch, Probe("none"))
     arguments = ["llama31_8b", "record", str(tmp_path / "new"), *device]
     assert cli.main(arguments) == PreflightError.exit_code
     assert "needs a GPU" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Choose the config of a run: `choose(request, machine)`.
+
+Five stages follow each other, and none calls an earlier one: `name` says which file, and why;
+`read` reads it, or the nearest one; `override` adds --set; `fit` fits it to the machine; `check`
+(check.py) compares it with the rules and the machine. The result depends on nothing but command
+line, environment, GPUs and config files. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import config as configs
+from common.benchmarks import config_class
+from common.command_line import PROGRAM
+from common.config import ANY_GPU, ConfigFile, RunConfig
+from common.errors import ConfigError, PreflightError
+from common.gpu_kinds import GpuKind
+from common.hardware import config_name, config_names, config_path
+from common.paths import ROOT
+from launch.plan.derive_config import (
+    NAME,
+    derive,
+    fit_to_machine,
+    miniature_on_gpu,
+    moved,
+    nearest_file,
+)
+from launch.selection.check import DERIVED, FILE, FITTED, MINIATURE, Choice, Fitted, Named, check
+from launch.selection.machine import NO_GPU, NO_GPUS, Machine
+from launch.selection.request import Request
+
+# Environment variables that show that the full benchmark is wanted, not the miniature. The
+# variables MLPERF_SUBMISSION_* and an NEXP above 1 show it as well.
+REAL_RUN_VARIABLES = ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU")
+
+
+def choose(request: Request, machine: Machine) -> Choice:
+    """Return the config that fits the request and the machine.
+
+    Raises ConfigError if there is no such config, and OutOfMemory if none that fits into the GPU's
+    memory can be derived. Raises PreflightError if the GPUs cannot be identified, or if none is
+    visible although GPUs were asked for. Whatever else is wrong is an objection of the choice.
+    """
+    if request.device == "cpu":
+        machine = NO_GPUS
+    require_config(request)
+    named = name(request, machine)
+    file = read(request, machine, named)
+    file = override(request, file)
+    fitted = fit(request, machine, named, file)
+    return check(request, machine, named, fitted)
+
+
+# --- name: which file, and why --------------------------------------------------------------------
+
+
+def require_config(request: Request) -> None:
+    """Raise ConfigError without --config if configs/ has no file for the benchmark."""
+    benchmark = request.benchmark
+    if not request.file and not config_names(ROOT, benchmark):
+        raise ConfigError(
+            f"{benchmark} needs a config",
+            "the config sets the rules of the run, and there is no default",
+            f"give a file with --config, such as one of {benchmark}/examples",
+        )
+
+
+def require_gpus(request: Request, machine: Machine) -> None:
+    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested.
+
+    Without this check, a machine whose GPUs are hidden would silently train the miniature on its
+    CPU. A run is real if DATADIR, MODEL, DGXSYSTEM, DGXNGPU, MLPERF_SUBMISSION_* or an NEXP above 1
+    is set. It is not if the user asks for something else with --miniature, --device cpu, --config
+    FILE, or a DGXSYSTEM that names a CPU.
+    """
+    if machine.gpus:
+        return
+    do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
+    if request.device == "cuda":
+        raise PreflightError("--device cuda, but no GPU is visible", NO_GPU, do)
+    explicit = (
+        request.miniature
+        or request.device == "cpu"
+        or request.file is not None
+        or request.system.startswith("CPU_")
+    )
+    names = variables_of_real_run(request.environment)
+    if names and not explicit:
+        are = "is" if len(names) == 1 else "are"
+        if request.system:
+            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
+        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
+
+
+def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that only a run of the full benchmark needs, NEXP with value.
+
+    They are REAL_RUN_VARIABLES, MLPERF_SUBMISSION_*, and NEXP if it is above 1.
+    """
+    names = [name for name in REAL_RUN_VARIABLES if environment.get(name)]
+    for name in sorted(environment):
+        if name.startswith("MLPERF_SUBMISSION_") and environment[name]:
+            names.append(name)
+    if environment.get("NEXP", "1") not in ("", "0", "1"):
+        names.append(f"NEXP={environment['NEXP']}")
+    return names
+
+
+def name(request: Request, machine: Machine) -> Named:
+    """Name the config file.
+
+    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs select
+    it. Raises ConfigError for an empty --config, and the errors of `require_gpus`.
+    """
+    require_gpus(request, machine)
+    folder = _shipped(request)
+    if request.miniature:
+        return Named(folder / "CPU_1x1.toml", "--miniature was given")
+    if request.file == "":
+        raise ConfigError(
+            "--config names no file", "its value is empty", "name a file, or leave out --config"
+        )
+    if request.file:
+        return Named(Path(request.file), "--config names it")
+    if request.system:
+        return Named(folder / f"{request.system}.toml", "DGXSYSTEM names it")
+    kind = machine.kind
+    count = request.gpus or machine.gpus or 1
+    reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
+    return Named(folder / f"{config_name(kind, count)}.toml", reason)
+
+
+def _shipped(request: Request) -> Path:
+    """Return the folder of the benchmark's shipped configs."""
+    return ROOT / "configs" / request.benchmark
+
+
+# --- read: the file, or the nearest one -----------------------------------------------------------
+
+
+def read(request: Request, machine: Machine, named: Named) -> ConfigFile:
+    """Read the named file, or the nearest one if configs/ has no file for these GPUs.
+
+    Raises ConfigError if the file cannot be read or belongs to another benchmark, and if configs/
+    has no such file and its name stands for no known GPUs.
+    """
+    benchmark = request.benchmark
+    path = named.path
+    if path.parent != _shipped(request) or path.is_file():
+        _require_own(benchmark, path)
+    elif request.miniature:
+        raise ConfigError(
+            f"{benchmark} has no miniature",
+            f"configs/{benchmark} has no {path.name}",
+            "leave out --miniature",
+        )
+    elif gpus := _gpus_in(path.stem, machine):
+        path = nearest_file(ROOT, benchmark, *gpus)
+    else:
+        config_path(ROOT, benchmark, path.stem)  # raises ConfigError: it does not exist
+    return configs.read(path, config_class(benchmark))
+
+
+def _gpus_in(name: str, machine: Machine) -> tuple[GpuKind, int] | None:
+    """Return kind and number of the GPUs that a config name such as MI300X_1x2 stands for.
+
+    Return None for a name of another form or with an unknown kind.
+    """
+    match = NAME.fullmatch(name)
+    kind = machine.kind_named(match[1]) if match else None
+    return (kind, int(match[2])) if match and kind else None
+
+
+def _require_own(benchmark: str, path: Path) -> None:
+    """Raise ConfigError if `path` is a config of another benchmark, or if it does not exist but
+    stands for a file in configs/.
+
+    The benchmark of a file in configs/ is its folder, that of any other file the one asked for.
+    """
+    folder = path.absolute().parent
+    # os.path, unlike Path, has an answer for a name that is too long.
+    exists = os.path.exists(path)
+    if exists and folder.parent == ROOT / "configs" and folder.name != benchmark:
+        raise ConfigError(
+            f"{path} is a config of {folder.name}",
+            f"it is in configs/{folder.name}, and the command is for {benchmark}",
+            f"{PROGRAM} {folder.name} ... --config {path}",
+        )
+    meant = Path("configs", benchmark, f"{path.name.removesuffix('.toml')}.toml")
+    if not exists and os.path.isfile(ROOT / meant):
+        raise ConfigError(
+            f"{path}: no such config", "the file does not exist", f"did you mean {meant}?"
+        )
+
+
+# --- override: the keys of --set ------------------------------------------------------------------
+
+
+def override(request: Request, file: ConfigFile) -> ConfigFile:
+    """Return the file with the keys of --set, which no later stage changes."""
+    return replace(file, overrides=request.overrides)
+
+
+# --- fit: to the GPUs and their memory ------------------------------------------------------------
+
+
+def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> Fitted:
+    """Return the config of `file`, fitted to the GPUs if the file was not made for them.
+
+    Raises ConfigError for impossible values, and if the GPUs cannot share the global batch. Raises
+    OutOfMemory if no option fits into the memory.
+    """
+    benchmark = request.benchmark
+    kind = machine.kind
+    if request.miniature and kind:
+        config, text = miniature_on_gpu(file, kind)
+        source = MINIATURE
+    elif file.path != named.path and (gpus := _gpus_in(named.path.stem, machine)):
+        config, text = derive(benchmark, file, *gpus, request.layers)
+        source = DERIVED
+    elif (config := file.changed()).gpu == ANY_GPU:
+        count = request.gpus or machine.gpus
+        config, text = fit_to_machine(
+            benchmark, config, kind, count, request.overrides, request.layers
+        )
+        text = f"{file.path.name} {text}"
+        source = FITTED
+    else:
+        text = ""
+        source = FILE
+    if request.miniature and not config.miniature:
+        raise ConfigError(
+            "--miniature with --set miniature=false",
+            "the toy model's config with the real model is neither of them",
+            "leave out one of them",
+        )
+    return Fitted(config, text, source)
+
+
+def nearest_config(
+    benchmark: str, kind: GpuKind | None, gpus: int, linear: str
+) -> tuple[RunConfig, str]:
+    """Return the nearest file's config for `gpus` GPUs of `kind`, and its origin.
+
+    `kind`: None for a CPU. `linear`: format of the linear layers. The origin is "" if configs/ has
+    a file for these GPUs. Memory is not considered, since that of another model differs.
+    """
+    path = config_path(ROOT, benchmark, "CPU_1x1")
+    if kind:
+        path = nearest_file(ROOT, benchmark, kind, gpus)
+    file = configs.load(path, config_class(benchmark))
+    changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
+    if file.gpus_per_node != gpus:
+        changes["global_batch_size"] = file.micro_batch_size * gpus
+    if file.gpu != (kind.name if kind else "CPU"):
+        changes["env"] = {}
+    is_own = path.stem == config_name(kind, gpus)
+    return replace(file, **changes), "" if is_own else f"settings from {path.name}"

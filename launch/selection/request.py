@@ -1,0 +1,56 @@
+"""Request: the config that a command line and the environment ask for. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.command_line import overrides_of
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """The config that a command line asks for, whatever files and GPUs there are."""
+
+    benchmark: str
+    file: str | None = None  # --config
+    system: str = ""  # DGXSYSTEM
+    gpus: int = 0  # DGXNGPU, 0 if it is not set
+    miniature: bool = False
+    overrides: Mapping[str, str] = field(default_factory=dict)  # key -> text of --set
+    layers: int = 0  # --layers, 0 for all layers of the model
+    device: str = ""  # --device, "" for the GPUs if there are any
+    # Variables that show that the full benchmark is wanted, or that allow known issues.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str]
+    ) -> Request:
+        """Return the request of `options`, which has config and perhaps the other fields.
+
+        Raises ConfigError for a DGXNGPU that is not a number of GPUs, and for a wrong --set.
+        """
+        return cls(
+            benchmark,
+            file=options.config,
+            system=environment.get("DGXSYSTEM", "").removesuffix(".toml"),
+            gpus=_requested_gpus(environment),
+            miniature=getattr(options, "miniature", False),
+            overrides=overrides_of(getattr(options, "set", ())),
+            layers=getattr(options, "layers", None) or 0,
+            device=getattr(options, "device", None) or "",
+            environment=environment,
+        )
+
+
+def _requested_gpus(environment: Mapping[str, str]) -> int:
+    """Return DGXNGPU, 0 if it is not set. Raise ConfigError if it is not a number of GPUs."""
+    text = environment.get("DGXNGPU", "")
+    if text and (not text.isdecimal() or int(text) < 1):
+        raise ConfigError(
+            f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
+        )
+    return int(text or 0)
