@@ -29,5 +29,6 @@ def walk(
         entered.add(identity)
         # Links last, so that a folder is found under its own name if both are below `top`.
         folder = Path(name)
-        subfolders.sort(key=lambda each, folder=folder: ((folder / each).is_symlink(), each))
+        links = [each for each in subfolders if (folder / each).is_symlink()]
+        subfolders[:] = [*sorted(set(subfolders) - set(links)), *sorted(links)]
         yield folder, subfolders, others

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from common.errors import ConfigError
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
+from common.records.json_lines import is_number
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _size(path: Path, key: str, value: object) -> int:
 
 
 def _number(path: Path, key: str, value: object) -> float:
-    if isinstance(value, int | float) and value is not True and 0 < value <= sys.float_info.max:
+    if is_number(value) and value > 0:
         return value
     raise ConfigError(
         f"{path}: {key} is {value!r}", "it must be a finite positive number", CHECK_FILE
