@@ -82,13 +82,18 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
     Return whether there is one.
     """
+    names = tokenizer_files(source)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return bool(names)
+
+
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files of the tokenizer in `folder`, () if there is none."""
     for name, companions in COMPANIONS.items():
-        if (source / name).is_file():
-            for each in (name, *companions):
-                if (source / each).is_file():
-                    shutil.copyfile(source / each, target / each)
-            return True
-    return False
+        if (folder / name).is_file():
+            return tuple(each for each in (name, *companions) if (folder / each).is_file())
+    return ()
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:
