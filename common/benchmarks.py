@@ -75,6 +75,10 @@ class Rules:
         """Files under DATADIR that a run reads."""
         raise NotImplementedError
 
+    def recorded_files(self, data_dir: Path) -> tuple[str, ...]:
+        """Return the files under DATADIR that identify the data of a run in its checkpoints."""
+        return self.data_files
+
     def weights_folder(
         self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
     ) -> Path | None:

@@ -374,7 +374,7 @@ def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
     """
     rules = job.rules
     if DATA_FILES in facts:
-        require_same_data(folder, facts, job.data_dir, rules.data_files)
+        require_same_data(folder, facts, job.data_dir, rules.recorded_files(job.data_dir))
     else:
         print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
     base = rules.frozen_weights_folder(job.config, job.data_dir, job.environment)

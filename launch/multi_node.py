@@ -6,8 +6,9 @@ MASTER_PORT + 1. Node 0 chooses the run directory and the seed, decides whether 
 and writes its results. In these keys of the store, <n> is a node and <k> a run:
 
     joined/<n>      number of launchers with NODE_RANK=n; more than one is an error
-    facts/<n>       config, code, packages and GPUs of node n; the nodes write one after another,
-                    because they may share a disk and build data on it
+    data/<n>        node n has its data; the nodes write one after another, because they may share
+                    a disk and build data on it
+    facts/<n>       config, code, packages, GPUs, data and weights of node n
     order/<k>       from node 0: run directory and seed
     ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
     status/<k>/<n>  while the ranks of node n run: the time and the ranks' files (heartbeats and
@@ -36,14 +37,14 @@ from datetime import timedelta
 from pathlib import Path
 
 from common.atomic_write import write_whole
-from common.errors import ConfigError, Interrupted, RankLost, RunError
+from common.errors import ConfigError, Interrupted, RankLost, RunError, listed
 from common.terminal import print_stderr
 from launch.job import Node
 from launch.processes.supervise import GRACE_S
 
 # Time limits in seconds.
 JOIN_S = 1800.0  # for all nodes to be started, and to build the miniature's data
-READY_S = 900.0  # for a node to clear gigabytes from the page cache
+READY_S = 900.0  # for a node to clear gigabytes from the page cache, or to sample its files
 LOST_S = 30.0  # a node whose status does not change for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of another node failed
@@ -197,34 +198,32 @@ class Nodes:
             time.sleep(POLL_S)
         return value
 
-    def compare(self, facts: Callable[[], dict]) -> None:
-        """Call `facts` on one node after another and compare each result with node 0's.
+    def compare(self, ensure_data: Callable[[], None], facts: Callable[[], dict]) -> None:
+        """Raise ConfigError on all nodes if `facts` of any node differ from those of node 0.
 
-        If they differ, raise ConfigError on that node and on node 0.
+        `ensure_data`: called before, on one node after another.
         """
         if not self.others:
-            facts()
+            ensure_data()
             return
         if self.node.rank == 0:
             _require_free(self.node.port)
-        facts_of_0: dict = {}
         for node in range(self.node.count):
             if node == self.node.rank:
-                self.put(f"facts/{node}", facts())
-            facts_of_node = self._wait(f"facts/{node}", node, JOIN_S)
-            if node == 0:
-                facts_of_0 = facts_of_node
-            differences = [
-                f"{key} is {facts_of_node.get(key)} instead of {value}"
-                for key, value in facts_of_0.items()
-                if facts_of_node.get(key) != value
-            ]
-            if differences and self.node.rank in (0, node):
-                raise ConfigError(
-                    f"node {node} differs from node 0: {'; '.join(differences)}",
-                    "the nodes of a run need the same config, code, packages and GPUs",
-                    "make them equal, then start all nodes again",
-                )
+                ensure_data()
+                self.put(f"data/{node}", True)
+            self._wait(f"data/{node}", node, JOIN_S)
+        self.put(f"facts/{self.node.rank}", facts())
+        differences: list[str] = []
+        of_node_0 = self._wait("facts/0", 0, READY_S)
+        for node in self.others:
+            differences += _differences(node, self._wait(f"facts/{node}", node, READY_S), of_node_0)
+        if differences:
+            raise ConfigError(
+                f"the nodes differ: {listed(differences)}",
+                "the nodes of a run need the same config, code, packages, GPUs, data and weights",
+                "make them equal (copy files from the right node), then start all nodes again",
+            )
 
     def announce(self, run: str, seed: int) -> None:
         """Announce the next run; for node 0."""
@@ -343,6 +342,15 @@ class Nodes:
             self.lost[node] = NodeLost(
                 f"node {node} is lost", f"it did not end its ranks within {ENDED_S:.0f} s"
             )
+
+
+def _differences(node: int, facts: dict, of_node_0: dict) -> list[str]:
+    """Describe each of the `facts` of `node` that is not that of node 0."""
+    return [
+        f"{key} is {facts.get(key)} on node {node} and {of_node_0.get(key)} on node 0"
+        for key in of_node_0 | facts
+        if facts.get(key) != of_node_0.get(key)
+    ]
 
 
 def _import_torch() -> None:

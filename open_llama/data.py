@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.gpt_dataset import TrainData, check_ids, train_batches
+from common.data.gpt_dataset import TrainData, checked_ids, train_batches
 from common.data.indexed_dataset import Index, Tokens
 from common.data.indexed_dataset_header import index_path, tokens_path, whole_sequences
 from common.data.shuffled_epochs import shuffled_micro_batches
@@ -76,12 +76,11 @@ def spread_windows(prefix: Path, sequence_length: int, count: int, vocab_size: i
     """
     index = Index.read(prefix)
     numbers = spread(count, whole_sequences(index.num_tokens, sequence_length))
-    windows = np.empty((count, sequence_length + 1), np.int32)
+    windows = np.empty((count, sequence_length + 1), index.dtype)
     with index.open_tokens() as tokens:
         for window, number in zip(windows, numbers, strict=True):
             window[:] = tokens.read(number * sequence_length, sequence_length + 1)
-    check_ids(windows, vocab_size, tokens_path(prefix), f"{count} sequences")
-    return windows
+    return checked_ids(windows, vocab_size, tokens_path(prefix), f"{count} sequences")
 
 
 class Documents:
@@ -108,8 +107,9 @@ class Documents:
         """Return a document. Raises DataError if an id is outside the vocabulary."""
         document = int(self.numbers[number])
         length = min(int(self.lengths[document]), self.rules.sequence_length + 1)
-        ids = self.tokens.read_sequence(document, 0, length).astype(np.int32)
-        check_ids(ids, self.rules.shape.vocab_size, self.tokens.path, f"document {document}")
+        stored = self.tokens.read_sequence(document, 0, length)
+        vocab_size = self.rules.shape.vocab_size
+        ids = checked_ids(stored, vocab_size, self.tokens.path, f"document {document}")
         pair = np.zeros((2, self.rules.sequence_length), np.int32)
         pair[1] = IGNORE_INDEX
         pair[0, : length - 1] = ids[:-1]

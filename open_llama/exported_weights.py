@@ -59,11 +59,14 @@ def data_of_run(facts: dict, rules: Rules) -> Path | None:
     `facts`: those of the checkpoint. Older ones do not record the data, which are then accepted.
     """
     data_dir = data_folder(BENCHMARK, os.environ)
-    stored = data_record(data_dir, rules.data_files)
+    stored = data_record(data_dir, rules.recorded_files(data_dir))
     recorded = facts.get(DATA_FILES, stored)
     if all(recorded.get(name) == identity for name, identity in stored.items()):
         return data_dir
-    say(f"note: {data_dir} holds other data than the run's: set DATADIR to copy their tokenizer")
+    say(
+        f"note: {data_dir} holds other data or another tokenizer than those of the run: "
+        "set DATADIR to copy the tokenizer"
+    )
     return None
 
 

@@ -25,7 +25,7 @@ from common.data.indexed_dataset_header import (
 from common.model.checkpoint_names import CONFIG
 from common.model.families import FAMILIES, Family, family_of, require_within_window
 from common.paths import ROOT
-from open_llama.tokenizer import RECORD
+from open_llama.tokenizer import RECORD, tokenizer_files
 
 BENCHMARK = "open_llama"
 SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
@@ -160,6 +160,10 @@ class Rules(benchmarks.Rules):
     def data_files(self) -> tuple[str, ...]:
         prefixes = (self.train_data, self.validation_data)
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
+
+    def recorded_files(self, data_dir: Path) -> tuple[str, ...]:
+        """Return the data files and the files of the tokenizer, which a saved model gets."""
+        return (*self.data_files, *tokenizer_files(data_dir))
 
     def weights_folder(
         self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]

@@ -97,11 +97,17 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
     Return whether there is one.
     """
-    if not any((source / name).is_file() for name in NAMES):
-        return False
-    for name, path in files_of_tokenizer(tokenizer_file(source)).items():
-        shutil.copyfile(path, target / name)
-    return True
+    names = tokenizer_files(source)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return bool(names)
+
+
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files of the tokenizer in `folder`, () if there is none."""
+    if not any((folder / name).is_file() for name in NAMES):
+        return ()
+    return tuple(files_of_tokenizer(tokenizer_file(folder)))
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:

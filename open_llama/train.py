@@ -15,12 +15,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.data.indexed_dataset import Index
 from common.data.prefetch import Prefetcher
+from common.errors import DataError, listed
 from common.kernels.attention import attention_backends
 from common.model import saved_model
 from common.model.checkpoint_loader import load_base, load_weights
@@ -34,6 +36,7 @@ from common.sharding.zero import ZeroOptimizer
 from common.training import full_training, timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES
+from common.training.continuation import data_record
 from common.training.full_training import assemble_full
 from common.training.loop import rank_micro_batches
 from common.training.lora_training import (
@@ -54,7 +57,7 @@ from open_llama.data import (
     validation_pairs,
 )
 from open_llama.rules import BENCHMARK, Config, Rules, in_repository, rules_of
-from open_llama.tokenizer import copy_tokenizer
+from open_llama.tokenizer import copy_tokenizer, tokenizer_files
 
 
 def high_priority_compute(config: Config) -> bool:
@@ -127,6 +130,7 @@ def run_rank(run: Run, reports: Reports) -> None:
     entries = kept_entries(config, run.data_dir)  # now: the base may be gone at the end
     processes = timed_run.start(run, reports, high_priority_compute(config))
     index = Index.read(run.data_dir / rules.train_data)
+    tokenizer = data_record(run.data_dir, tokenizer_files(run.data_dir))
     timed_run.log_submission(run, reports.log, rules, sequences_in(config, index))
     reports.progress.show(epochs_text(config, index))
     # For dropout and stochastic rounding, which must differ between the ranks.
@@ -146,12 +150,28 @@ def run_rank(run: Run, reports: Reports) -> None:
                 on_tensor = partial(reports.heartbeat.write, reports.step, "save")
                 folder = saved_model.save_model(assembly.model, run.run_dir, on_tensor, entries)
                 copy_generation_config(config, folder)
+                require_same_tokenizer(tokenizer, run.data_dir, folder)
                 copy_tokenizer(run.data_dir, folder)
 
         open_tokens = partial(open_data, run, rules, processes)
         lr_at = learning_rate(config)
         padding = padding_share(config, index)
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save, padding)
+
+
+def require_same_tokenizer(before: dict[str, list], data_dir: Path, model: Path) -> None:
+    """Raise DataError if the tokenizer in `data_dir` is not the one that the run began with.
+
+    `before`: record of its files. `model`: folder of the saved model, for the error.
+    """
+    now = data_record(data_dir, tokenizer_files(data_dir))
+    if now != before:
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        raise DataError(
+            f"the tokenizer in {data_dir} changed during the run: {listed(changed)}",
+            f"the data were made with the earlier one, so {model} was saved without a tokenizer",
+            f"copy the tokenizer of the data to {model}",
+        )
 
 
 def open_data(

@@ -69,11 +69,13 @@ class TrainData:
         index = Index.read(prefix)
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
+        # This also checks the size of the token file. The order of a damaged index may not fit into
+        # memory, so it is built afterwards.
+        self._tokens = index.open_tokens()
+        self._lengths = index.sequence_lengths
         self.document_order, self.sample_starts, self.sample_order = build_order(
             index, sequence_length, num_samples, seed
         )
-        self._lengths = index.sequence_lengths
-        self._tokens = index.open_tokens()
 
     def __len__(self) -> int:
         return len(self.sample_order)
@@ -89,7 +91,7 @@ class TrainData:
         # Positions in the document order, and tokens within those documents.
         first_position, first_token = self.sample_starts[j].tolist()
         last_position, last_token = self.sample_starts[j + 1].tolist()
-        sample = np.empty(self.sequence_length + 1, np.int32)
+        sample = np.empty(self.sequence_length + 1, self._tokens.index.dtype)
         filled = 0
         for position in range(first_position, last_position + 1):
             document = int(self.document_order[position])
@@ -100,8 +102,7 @@ class TrainData:
             part = self._tokens.read_sequence(document, begin, end - begin)
             sample[filled : filled + len(part)] = part
             filled += len(part)
-        check_ids(sample, self.vocab_size, self._tokens.path, f"sample {i}")
-        return sample
+        return checked_ids(sample, self.vocab_size, self._tokens.path, f"sample {i}")
 
 
 def train_batches(
@@ -143,10 +144,11 @@ def validation_tokens(
     do = "fetch or build the validation data again"
     require_validation(prefix, available, eval_samples, unit, do)
     with index.open_tokens() as tokens:
-        flat = tokens.read(0, eval_samples * sequence_length + 1).astype(np.int32)
-    check_ids(flat, vocab_size, tokens_path(prefix), f"the first {eval_samples} sequences")
+        stored = tokens.read(0, eval_samples * sequence_length + 1)
+    where = f"the first {eval_samples} sequences"
+    flat = checked_ids(stored, vocab_size, tokens_path(prefix), where)
     rows = np.lib.stride_tricks.sliding_window_view(flat, sequence_length + 1)[::sequence_length]
-    return np.ascontiguousarray(rows)
+    return rows.copy()  # contiguous and, unlike what `read` returns, writable
 
 
 def sequences_in(prefix: Path, sequence_length: int) -> int:
@@ -216,6 +218,15 @@ def _sample_starts(
         parts.append(np.stack([first + position, starts - document_starts], axis=1))
         next_start += sequence_length * len(starts)
     return np.concatenate(parts)
+
+
+def checked_ids(stored: np.ndarray, vocab_size: int, path: Path, where: str) -> np.ndarray:
+    """Return token ids of any dtype as int32: `stored` itself if it is int32.
+
+    `check_ids` runs before the cast, which would wrap ids beyond 32 bits into the vocabulary.
+    """
+    check_ids(stored, vocab_size, path, where)
+    return stored.astype(np.int32, copy=False)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:

@@ -29,7 +29,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +52,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common.atomic_write import rename_complete, write_whole
 from common.benchmarks import rules_of
-from common.errors import RunError, StorageError, first_line
+from common.errors import (
+    DataError,
+    RunError,
+    StorageError,
+    WeightsError,
+    first_line,
+    listed,
+)
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -66,6 +72,7 @@ from common.training.continuation import (
     PARTIAL_SUFFIX,
     CheckpointInterval,
     base_record,
+    changed_files,
     damaged,
     data_record,
     newest,
@@ -76,7 +83,7 @@ from common.training.continuation import (
 )
 from common.training.digest import fingerprint
 from common.training.reports import Reports
-from common.training.run import Run
+from common.training.run import Run, frozen_weights_folder
 
 # Timeout of a rank that waits for the slowest rank and disk.
 WRITE_LIMIT = timedelta(hours=2)
@@ -111,13 +118,10 @@ class Checkpoints:
         self.processes = processes
         self.rank = processes.rank
         self.interval: CheckpointInterval | None = None
-        # Record of the files of a frozen base. Read before run_start, so no save pauses for it.
-        self.base: dict[str, list] = {}
         if run.checkpoint:
             self.interval = parse_interval(run.checkpoint)
-            rules = rules_of(run.benchmark, run.config)
-            weights = rules.frozen_weights_folder(run.config, run.data_dir, os.environ)
-            self.base = base_record(weights)
+            _require_recorded_base(run)
+        self.data: dict[str, list] | None = None  # result of `record_data`
         self.folder = run.run_dir / CHECKPOINTS_FOLDER
         # A separate group, because a save runs during training steps, and DCP's messages between
         # ranks need a CPU backend.
@@ -140,12 +144,32 @@ class Checkpoints:
             "config": asdict(self.run.config),
         }
 
-    @cached_property
-    def data(self) -> dict[str, list]:
-        """The record of the data files. It reads them, so a timed run needs it after run_start."""
-        return data_record(
-            self.run.data_dir, rules_of(self.run.benchmark, self.run.config).data_files
-        )
+    # Files that the run reads.
+
+    def record_data(self) -> None:
+        """Record the data files if the run saves checkpoints.
+
+        Call it immediately before the run opens them. It reads them, so in a timed run that is
+        after run_start. At the first save, other files could have their names.
+        """
+        if self.interval is not None:
+            self.data = self._data_record()
+
+    def require_recorded_data(self) -> None:
+        """Raise DataError if data files changed since `record_data`, while the run opened them."""
+        if self.data is None:
+            return
+        changed = changed_files(self.data, self._data_record())
+        if changed:
+            raise DataError(
+                f"{listed(changed)} in {self.run.data_dir} changed while the run opened the data",
+                "another program writes there, and a checkpoint must identify the data of its run",
+                "wait until that program has finished, then start again",
+            )
+
+    def _data_record(self) -> dict[str, list]:
+        rules = rules_of(self.run.benchmark, self.run.config)
+        return data_record(self.run.data_dir, rules.recorded_files(self.run.data_dir))
 
     # State to save.
 
@@ -241,6 +265,7 @@ class Checkpoints:
         self._write_heartbeat()
         self.finish()
         samples = step * self.run.config.global_batch_size
+        assert self.data is not None, "record_data was not called"
         self.rank_state = {
             f"rank_{self.rank}.{name}": tensor for name, tensor in self._rank_state().items()
         }
@@ -249,7 +274,7 @@ class Checkpoints:
             "samples": samples,
             "ranks": self.processes.world_size,
             DATA_FILES: self.data,
-            BASE_FILES: self.base,
+            BASE_FILES: self.run.base_files,
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges
@@ -387,6 +412,18 @@ class Checkpoints:
         torch.set_rng_state(own_state["cpu_generator"])
         if self.processes.device.type == "cuda":
             torch.cuda.set_rng_state(own_state["gpu_generator"], self.processes.device)
+
+
+def _require_recorded_base(run: Run) -> None:
+    """Raise WeightsError if the frozen base changed since the run recorded it, before loading."""
+    folder = frozen_weights_folder(run)
+    changed = changed_files(run.base_files, base_record(folder))
+    if changed:
+        raise WeightsError(
+            f"{listed(changed)} in {folder} changed while the run loaded the base",
+            "another program writes there, and a checkpoint must identify the base of its run",
+            "wait until that program has finished, then start again",
+        )
 
 
 def _causes(error: BaseException) -> list[BaseException]:

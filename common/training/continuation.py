@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from common.config import RunConfig
 from common.data.manifest import sampled_facts_of
-from common.errors import ConfigError, WeightsError, listed
+from common.errors import ConfigError, DataError, RunError, WeightsError, listed
 
 CHECKPOINTS_FOLDER = "checkpoints"
 FACTS = "facts.json"
@@ -32,8 +32,9 @@ FACT_TYPES = {  # the required keys of facts.json
     "ranks": int,
     "digest": str,
 }
-# Keys of the records of data and of frozen weights, which older checkpoints lack.
-DATA_FILES = "data_files"
+# Keys of the records of data and of frozen weights, which older checkpoints lack. The digests under
+# the older key data_files are those of the first MiB, so they cannot be compared.
+DATA_FILES = "sampled_data_files"
 BASE_FILES = "base_files"
 DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
 # Config keys that may change when a run is continued. All others decide what is computed, or in
@@ -193,46 +194,61 @@ def require_same_device(folder: Path, facts: dict, device: str) -> None:
 
 def data_record(data_dir: Path, files: Iterable[str]) -> dict[str, list]:
     """Return the record of each of `files` in `data_dir` that exists (see `_record_of`)."""
-    return _record_of(data_dir / name for name in files)
+    return _record_of(data_dir, files, DataError)
 
 
 def base_record(folder: Path | None) -> dict[str, list]:
     """Return the record of the safetensors files in `folder` (see `_record_of`). None: empty."""
-    return _record_of(sorted(folder.glob("*.safetensors")) if folder else [])
+    if folder is None:
+        return {}
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    return _record_of(folder, names, WeightsError)
 
 
-def _record_of(paths: Iterable[Path]) -> dict[str, list]:
-    """Return name -> [size in bytes, SHA-256 of a sample] of each path that is a file."""
+def _record_of(folder: Path, names: Iterable[str], unreadable: type[RunError]) -> dict[str, list]:
+    """Return name -> [size in bytes, SHA-256 of a sample] of each file of these names.
+
+    Raises `unreadable` if a file cannot be read.
+    """
     record = {}
-    for path in paths:
-        if path.is_file():
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
             facts = sampled_facts_of(path)
-            record[path.name] = [facts.size, facts.sha256]
+        except OSError as error:
+            raise unreadable(
+                f"{path} cannot be read",
+                error.strerror or str(error),
+                "let this user read the file, or check the disk",
+            ) from error
+        record[name] = [facts.size, facts.sha256]
     return record
+
+
+def changed_files(before: dict[str, list], now: dict[str, list]) -> list[str]:
+    """Return the names of the files in the record `before` that differ in `now`, or lack there."""
+    return [name for name, identity in before.items() if now.get(name) != identity]
 
 
 def require_same_data(folder: Path, facts: dict, data_dir: Path, files: Iterable[str]) -> None:
     """Raise ConfigError if the data files differ from those that the checkpoint records."""
-    changed = _changed(facts[DATA_FILES], data_record(data_dir, files))
+    changed = changed_files(facts[DATA_FILES], data_record(data_dir, files))
     if changed:
         raise ConfigError(
             f"{folder} cannot be continued with the data in {data_dir}",
-            f"{listed(changed)} changed, so samples, their order or evaluations would differ",
+            f"{listed(changed)} changed, so samples, evaluations or the tokenizer would differ",
             "set DATADIR to the data of that run, or start a run without --continue",
         )
 
 
 def require_same_base(folder: Path, facts: dict, base: Path) -> None:
     """Raise ConfigError if the frozen weights in `base` differ from those of the checkpoint."""
-    changed = _changed(facts[BASE_FILES], base_record(base))
+    changed = changed_files(facts[BASE_FILES], base_record(base))
     if changed:
         raise ConfigError(
             f"{folder} cannot be continued with the base weights in {base}",
             f"{listed(changed)} changed, and the saved adapters fit only the base of their run",
             "use the base weights of that run, or start a run without --continue",
         )
-
-
-def _changed(before: dict[str, list], now: dict[str, list]) -> list[str]:
-    """Return the names of the files in the record `before` that differ in `now`, or lack there."""
-    return [name for name, identity in before.items() if now.get(name) != identity]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.benchmarks import rules_of
 from common.config import RunConfig
 
 
@@ -23,3 +25,11 @@ class Run:
     checkpoint: str | None = None  # --checkpoint: when to save the training state
     continues: Path | None = None  # --continue: directory of the run whose checkpoint is loaded
     save: bool = False  # --save: write the trained model after run_stop
+    # Record of a frozen base, made before the base is loaded. Empty in runs without checkpoints.
+    base_files: dict[str, list] = field(default_factory=dict)
+
+
+def frozen_weights_folder(run: Run) -> Path | None:
+    """Return the folder of the weights that stay frozen in this run, if there are any."""
+    rules = rules_of(run.benchmark, run.config)
+    return rules.frozen_weights_folder(run.config, run.data_dir, os.environ)

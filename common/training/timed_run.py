@@ -29,6 +29,7 @@ from common.errors import (
 from common.sharding.processes import Processes, require_world_size, start_processes
 from common.training import loop
 from common.training.assembly import Assembly, Batching
+from common.training.continuation import base_record
 from common.training.guard import run_guarded
 from common.training.log_keys import hyperparameters, submission_status
 from common.training.loop import Goal, TrainingOutcome
@@ -36,7 +37,7 @@ from common.training.metrics import make_meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import make_rank_comparison
 from common.training.reports import Reports
-from common.training.run import Run
+from common.training.run import Run, frozen_weights_folder
 from common.training.warmup import warm_up
 
 if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
@@ -46,11 +47,15 @@ if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpo
 def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
     """Log cache_clear and init_start before any model exists, and join the process group.
 
+    If the run saves checkpoints, record the files of its frozen base before they are loaded.
+
     `high_priority_compute`: see `start_processes`.
 
     Raises ConfigError if the number of processes is not that of the config.
     """
     reports.heartbeat.write(0, "init")
+    if run.checkpoint:
+        run.base_files.update(base_record(frozen_weights_folder(run)))
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
     reports.log.init_start()
     processes = start_processes(run.device, run.config.hang_timeout_s, high_priority_compute)
@@ -103,7 +108,11 @@ def train(
     reports.log.init_stop()
     reports.log.run_start()
     reports.heartbeat.write(step, "open data")
+    if checkpoints:
+        checkpoints.record_data()
     batches, eval_batches = open_data(step)
+    if checkpoints:
+        checkpoints.require_recorded_data()
     goal = Goal(
         eval_interval=rules.eval_interval(config.global_batch_size),
         first_evaluation=rules.first_evaluation(config.global_batch_size),

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+from jobs import INT32, write_index, write_int64
 
+from common.data import gpt_dataset
 from common.data.gpt_dataset import (
     TrainData,
     build_order,
@@ -253,6 +255,41 @@ def test_id_beyond_the_vocabulary_is_named(tmp_path):
             data[i]
     with pytest.raises(DataError, match="first 4 sequences"):
         validation_tokens(prefix, 16, 4, 100)
+
+
+@pytest.mark.parametrize("wrong", [2**32 + 7, 9 - 2**32, VOCAB, -1])
+def test_ids_that_a_cast_to_32_bits_would_change_are_refused(tmp_path, wrong):
+    documents = np.random.RandomState(0).randint(0, VOCAB, (8, 40))
+    write_int64(tmp_path / "c", documents)
+    data = TrainData(tmp_path / "c", 16, 4, 0, VOCAB)
+    samples = np.stack([data[i] for i in range(len(data))])
+    assert samples.dtype == np.int32
+    assert (
+        samples[np.argsort(data.sample_order), :-1].ravel().tolist()
+        == [token for document in data.document_order for token in documents[document]][
+            : 16 * len(data)
+        ]
+    )
+    rows = validation_tokens(tmp_path / "c", 16, 4, VOCAB)
+    assert rows.dtype == np.int32 and rows[0].tolist() == documents[0, :17].tolist()
+
+    documents[:, 20] = wrong
+    write_int64(tmp_path / "c", documents)
+    data = TrainData(tmp_path / "c", 16, 4, 0, VOCAB)
+    with pytest.raises(DataError, match=f"sample .* got {wrong}$"):
+        for i in range(len(data)):
+            data[i]
+    with pytest.raises(DataError, match=f"got {wrong}$"):
+        validation_tokens(tmp_path / "c", 16, 4, VOCAB)
+
+
+def test_the_size_of_the_token_file_is_checked_before_the_order_is_built(tmp_path, monkeypatch):
+    """The order of the 10^10 tokens of this index takes 10 GiB."""
+    write_index(tmp_path / "c", [2_000_000_000] * 5, INT32)
+    (tmp_path / "c.bin").write_bytes(bytes(1000))
+    monkeypatch.setattr(gpt_dataset, "build_order", lambda *_: pytest.fail("the order was built"))
+    with pytest.raises(DataError, match="1000 bytes"):
+        TrainData(tmp_path / "c", 16, 4, 0, VOCAB)
 
 
 def test_too_little_data_is_refused(tmp_path):

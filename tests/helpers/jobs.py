@@ -20,7 +20,8 @@ from launch.job import Job, Node
 from launch.selection.check import Choice
 from launch.selection.machine import NO_GPUS
 
-INT32 = 4  # dtype code
+INT32 = 4  # dtype codes
+INT64 = 5
 DOCUMENTS = (2,) * 64
 
 
@@ -55,12 +56,23 @@ def job_of(benchmark, path, folder, environment=None, data=None, **changes) -> J
 
 def write_pair(prefix: Path, lengths: Sequence[int]) -> None:
     """Write an `.idx`, and a `.bin` of int32 that takes no space on the disk."""
-    documents = len(lengths)
-    ends = np.cumsum(lengths, dtype="<i8") * 4
-    with index_path(prefix).open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, INT32, documents, documents + 1))
-        file.write(np.array(lengths, "<i4").tobytes())
-        file.write((ends - 4 * np.array(lengths)).astype("<i8").tobytes())
-        file.write(np.arange(documents + 1, dtype="<i8").tobytes())
+    write_index(prefix, lengths, INT32)
     tokens_path(prefix).touch()
     os.truncate(tokens_path(prefix), 4 * sum(lengths))
+
+
+def write_int64(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
+    """Write an `.idx` and a `.bin` of int64, whose ids need not fit into 32 bits."""
+    write_index(prefix, [len(ids) for ids in documents], INT64)
+    tokens_path(prefix).write_bytes(np.concatenate(documents).astype("<i8").tobytes())
+
+
+def write_index(prefix: Path, lengths: Sequence[int], dtype_code: int) -> None:
+    """Write an `.idx` of INT32 or INT64 for documents of these lengths, in tokens."""
+    documents = len(lengths)
+    sizes = np.array(lengths, "<i8") * (4 if dtype_code == INT32 else 8)
+    with index_path(prefix).open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, dtype_code, documents, documents + 1))
+        file.write(np.array(lengths, "<i4").tobytes())
+        file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+        file.write(np.arange(documents + 1, dtype="<i8").tobytes())

@@ -151,12 +151,17 @@ if failed and os.path.isdir(folder):
 sys.exit(1 if failed else 0)
 """
 RULES = """
+from pathlib import Path
+
 from common import benchmarks
 from common.config import RunConfig as Config
 from common.model.shapes import ModelShape
 
 class Rules(benchmarks.Rules):
     data_files = ("t.bin", "t.idx", "v.bin", "v.idx")
+
+    def weights_folder(self, config, data_dir, environment):
+        return Path(environment["MODEL"]) if environment.get("MODEL") else None
 
 MINIATURE = Rules(
     division="miniature",

@@ -222,6 +222,17 @@ def test_a_checkpoint_without_a_record_of_its_data_continues_with_a_note(before,
     assert "not compared" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_a_version_that_hashed_the_first_mib_continues_with_a_note(
+    before, tmp_path, capsys
+):
+    job = continuing(OPEN, tmp_path, before)
+    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    record = {name: [1, "a digest of other bytes"] for name in job.rules.data_files}
+    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {"data_files": record}))
+    ensure_data(replace(job, continues=newest(before)))
+    assert "not compared" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", [DATA_FILES, BASE_FILES])
 def test_a_damaged_record_of_the_files_is_refused(before, key):
     facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS

@@ -236,7 +236,39 @@ def test_other_code_on_a_node_is_refused(project, tmp_path):
         for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]
     ]
     assert [code for code, _, _ in ends] == [2, 2]
-    assert "code_sha256" in ends[0][2] and "differs from node 0" in ends[1][2]
+    for _, _, error in ends:
+        assert "code_sha256" in error and "node 1" in error
+    assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
+
+
+def test_other_data_or_weights_on_a_node_end_all_launchers(project, tmp_path):
+    """The differing node is neither the first nor the last. The files differ in their middle."""
+    config = (project / "configs/toy/CPU_2x2.toml").read_text()
+    for line in ("nodes = 2", "gpus_per_node = 2", "global_batch_size = 16"):
+        assert line in config
+    config = config.replace("nodes = 2", "nodes = 3").replace("_node = 2", "_node = 1")
+    (project / "configs/toy/CPU_3x1.toml").write_text(config.replace("size = 16", "size = 12"))
+    shards = ("model-1.safetensors", "model-2.safetensors")
+    changed = ("t.bin", "v.bin", shards[1])
+    launched = []
+    port = free_ports()
+    for node in range(3):
+        folder = tmp_path / f"files{node}"
+        folder.mkdir()
+        for name in ("t.bin", "t.idx", "v.bin", "v.idx", *shards):
+            content = bytearray(4 << 20)
+            if node == 1 and name in changed:
+                content[2 << 20 : (2 << 20) + (1 << 15)] = b"x" * (1 << 15)
+            (folder / name).write_bytes(content)
+        variables = {"DGXSYSTEM": "CPU_3x1", "DATADIR": str(folder), "MODEL": str(folder)}
+        launched.append(launch(project, tmp_path, node, port, **variables))
+    ends = [finish(process) for process in launched]
+    assert [code for code, _, _ in ends] == [2, 2, 2], ends
+    for _, _, error in ends:
+        assert all(name in error for name in changed)
+        assert shards[0] not in error and ".idx" not in error
+        assert "node 1" in error and "node 2" not in error
+        assert "data" in error and "weights" in error
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
 
 

@@ -1,14 +1,17 @@
 """The sequences of an evaluation, spread over the validation file, and epochs of a run."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from jobs import write_int64
 
 from common import config as configs
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import DataError
 from common.paths import ROOT
-from open_llama.data import epochs_text, sequences_in, spread, spread_windows
+from open_llama.data import Documents, epochs_text, sequences_in, spread, spread_windows
 from open_llama.rules import Config
 
 VOCAB_SIZE = 100
@@ -42,6 +45,18 @@ def test_all_sequences_of_a_file_are_its_stream(prefix):
 def test_an_id_outside_the_vocabulary_is_refused(prefix):
     with pytest.raises(DataError, match="0 to 1"):
         spread_windows(prefix, 16, 20, 2)
+
+
+@pytest.mark.parametrize("wrong", [2**32 + 7, 9 - 2**32])
+def test_ids_that_a_cast_to_32_bits_would_change_are_refused(tmp_path, wrong):
+    write_int64(tmp_path / "p", [[5] * 9, [5, 6, wrong]])
+    rules = SimpleNamespace(sequence_length=8, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
+    documents = Documents(tmp_path / "p", rules)
+    assert documents[0].dtype == np.int32 and documents[0].tolist() == [[5] * 8] * 2
+    with pytest.raises(DataError, match=f"document 1.* got {wrong}$"):
+        documents[1]
+    with pytest.raises(DataError, match=f"got {wrong}$"):
+        spread_windows(tmp_path / "p", 11, 1, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("count", "available"), [(1, 1), (3, 10), (7, 8), (10, 10)])

@@ -39,6 +39,7 @@ from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
 from common.training.reports import Reports
 from common.training.run import Run
+from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE
 from llama31_8b.train import assemble
 from submission.examined_log import examine
@@ -103,7 +104,9 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
     } | changes
     run = Run(benchmark="llama31_8b", config=config, rank=processes.rank, **asked)
     reports = Reports(RunLog(None), Events(None), ProgressLog(False), mock.Mock())
-    return Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
+    checkpoints = Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
+    checkpoints.record_data()
+    return checkpoints
 
 
 def as_after(checkpoints, steps: int):
@@ -669,6 +672,48 @@ def test_a_checkpoint_records_the_data_of_the_run(shared):
     names = MINIATURE.data_files
     assert newest(shared[0] / "run")[1][DATA_FILES] == data_record(shared[0] / "data", names)
     assert len(data_record(shared[0] / "data", names)) == 4
+
+
+def test_data_that_are_replaced_after_they_were_opened_are_recorded_as_they_were(
+    processes, tmp_path, monkeypatch
+):
+    write_data(tmp_path / "data")
+    (name,) = (name for name in MINIATURE.data_files if "train" in name and name.endswith(".bin"))
+    path = tmp_path / "data" / name
+    before = data_record(path.parent, MINIATURE.data_files)
+    open_data = trainer.open_data
+
+    def open_and_replace(*arguments):
+        opened = open_data(*arguments)
+        train_on = loop.train
+
+        def replace_and_train(*rest):
+            (tmp_path / "other").write_bytes(path.read_bytes()[::-1])
+            (tmp_path / "other").replace(path)
+            return train_on(*rest)
+
+        monkeypatch.setattr(loop, "train", replace_and_train)
+        return opened
+
+    monkeypatch.setattr(trainer, "open_data", open_and_replace)
+    run(tmp_path / "run", path.parent, checkpoint="1", **SIZES | {"gpus_per_node": 1})
+    assert data_record(path.parent, MINIATURE.data_files) != before
+    assert newest(tmp_path / "run").facts[DATA_FILES] == before
+
+
+def test_data_that_change_while_they_are_opened_are_refused(processes, tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    open_data = trainer.open_data
+
+    def replace_and_open(*arguments):
+        for path in (tmp_path / "data").glob("*validation*.bin"):
+            path.write_bytes(path.read_bytes()[::-1])
+        return open_data(*arguments)
+
+    monkeypatch.setattr(trainer, "open_data", replace_and_open)
+    sizes = SIZES | {"gpus_per_node": 1}
+    ended = run(tmp_path / "run", tmp_path / "data", checkpoint="1", **sizes)
+    assert ended.error == "data" and "validation" in ended.message
 
 
 def test_checkpoints_on_two_nodes_are_refused():
