@@ -74,7 +74,7 @@ def rows_of(log_dir: Path) -> list[RunRow]:
     for path in ledger.ledgers(log_dir):
         order = ledger.start_order(path)
         for record in ledger.read(path):
-            alive = ledger.launcher_is_alive(path.parent, record.id)
+            alive = bool(record.open_starts) and ledger.launcher_is_alive(path.parent, record.id)
             for attempt in sorted(record.starts):
                 row = _row(path.parent, record, attempt, alive)
                 rows.append((order[row.run], row.benchmark, row))
