@@ -75,7 +75,7 @@ def rows_of(log_dir: Path) -> list[RunRow]:
     for folder in ledger.run_folders(log_dir):
         order = ledger.start_order(folder / ledger.NAME)
         for record in ledger.read(folder / ledger.NAME):
-            alive = ledger.launcher_is_alive(folder, record.id)
+            alive = bool(record.open_starts) and ledger.launcher_is_alive(folder, record.id)
             for attempt in sorted(record.starts):
                 row = _row(folder, record, attempt, alive)
                 rows.append((order[row.run], row))

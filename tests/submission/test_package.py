@@ -615,18 +615,18 @@ def test_a_commit_that_is_not_here_is_refused(case):
     case.refused("has no commit")
 
 
-def test_a_commit_of_the_repository_around_this_project_is_refused(case, tmp_path):
-    """Earlier versions recorded it for a copy of the project inside another repository."""
-    ignored = shutil.ignore_patterns(".git")
-    inside = shutil.copytree(case.request.root, tmp_path / "outer/copy", ignore=ignored)
-    (tmp_path / "outer/.gitignore").write_text("copy\n")
-    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "something else")):
-        git(tmp_path / "outer", *words)
-    commit = git(tmp_path / "outer", "rev-parse", "HEAD")
+def test_a_commit_of_the_repository_in_git_dir_is_refused(case, tmp_path, monkeypatch):
+    """Earlier versions recorded it, and read the code from it."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("something else")
+    git(other, "init", "-q")
+    commit = commit_all(other)
     for plan in case.plans:
         plan.changes = plan.changes | {"commit": commit}
     case.write()
-    case.refused("has no commit", root=inside)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    case.refused("has no commit")
 
 
 def test_a_password_in_a_log_is_refused_and_not_repeated(case):
