@@ -89,6 +89,33 @@ def test_a_saved_model_keeps_context_and_token_ids_of_its_base(folder, tmp_path,
     assert kept_entries(config_of("llama3.2-1b", weights=str(folder)), None) == {}
 
 
+def test_a_saved_mistral_is_one_with_its_window(tmp_path, processes):
+    load = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    base = tmp_path / "base"
+    model = fused_llama(SHAPES["llama"], LENGTH)
+    init_weights(model, 2, seed=1, std=0.2, set_weight=copy_weight)
+    write_checkpoint(model, base, layout=ORDINARY)
+    path = base / "config.json"
+    llama = path.read_text()
+    mistral = {"model_type": "mistral", "sliding_window": 16, CONTEXT: 4096}
+    path.write_text(json.dumps(json.loads(llama) | mistral))
+    config = config_of(base, sequence_length=16)
+    loaded = load_model(base, 16, torch.device("cpu"))
+    saved = saved_model.save_model(loaded, tmp_path, lambda: None, kept_entries(config, None))
+    written = json.loads((saved / "config.json").read_text())
+    assert {key: written[key] for key in mistral} == mistral
+    tokens = torch.arange(LENGTH)[None]
+    with torch.no_grad():
+        expected, logits = (load(folder)(tokens).logits for folder in (base, saved))
+    assert torch.equal(logits, expected)
+    # The window is that of the weights, whatever the key `model` names.
+    (tmp_path / "llama.json").write_text(llama)
+    for length, weights in ((17, ""), (16, str(base))):
+        rules_of(config_of(tmp_path / "llama.json", weights=weights, sequence_length=length))
+    with pytest.raises(ConfigError, match="sliding window"):
+        rules_of(config_of(tmp_path / "llama.json", weights=str(base), sequence_length=17))
+
+
 def test_ids_that_no_weights_define_are_those_of_the_tokenizer_of_the_data(folder, tmp_path):
     path = folder / "config.json"
     config_json = json.loads(path.read_text())
