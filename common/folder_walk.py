@@ -28,7 +28,8 @@ def walk(
                 onrepeat(Path(name))
             continue
         entered.add(identity)
-        # Links last, so that a folder is found under its own name if both are below `top`.
         folder = Path(name)
-        subfolders.sort(key=lambda each, folder=folder: ((folder / each).is_symlink(), each))
+        # Links last, so that a folder is found under its own name if both are here.
+        links = {each for each in subfolders if (folder / each).is_symlink()}
+        subfolders[:] = [*sorted(set(subfolders) - links), *sorted(links)]
         yield folder, subfolders, others
