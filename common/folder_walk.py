@@ -10,7 +10,7 @@ from pathlib import Path
 def walk(
     top: Path,
     onerror: Callable[[OSError], object] | None = None,
-    onrepeat: Callable[[Path], object] = lambda folder: None,
+    onrepeat: Callable[[Path], object] | None = None,
 ) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (folder, names of its subfolders, names of its other entries), as os.walk does.
 
@@ -24,11 +24,12 @@ def walk(
         identity = (state.st_dev, state.st_ino)
         if identity in entered:
             subfolders.clear()
-            onrepeat(Path(name))
+            if onrepeat is not None:
+                onrepeat(Path(name))
             continue
         entered.add(identity)
-        # Links last, so that a folder is found under its own name if both are below `top`.
         folder = Path(name)
-        links = [each for each in subfolders if (folder / each).is_symlink()]
-        subfolders[:] = [*sorted(set(subfolders) - set(links)), *sorted(links)]
+        # Links last, so that a folder is found under its own name if both are here.
+        links = {each for each in subfolders if (folder / each).is_symlink()}
+        subfolders[:] = [*sorted(set(subfolders) - links), *sorted(links)]
         yield folder, subfolders, others

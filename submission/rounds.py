@@ -14,15 +14,16 @@ from submission.clock_rules import PLAUSIBLE_MS
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.official_tools import CLOSED_RULESETS, DEADLINES, RULESETS
 
+UNKNOWN = ""
 LATER = f"later than {RULESETS[-1]}"  # a round whose ruleset the official tools do not have yet
-ROUNDS = (*RULESETS, LATER)  # oldest first
+ROUNDS = (UNKNOWN, *RULESETS, LATER)  # oldest first
 
 
 def round_of(log: Log) -> str:
     """Return the newest round that `log` shows, by its keys or by its date: one of ROUNDS.
 
     Both are lower bounds, because a log may be submitted again in a later round. A log without a
-    plausible date and without disclosure keys shows the oldest round of both benchmarks.
+    plausible date and without disclosure keys shows none: UNKNOWN.
     """
     return max(_round_by_keys(log), _round_by_date(log), key=ROUNDS.index)
 
@@ -31,13 +32,13 @@ def _round_by_keys(log: Log) -> str:
     disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
     if len(disclosed) == len(DISCLOSURE_KEYS) or own_log.is_ours(log):
         return "6.1.0"
-    return "6.0.0" if disclosed else ROUNDS[0]
+    return "6.0.0" if disclosed else UNKNOWN
 
 
 def _round_by_date(log: Log) -> str:
     start = log.first("run_start") or log.first("init_start")
     if start is None or not PLAUSIBLE_MS[0] <= start.time_ms <= PLAUSIBLE_MS[1]:
-        return CLOSED_RULESETS[0]
+        return UNKNOWN
     for ruleset, deadline in DEADLINES.items():
         end_of_day = datetime.fromisoformat(deadline).replace(tzinfo=UTC) + timedelta(days=1)
         if start.time_ms < end_of_day.timestamp() * 1000:
@@ -46,9 +47,12 @@ def _round_by_date(log: Log) -> str:
 
 
 def ruleset_of(rounds: Iterable[str]) -> str:
-    """Return the ruleset of logs that show `rounds`, at least one: the newest one that exists."""
-    newest = max(rounds, key=ROUNDS.index)
-    return RULESETS[-1] if newest == LATER else newest
+    """Return the ruleset of logs that show `rounds`: that of the newest, if it exists.
+
+    For a later round, it is the newest ruleset, and for unknown ones the oldest of both benchmarks.
+    """
+    newest = max(rounds, key=ROUNDS.index, default=UNKNOWN)
+    return {LATER: RULESETS[-1], UNKNOWN: CLOSED_RULESETS[0]}.get(newest, newest)
 
 
 def difference(shown_by: Iterable[tuple[str, str]], ruleset: str) -> str:
@@ -58,7 +62,8 @@ def difference(shown_by: Iterable[tuple[str, str]], ruleset: str) -> str:
     """
     logs_of: dict[str, list[str]] = {}
     for name, shown in shown_by:
-        logs_of.setdefault(shown, []).append(name)
+        if shown != UNKNOWN:
+            logs_of.setdefault(shown, []).append(name)
     if len(logs_of) < 2:
         return ""
     parts = []

@@ -280,13 +280,11 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
             "; ".join(notes),
             "start at least one run",
         )
-    shown = [(run.name, run.shown_round) for run in runs if run.log.events]
-    if shown:
-        ruleset = ruleset or rounds.ruleset_of(shown_round for _, shown_round in shown)
-        for run in runs:
-            run.ruleset = ruleset
-        if note := rounds.difference(shown, ruleset):
-            notes.append(note)
+    ruleset = ruleset or rounds.ruleset_of(run.shown_round for run in runs)
+    for run in runs:
+        run.ruleset = ruleset
+    if note := rounds.difference(((run.name, run.shown_round) for run in runs), ruleset):
+        notes.append(note)
     return Series(", ".join(names), runs, notes)
 
 

@@ -169,6 +169,9 @@ def test_a_log_without_a_plausible_date_shows_the_oldest_round_of_both_benchmark
 
     path = dialect(tmp_path / "result_0.txt", "older", LORA, spoil)
     assert examine(path, project_root=None).verdict.rules == "5.1.0"
+    # It does not decide the ruleset of a set.
+    older = examine(path, project_root=None, set_rounds=["4.1.0"])
+    assert older.verdict.rules == "4.1.0"
 
 
 def test_a_run_after_all_deadlines_is_held_to_the_newest_ruleset(tmp_path):
