@@ -266,6 +266,7 @@ def load_all(
         config = configs.load(path, config_class(name), overrides)
         loaded.append((config_name, config))
     order = [*KINDS, "CPU"]
+    order += {config.gpu for _, config in loaded} - {*order}  # an unknown kind of --set gpu
     loaded.sort(key=lambda item: (order.index(item[1].gpu), item[1].world_size))
     return dict(loaded)
 
