@@ -182,6 +182,20 @@ def closed() -> tuple[str, ...]:
     return tuple(name for name in names() if "closed" in divisions(name))
 
 
+def example_config(name: str, *preferred: str) -> str:
+    """Return the path of a config of benchmark `name` from the root, for an example in a help.
+
+    It is in configs/, or else among the benchmark's examples. `preferred`: stems of file names,
+    best first. Return "FILE" if there is none.
+    """
+    shipped = sorted((ROOT / "configs" / name).glob("*.toml"))
+    paths = {
+        path.stem: path for path in shipped or sorted((ROOT / name / "examples").glob("*.toml"))
+    }
+    stem = next((each for each in (*preferred, *paths) if each in paths), None)
+    return paths[stem].relative_to(ROOT).as_posix() if stem else "FILE"
+
+
 def open_benchmark() -> str:
     """Return the name of the benchmark whose configs set the rules; "" if there is none."""
     return next((name for name in names() if not divisions(name)), "")
@@ -257,6 +271,7 @@ def load_all(
         config = configs.load(path, config_class(name), overrides)
         loaded.append((config_name, config))
     order = [*KINDS, "CPU"]
+    order += {config.gpu for _, config in loaded} - {*order}  # an unknown kind of --set gpu
     loaded.sort(key=lambda item: (order.index(item[1].gpu), item[1].world_size))
     return dict(loaded)
 

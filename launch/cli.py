@@ -30,7 +30,6 @@ from common.command_line import (
     reflow,
 )
 from common.errors import ConfigError
-from common.hardware import config_names
 from common.paths import ROOT
 from common.repository import changes_of, commit_of
 from launch.environment import ALL, CLI, LOGS
@@ -246,9 +245,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         asks_for_help = not second and {"-h", "--help"} & {*rest}
         if not asks_for_help:
             raise _missing_benchmark(name, second, known)
-        # Help without a benchmark: show that of the last one with configs that has the command.
-        having = [each for each in known if has_command(each, name)]
-        benchmark = max(reversed(having), key=lambda each: bool(config_names(ROOT, each)))
+        benchmark = _example([each for each in known if has_command(each, name)])
     if benchmark and second:  # both the first and the second word were read
         rest = rest[1:]
     return benchmark, name, rest
@@ -329,9 +326,9 @@ def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
 
 
 def _example(known: Sequence[str]) -> str:
-    """Return the benchmark to name in an example: the last one with configs."""
-    shipped = [name for name in known if (ROOT / "configs" / name).is_dir()]
-    return (shipped or list(known))[-1]
+    """Return the benchmark to name in an example or a help: one of MLPerf's if there is any."""
+    closed = [name for name in known if name in benchmarks.closed()]
+    return (closed or list(known))[-1]
 
 
 def _with_benchmark(name: str, benchmark: str) -> str:

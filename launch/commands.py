@@ -21,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.benchmarks import config_keys, names_mlperf, require_layers
+from common.benchmarks import config_keys, example_config, names_mlperf, require_layers
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -134,9 +134,7 @@ def _ships_configs(benchmark: str) -> bool:
 def _examples(name: str, benchmark: str) -> list[str]:
     """Return the examples of a help. A benchmark without configs needs --config in each line."""
     shipped = _ships_configs(benchmark)
-    config = f"configs/{benchmark}/CPU_1x1.toml"
-    if not shipped:
-        config = f"{benchmark}/examples/stdlib_10m.toml"
+    config = example_config(benchmark, "CPU_1x1", "stdlib_10m")
     lines = []
     for example in EXAMPLES[name]:
         line = example.format(benchmark, config)

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.benchmarks import config_keys, load_all, rules_of
+from common.benchmarks import closed, config_keys, example_config, load_all, rules_of
 from common.command_line import (
     Parser,
     add_set_option,
@@ -101,14 +101,12 @@ def parser(benchmark: str = "") -> Parser:
     """Return the parser of a benchmark's configs, or of any model without a benchmark."""
     if not benchmark:
         return any_model.parser()
-    examples = [
-        f"{benchmark} plan --all",
-        f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml",
-        f"{benchmark} plan --scaling MI355X --network 50",
-    ]
+    example = example_config(benchmark, "H200_1x8", "pretrain_1b")
+    examples = [f"{benchmark} plan --all", f"{benchmark} plan --config {example}"]
+    if benchmark in closed():
+        examples.append(f"{benchmark} plan --scaling MI355X --network 50")
     default = "default: selected for the GPUs found"
     if not config_names(ROOT, benchmark):
-        example = f"{benchmark}/examples/pretrain_1b.toml"
         examples = [f"{benchmark} plan --config {example} --set gpu=H200"]
         default = "required"
     parser = Parser(f"{benchmark} plan", __doc__, examples)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
-from common.benchmarks import config_class
+from common.benchmarks import config_class, example_config
 from common.command_line import PROGRAM
 from common.config import ANY_GPU, ConfigFile, RunConfig
 from common.errors import ConfigError, PreflightError
@@ -66,7 +66,7 @@ def require_config(request: Request) -> None:
         raise ConfigError(
             f"{benchmark} needs a config",
             "the config sets the rules of the run, and there is no default",
-            f"give a file with --config, such as one of {benchmark}/examples",
+            f"give a file with --config, such as {example_config(benchmark, 'pretrain_1b')}",
         )
 
 

@@ -5,6 +5,7 @@ The benchmark is tests/helpers/toy_benchmark/, which CONTRIBUTING.md names as th
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,18 @@ def test_its_log_is_checked_by_its_own_rules(project, run_dir, tmp_path):
         path = tmp_path / "result.txt"
         path.write_text("".join(f":::MLLOG {json.dumps(line)}\n" for line in lines))
         assert launch(project, "check", str(path)).returncode == CheckFailed.exit_code, wrong
+
+
+def test_examples_name_a_benchmark_of_mlperf_and_files_that_exist(project):
+    """The toy's name is the last of the alphabet."""
+    assert f" {NAME} bench" not in (text := launch(project, "bench", "--help").stdout)
+    assert " llama31_8b bench" in text
+    refused = launch(project, "bench")
+    assert refused.returncode == ConfigError.exit_code and "llama31_8b bench" in refused.stderr
+    for command in ("plan", "run"):
+        text = launch(project, NAME, command, "--help").stdout
+        files = re.findall(r"\S+\.toml", text)
+        assert files and all((project / file).is_file() for file in files)
 
 
 @pytest.mark.slow

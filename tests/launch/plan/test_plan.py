@@ -635,6 +635,7 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
         (["--config", "nothing.toml"], 2, "no such config"),
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
+        (["--all", "--set", "gpu=any"], 2, "gpu = 'any' is unknown"),
         (["--all", "--set", "micro_batch_size"], 2, "is not KEY=VALUE"),
         (["--all", "--network", "0"], 2, "--network without --scaling"),
         (["--all", "--page", "x.html"], 2, "--page without --scaling"),
