@@ -30,7 +30,7 @@ from common.command_line import (
     reflow,
 )
 from common.errors import ConfigError
-from common.hardware import config_names
+from common.machine.hardware import config_names
 from common.paths import ROOT
 from common.repository import changes_of, commit_of
 from launch.environment import ALL, CLI, LOGS
