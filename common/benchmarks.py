@@ -25,7 +25,7 @@ from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
-from common.hardware import config_names, config_path
+from common.machine.hardware import config_names, config_path
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 

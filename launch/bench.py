@@ -12,14 +12,10 @@ from launch import diagnosis, profilers, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
 from launch.processes.supervise import supervise
 
-STEPS = 10  # default of --steps for `bench`
-PROFILED_STEPS = 2  # default of --steps for `profile`
-WARMUP = 3  # default of --warmup
-
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
     """Return the torchrun command of `bench` or `profile`, with its config in `folder`."""
-    arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
+    arguments = ["-m", "common.measure.bench", "--benchmark", job.benchmark]
     arguments += ["--config", str(folder / job.selection.log_name)]
     arguments += ["--device", job.selection.device]
     for name in ("steps", "warmup", "layers", "eval_sequences"):

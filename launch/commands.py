@@ -32,27 +32,20 @@ from common.command_line import (
     minutes,
     refuse_without,
 )
-from common.hardware import config_names
 from common.known_issues import installed
+from common.machine.hardware import config_names
+from common.measure.defaults import PROFILED_STEPS, STEPS, WARMUP
 from common.paths import ROOT
+from common.records.trackers import TRACKERS
+from common.repository import refusal_reasons
 from common.terminal import inform, outlive_readers
 from common.training.log_keys import submission_status
 from launch import cli, profilers, series, system_settings
-from launch.bench import (
-    PROFILED_STEPS,
-    STEPS,
-    WARMUP,
-    bench,
-    bench_command,
-    profile,
-    profile_directory,
-)
+from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.job import AUTO, Job, job_from, note_on_one_node, trainer_command
-from launch.monitor.trackers import TRACKERS
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
-from launch.run_directory import refusal_reasons
 from launch.selection.check import MEASURED_ANYWAY
 from launch.torch_build import missing_compiler, require_fitting_torch
 from launch.tune.command import print_candidates, tune

@@ -16,9 +16,10 @@ from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
-from common.hardware import Probe
+from common.machine.hardware import Probe
 from common.paths import ROOT, data_folder
 from common.records.run_order import continued_run, oldest_first
+from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
     BASE_FILES,
@@ -33,7 +34,6 @@ from common.training.continuation import (
     require_same_data,
 )
 from launch.diagnosis import read_result
-from launch.monitor.trackers import require_installed
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import end_with_parent
 from launch.selection.check import Choice
@@ -124,7 +124,7 @@ class Job:
     save: bool  # save the trained model after the clock has stopped
     checkpoint: str = ""  # when to save the training state, as given with --checkpoint
     continues: SavedCheckpoint | None = None  # checkpoint that training resumes from
-    trackers: tuple[str, ...] = ()  # names of launch/monitor/trackers.py
+    trackers: tuple[str, ...] = ()  # names of common/records/trackers.py
     cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
     @property

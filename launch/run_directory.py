@@ -8,13 +8,13 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.atomic_write import write_whole
 from common.config import RunConfig
 from common.errors import RESERVE_FILE, StorageError
-from common.hardware import Probe
+from common.machine.hardware import Probe
 from common.packages import requirements, version_of
 from common.repository import changes_of, commit_of
 from launch import system_settings
@@ -154,22 +154,3 @@ def versions(root: Path, gpus: Probe) -> dict:
         "driver": gpus.driver or None,
         "system_tuning": system_settings.state(),
     }
-
-
-def refusal_reasons(root: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the reasons, as far as known, why `package` would refuse a run of this checkout."""
-    reasons = []
-    commit = commit_of(root)
-    changes = changes_of(root)
-    if commit is None or changes is None:
-        reasons.append(
-            f"the commit of {root} is unknown: git is missing, or this is not a repository of its "
-            "own, or it belongs to another user (git status says which)"
-        )
-    elif changes:
-        first = changes[0].split(maxsplit=1)[-1]
-        count = len(changes)
-        reasons.append(f"{count} changed or untracked files in the checkout, such as {first}")
-    if not environment.get("MLPERF_SUBMISSION_ORG"):
-        reasons.append("MLPERF_SUBMISSION_ORG is not set")
-    return reasons

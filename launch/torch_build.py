@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_stats import DriverError, ask_nvidia_smi
-from common.hardware import Probe
 from common.known_issues import installed, release
+from common.machine.gpu_stats import DriverError, ask_nvidia_smi
+from common.machine.hardware import Probe
 
 BUILDS = ("cpu", "cuda", "cuda12", "rocm")
 ON_A_CPU = ("cpu", "cuda", "cuda12")  # torch for CUDA also computes on a CPU
@@ -50,7 +50,7 @@ def suitable_builds(
     try:
         rows = ask_nvidia_smi("driver_version,compute_cap", environment)
     except DriverError as error:
-        # A broken driver is reported by common/hardware.py; it must not block the installation.
+        # common/machine/hardware.py reports a broken driver, which must not block the installation.
         return ON_A_CPU if "No devices were found" in str(error) else ("cuda", "cuda12", "cpu")
     capabilities = [tuple(map(int, re.findall(r"\d+", capability))) for _, capability in rows]
     return nvidia_builds(rows[0][0], capabilities, environment)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from common import config as configs
 from common.benchmarks import config_class
 from common.errors import ConfigError
+from common.estimate.step_time import FITTED_HIDDEN_SIZE, estimate
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import KINDS
-from common.gpu_stats import FAULTS
 from common.html.page import median, points
-from launch.plan.step_time import FITTED_HIDDEN_SIZE, estimate
-from launch.plan.workload import benchmark_workload
+from common.machine.gpu_stats import FAULTS
 from submission.gpu_samples import Samples, rank_comparisons, read_samples
 from submission.run import Run
 

@@ -20,10 +20,10 @@ import os
 import sys
 from pathlib import Path
 
-from common import inventory
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, write_text
-from common.hardware import probe
+from common.machine import inventory
+from common.machine.hardware import probe
 from submission import official_tools
 from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS

@@ -14,10 +14,10 @@ from itertools import pairwise
 from common.html import page
 from common.html.page import Block, Curve, finite, points, span
 from common.records import json_lines
+from common.records.tracking import GPU_SAMPLES
 from submission import output
 from submission.run import Run
 
-NAME = "gpu_samples.jsonl"
 # Key of a sample -> its name and unit on the page.
 CURVES = {
     "power_w": "power, W",
@@ -68,7 +68,7 @@ def read_samples(run: Run) -> Samples:
     samples = Samples()
     low = 0.0
     high = float("inf")
-    for record in json_lines.read(run.folder / NAME)[0]:
+    for record in json_lines.read(run.folder / GPU_SAMPLES)[0]:
         gpus = _list(record.get("gpus"))
         if record.get("event") == "start":
             time = record.get("time")

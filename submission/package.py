@@ -34,9 +34,8 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from common.repository import commit_of
+from common.repository import commit_of, refusal_reasons
 from common.terminal import plural
-from launch.run_directory import refusal_reasons
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
 from submission.options import add_series_option, parse_pairs

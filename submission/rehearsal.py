@@ -26,7 +26,7 @@ from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
-from common.hardware import config_path
+from common.machine.hardware import config_path
 from common.packages import version_of
 from common.records import ledger
 from common.records.mlperf_log import TOKEN

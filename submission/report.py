@@ -23,11 +23,9 @@ from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import ConfigError, write_text
-from common.records import ledger
+from common.records import ledger, tracking
 from common.records.run_states import RUNNING
-from launch.monitor import tracking
-from launch.monitor.trackers import TRACKERS
-from submission import gpu_samples
+from common.records.trackers import TRACKERS
 from submission.advice import Advice, advice
 from submission.options import add_series_option
 from submission.run import Run, read_attempt
@@ -38,7 +36,7 @@ from submission.series import read_series
 from submission.series_page import comparison_page, series_page
 
 # A directory with one of these files is a run directory.
-RUN_FILES = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
+RUN_FILES = ("result.txt", "events.jsonl", "config.toml", "failure.json", tracking.GPU_SAMPLES)
 WATCH_S = 10.0  # time between two writings of the page with --watch
 MAX_NAMED = 4  # runs in the file name of a comparison, which may have at most 255 bytes
 WAIT_S = 1.0  # between two looks for a directory that --watch waits for

@@ -25,12 +25,12 @@ from common.atomic_write import (
 from common.config import load
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import StorageError, write_record, write_text
+from common.measure import report as throughput_report
 from common.paths import ROOT
 from common.process_identity import this_process
 from launch import diagnosis, run_directory
 from llama31_8b.rules import Config
 from submission import report
-from throughput import report as throughput_report
 
 PRECIOUS = b"precious"
 

@@ -10,12 +10,12 @@ from common import config as configs
 from common.benchmarks import closed, config_class, rules_of
 from common.config import load
 from common.errors import ConfigError
+from common.estimate.memory import fits, memory_peak, usable_bytes
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import KINDS
 from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
-from launch.plan.memory import fits, memory_peak, usable_bytes
-from launch.plan.workload import benchmark_workload
 from launch.selection.choose import choose
 from launch.selection.machine import NO_GPUS
 from launch.selection.request import Request

@@ -10,12 +10,13 @@ from instinct import CARDS, kfd_tree
 from probes import make_visible
 from torch.nn.attention import SDPBackend
 
-from common import hardware, known_issues
+from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels import architecture as settings
 from common.kernels import attention, lora, rms_norm
 from common.kernels.fp8 import fp8_dtypes
+from common.machine import hardware
 from common.self_test import run as self_test
 from common.self_test.results import OpResult, SelfTestResult
 from launch.preflight import __main__ as preflight_command

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,13 @@ BASE = {
     "common.errors",
     "common.folder_walk",
     "common.gpu_kinds",
-    "common.gpu_stats",
-    "common.hardware",
     "common.known_issues",
     "common.linear_formats",
     "common.lock_files",
+    "common.machine.gpu_stats",
+    "common.machine.hardware",
+    "common.machine.host",
+    "common.machine.inventory",
     "common.model.shapes",
     "common.packages",
     "common.paths",
@@ -62,7 +65,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "common": set(),  # the files directly in it
     "common.kernels": set(),
     "common.data": set(),
+    "common.machine": set(),
     "common.records": set(),
+    "common.estimate": set(),
     "common.html": {"common.records"},
     "common.sharding": {"common.kernels"},
     "common.model": {
@@ -79,22 +84,35 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.sharding",
     },
     "common.self_test": {"common.kernels", "common.model", "common.sharding", "common.training"},
+    "common.measure": {
+        "common.estimate",
+        "common.html",
+        "common.kernels",
+        "common.model",
+        "common.records",
+        "common.self_test",
+        "common.sharding",
+        "common.training",
+    },
     **{name: {"common"} for name in BENCHMARKS},
     "launch": {  # the page of `plan --scaling`, a lock, and what a checkpoint says, without torch
         "common.data.preparation",
+        "common.estimate",
         "common.html",
+        "common.measure.bench",  # started by name
+        "common.measure.defaults",
         "common.records",
         "common.training.continuation",
         "common.training.log_keys",
+        "submission",
         "system_tuning",
     },
     "submission": {
+        "common.estimate",
         "common.html",
-        "common.inventory",
         "common.records",
         "common.training.log_keys",
         "common.training.mllog",
-        "launch",
     },
     "system_tuning": set(),
     "throughput": {"common", "launch", "submission"},
@@ -127,6 +145,27 @@ def imports(path: Path) -> set[str]:
     return {module_of(file) for file in imported_files(path)}
 
 
+def started(path: Path) -> set[str]:
+    """Modules of this repository that `path` names in strings, to start them as programs.
+
+    A string with a dot counts if it is the name of a module, one without only behind "-m".
+    """
+    texts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            texts.add(node.value)
+        if isinstance(node, ast.List | ast.Tuple):
+            values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+            texts |= {name for option, name in pairwise(values) if option == "-m"}
+    names = {str(text) for text in texts if re.fullmatch(r"\w+(\.\w+)*", str(text))}
+    return {name for name in names if (file := file_of(name)) and module_of(file) == name}
+
+
+def needed(path: Path) -> set[str]:
+    """Modules that `path` imports or starts. The table of all commands may name every module."""
+    return imports(path) | (set() if name_of(path) == "launch/cli.py" else started(path))
+
+
 def within(module: str, names: set[str]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
@@ -137,7 +176,7 @@ def strays(paths: list[Path]) -> set[str]:
     for path in paths:
         package = package_of(module_of(path))
         allowed = MAY_IMPORT[package] | BASE
-        others = {name for name in imports(path) if package_of(name) != package}
+        others = {name for name in needed(path) if package_of(name) != package}
         found |= {f"{name_of(path)} imports {name}" for name in others if not within(name, allowed)}
     return found
 
@@ -155,6 +194,14 @@ def test_a_package_imports_what_is_below_it():
     assert strays(SOURCES) == set()
 
 
+def test_a_program_that_is_started_by_name_counts_as_an_import(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(
+        'run([python, "-m", "throughput", x])\ncaptured("submission.check", "common")\n'
+    )
+    assert started(path) == {"throughput", "submission.check"}
+
+
 def test_the_base_imports_the_base_only():
     for module in BASE:
         path = file_of(module)
@@ -165,8 +212,11 @@ def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
     packages: dict[str, set[str]] = {}
     for path in SOURCES:
         package = path.relative_to(ROOT).parts[0]
+        names = imports(path)
+        if name_of(path) != "launch/cli.py":  # the table of all commands
+            names |= started(path)
         packages.setdefault(package, set()).update(
-            {name.split(".")[0] for name in imports(path)} - {package}
+            {name.split(".")[0] for name in names} - {package}
         )
         assert "tests" not in {name.split(".")[0] for name in imported_names(path)}, name_of(path)
     list(graphlib.TopologicalSorter(packages).static_order())  # raises CycleError

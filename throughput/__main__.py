@@ -28,7 +28,7 @@ from throughput import shared_options
 
 # Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),
 # measure(options, result), which adds rows to the Result, and TABLES, which describe the rows
-# (throughput/tables.py). The modules of WITHOUT_RESULT define add_arguments and main(options).
+# (common/measure/tables.py). The modules of WITHOUT_RESULT define add_arguments and main(options).
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA",

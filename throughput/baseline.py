@@ -16,10 +16,10 @@ from typing import Any
 
 from common.command_line import meant
 from common.errors import CheckFailed, ConfigError, listed
+from common.measure import published, report
+from common.measure.files import read_json, write_json
+from common.measure.tables import Section, Table
 from common.records.json_lines import is_number
-from throughput import published, report
-from throughput.files import read_json, write_json
-from throughput.tables import Section, Table
 
 TOLERANCE = 0.03  # fraction below the baseline that passes
 BASELINES = Path(__file__).with_name("baselines")
@@ -110,7 +110,7 @@ def of_published(gpu: str, tables: Iterable[Table]) -> Baseline:
                 if row["gpu"] == gpu and row[wanted.value] is not None:
                     keys = {key: row[key] for key in wanted.match}
                     rows.append(BaselineRow(table.name, keys, wanted.value, row[wanted.value]))
-    return Baseline(gpu, f"published for {gpu} (throughput/published.json)", tuple(rows))
+    return Baseline(gpu, f"published for {gpu} (common/measure/published.json)", tuple(rows))
 
 
 def find(name: str, tables: Iterable[Table]) -> Baseline:

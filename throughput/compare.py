@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 
 from common.errors import ConfigError, DataError
-from throughput import profile_comparison, report, result
+from common.measure import profile_comparison, report
+from throughput import result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

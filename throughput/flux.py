@@ -17,12 +17,12 @@ import torch
 from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput import ranks, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
 from throughput.memory import require_host_memory
 from throughput.result import Result
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"

@@ -18,17 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.estimate.memory import largest
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.model.initialization import parameter_seed
 from common.sharding.adamw import AdamW, AdamWSettings
-from common.sharding.processes import Processes, start_processes
+from common.sharding.processes import Processes, max_over_ranks, start_processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import default_dtype
-from launch.plan.memory import largest
+from common.training.metrics import peak_bytes
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
-from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
-from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main, max_over_ranks
+from throughput.memory import free_memory, ran_out_of_memory
+from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # timeout of a collective

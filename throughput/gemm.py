@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from common.command_line import count
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.result import Result, TimedRow
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
 # (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size

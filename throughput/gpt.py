@@ -14,8 +14,10 @@ import torch
 
 from common.command_line import complete
 from common.errors import ConfigError
+from common.estimate.memory import largest
 from common.kernels.attention import attention_backends
-from launch.plan.memory import largest
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
+from common.training.metrics import peak_bytes
 from throughput import shared_options
 from throughput.gpt_model import (
     SIZES,
@@ -29,12 +31,10 @@ from throughput.gpt_model import (
 )
 from throughput.memory import (
     free_memory,
-    peak_bytes,
     ran_out_of_memory,
     require_host_memory,
 )
 from throughput.result import Result, TimedRow
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
 # Largest batch of a sweep on a CPU, where a sweep must not fill the memory of the host.

@@ -77,7 +77,7 @@ class Size:
 
 
 # The eight sizes of a published benchmark of one MI350X, whose rows are in
-# throughput/published.json. Its models "7b" and "13b" have 5.2 and 10.1 billion parameters.
+# common/measure/published.json. Its models "7b" and "13b" have 5.2 and 10.1 billion parameters.
 SIZES = {
     "small": Size(GptShape(6, 6, 384, 1536), 32, 512),
     "medium": Size(GptShape(12, 12, 768, 3072), 16, 512),

@@ -16,7 +16,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from common.hardware import visible_indices
+from common.machine.hardware import visible_indices
 
 COMMANDS = {"nvidia": ["nvidia-smi", "topo", "-m"], "amd": ["rocm-smi", "--showtopo"]}
 VISIBLE = {

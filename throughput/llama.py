@@ -14,10 +14,11 @@ from typing import Any
 
 from common.command_line import complete, count, minutes
 from common.errors import ConfigError, OutOfMemory, RunError
+from common.estimate.memory import gib, with_micro_batch
 from common.gpu_kinds import KINDS, GpuKind
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
-from launch.plan.memory import gib, with_micro_batch
 from launch.processes.ranks import cpus_of_ranks
 from launch.selection.check import Choice
 from launch.selection.machine import NO_GPUS, Machine
@@ -28,7 +29,6 @@ from throughput import machine, shared_options
 from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 TABLES = (
@@ -73,7 +73,8 @@ TABLES = (
             "12LSH counts the whole. lora: 4N + 6 x adapters replaces 6N. Recomputation is not "
             "counted.",
             "Peak memory: of torch's allocator. Planned: the calculated peak memory "
-            "(launch/plan/memory.py). With --batch max, the first batch is the largest that fits "
+            "(common/estimate/memory.py). With --batch max, the first batch is the largest that "
+            "fits "
             "by this calculation.",
         ),
         plots=(
@@ -217,7 +218,7 @@ def attempt(case: LlamaCase, options: argparse.Namespace, result: Result) -> boo
 
 
 def model_arguments(case: LlamaCase) -> list[str]:
-    """Return the options of throughput.bench that describe the model and its sequence length."""
+    """Return the options of common.measure.bench for the model and its sequence length."""
     arguments = ["--seq", str(case.work.sequence_length)]
     arguments += ["--layers", str(case.work.shape.num_layers)]
     if case.family.name != TINY:
@@ -232,7 +233,7 @@ def run(case: LlamaCase, options: argparse.Namespace, result: Result) -> TimedRo
         folder = Path(name)
         file = folder / "config.toml"
         file.write_text(config.as_toml())
-        arguments = ["throughput.bench", "--benchmark", case.benchmark, "--config", str(file)]
+        arguments = ["common.measure.bench", "--benchmark", case.benchmark, "--config", str(file)]
         arguments += ["--device", options.device]
         arguments += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
         arguments += [*model_arguments(case), "--result", str(folder / MEASURED)]

@@ -13,10 +13,7 @@ from typing import Any
 from common.benchmarks import divisions, measured_in
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
-from common.gpu_kinds import GpuKind
-from common.model.families import Family, family_of
-from launch.plan.derive_config import fitting
-from launch.plan.memory import (
+from common.estimate.memory import (
     Memory,
     fits,
     gib,
@@ -25,7 +22,10 @@ from launch.plan.memory import (
     usable_bytes,
     with_micro_batch,
 )
-from launch.plan.workload import Workload, model_workload
+from common.estimate.workload import Workload, model_workload
+from common.gpu_kinds import GpuKind
+from common.model.families import Family, family_of
+from launch.plan.derive_config import fitting
 from launch.selection.choose import nearest_config
 from throughput import shared_options
 from throughput.memory import require_host_memory

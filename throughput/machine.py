@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from common import inventory
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import DriverError, read_gpus, read_power_profiles, read_vboost
-from common.hardware import Probe
+from common.machine import inventory
+from common.machine.gpu_stats import DriverError, read_gpus, read_power_profiles, read_vboost
+from common.machine.hardware import Probe
 from common.paths import ROOT
 from launch import run_directory
 from launch.selection.machine import Machine

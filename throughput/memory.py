@@ -9,7 +9,7 @@ import torch
 
 from common.errors import OutOfMemory
 from common.gpu_kinds import GIB
-from launch.preflight.host import available_memory
+from common.machine.host import available_memory
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -33,11 +33,6 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of tensors in bytes, 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def require_host_memory(what: str, needed: float) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.command_line import count
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput import shared_options
 from throughput.result import Result, TimedRow
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}

@@ -15,12 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
-from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
@@ -82,13 +79,6 @@ def main(measure: Callable[[Path], None]) -> None:
     """Run `measure` on the folder that the first argument of the command line names."""
     folder = Path(sys.argv[1])
     run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
-
-
-def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
-    """Return the maximum of each value over the ranks."""
-    most = torch.tensor(values, dtype=torch.float64, device=processes.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
 
 
 class LocalReduceScatter(NcclReduceScatter):

@@ -6,7 +6,7 @@ adds failure.json (kind, exit_code, what, why, do). The keys of result.json:
 - `what`: name of the measurement; `started`: Unix time
 - `device`, `command`, `machine`, `versions`
 - `status`: "running", then "finished"
-- `tables`: declarations of the tables (throughput/tables.py)
+- `tables`: declarations of the tables (common/measure/tables.py)
 - `notes`: name -> value, for example the roofs of a plot
 - `rows`
 
@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, RunError, StorageError
+from common.measure import report
+from common.measure.files import read_json, write_json
+from common.measure.tables import Table
 from launch import run_directory
-from throughput import report
-from throughput.files import read_json, write_json
 from throughput.memory import ran_out_of_memory
-from throughput.tables import Table
 from throughput.timing import spread
 
 NAME = "result.json"

@@ -21,13 +21,13 @@ import torch
 
 from common.command_line import complete, count
 from common.errors import Interrupted, OutOfMemory, RunError
+from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import DDP, STRATEGIES, ScalingRequest
-from throughput.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.timing import spread
 
 LIMIT_S = 900.0  # time limit for one number of GPUs; collectives have a shorter timeout

@@ -21,18 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import config as configs
 from common.benchmarks import Rules, config_class, divisions, measured_in, trainer_of
-from common.hardware import config_path
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
+from common.machine.hardware import config_path
 from common.paths import ROOT
-from common.sharding.processes import Processes, start_processes
+from common.sharding.processes import Processes, max_over_ranks, start_processes
 from common.sharding.zero import ZeroOptimizer
 from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
+from common.training.metrics import peak_bytes
 from common.training.warmup import synthetic_batches
 from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
-from throughput.memory import free_memory, peak_bytes
-from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main, max_over_ranks
+from throughput.memory import free_memory
+from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels

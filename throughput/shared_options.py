@@ -9,8 +9,8 @@ from typing import Any
 
 from common.command_line import count, meant
 from common.errors import ConfigError
-from common.hardware import Probe
 from common.known_issues import installed
+from common.machine.hardware import Probe
 from launch.torch_build import require_fitting_torch
 
 MAX = "max"  # --batch max: the largest batch that fits

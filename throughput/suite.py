@@ -19,14 +19,14 @@ from typing import Any
 
 from common.command_line import refuse_without
 from common.errors import ConfigError, Interrupted
+from common.measure.files import read_json, write_json
+from common.measure.tables import Section, Table
 from common.terminal import Progress, inform, print_stderr
 from launch.processes.supervise import Ending, supervise
 from launch.run_directory import create_new, date
 from launch.selection.machine import Machine
 from throughput import baseline, result, shared_options, suite_page
-from throughput.files import read_json, write_json
 from throughput.machine import kind_of
-from throughput.tables import Section, Table
 
 NAME = "suite.json"
 LOG_LINES = 10  # number of lines of a failed part's log that a terminal shows

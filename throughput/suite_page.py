@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import RunError
-from throughput import baseline, report, result
-from throughput.tables import Section
+from common.measure import report
+from common.measure.tables import Section
+from throughput import baseline, result
 
 NOT_MEASURED = "not measured"
 

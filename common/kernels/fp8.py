@@ -204,8 +204,8 @@ def product_range(a: Tensor, b: Tensor, name: str = "gemm") -> AbstractContextMa
     """Return a range that gives torch's profiler the size of the product launched inside.
 
     Only for products that no torch op launches: a torch op records the shapes of its inputs. The
-    range is called "<name>: M x N x K", which throughput/trace.py reads. Without a profiler, the
-    context does nothing.
+    range is called "<name>: M x N x K", which common/measure/trace.py reads. Without a profiler,
+    the context does nothing.
 
     `a`: [M, K].
     `b`: [K, N] or [N, K].

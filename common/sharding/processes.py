@@ -121,3 +121,10 @@ def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMes
         (world_size // ranks_per_node, ranks_per_node),
         mesh_dim_names=("replicate", "shard"),
     )
+
+
+def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
+    """Return the maximum of each value over the ranks."""
+    most = torch.tensor(values, dtype=torch.float64, device=processes.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()

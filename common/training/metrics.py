@@ -283,3 +283,8 @@ def memory_gib(device: torch.device) -> dict[str, float | None]:
         "memory_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
     }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of tensors in bytes, 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

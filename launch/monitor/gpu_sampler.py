@@ -30,12 +30,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.gpu_stats import SAMPLED, DriverError, read_gpus, with_throttling
-from common.hardware import Probe
+from common.machine.gpu_stats import SAMPLED, DriverError, read_gpus, with_throttling
+from common.machine.hardware import Probe
 from common.records.json_lines import append_line
+from common.records.tracking import GPU_SAMPLES
 from common.terminal import print_stderr
 
-NAME = "gpu_samples.jsonl"  # read by submission/gpu_samples.py
 PERIOD_S = 1.0
 END_S = 5.0  # for the sampler to end; a call to a hung driver never returns
 NICE = 10  # below the ranks in priority
@@ -56,7 +56,7 @@ def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
         sys.executable,
         "-m",
         "launch.monitor.gpu_sampler",
-        str(run_dir / NAME),
+        str(run_dir / GPU_SAMPLES),
         found.vendor,
         gpus,
     ]

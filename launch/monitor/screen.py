@@ -24,6 +24,7 @@ from common.benchmarks import Rules
 from common.config import RunConfig
 from common.records import rcp
 from common.records.json_lines import Tail
+from common.records.tracking import GPU_SAMPLES
 from common.terminal import (
     Rate,
     draw,
@@ -36,7 +37,6 @@ from common.terminal import (
     start_live,
     stop_live,
 )
-from launch.monitor import gpu_sampler as sampler
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,7 +94,7 @@ class Screen:
         self.live: Live | None = None
         self.messages = Tail(self.stderr.fileno())
         self.events = Tail(run_dir / "events.jsonl")
-        self.samples = Tail(run_dir / sampler.NAME)
+        self.samples = Tail(run_dir / GPU_SAMPLES)
         self.step: dict = {}
         self.gpus: list[dict] = []
         self.losses: list[float] = []  # training loss of each step

@@ -23,17 +23,17 @@ from dataclasses import dataclass, replace
 
 from common.command_line import Parser, complete, count, float_or_nan, refuse_without
 from common.errors import ConfigError, OutOfMemory
+from common.estimate.memory import fits, gib, largest, usable_bytes
+from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.workload import model_workload
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import MAX_GPUS
+from common.machine.hardware import MAX_GPUS
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from common.terminal import plural
 from launch.plan import scaling, scaling_table
 from launch.plan.arrangements import Arrangement, arrangements
-from launch.plan.memory import fits, gib, largest, usable_bytes
-from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
-from launch.plan.workload import model_workload
 from launch.selection.machine import Machine
 
 LORA_RANK = 16  # the rank of the benchmark llama2_70b_lora

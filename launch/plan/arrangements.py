@@ -1,7 +1,7 @@
 """Arrangements of a model's weights and state on some GPUs, with the memory of each.
 
 This package can train with some of them; others are common elsewhere. The memory of the former is
-that of `launch.plan.memory.memory_peak`. The others have the same activations, but other state.
+that of `common.estimate.memory.memory_peak`. The others have the same activations, but other state.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.config import RunConfig
-from common.gpu_kinds import GpuKind
-from common.hardware import MAX_GPUS
-from common.model.shapes import ModelShape
-from launch.plan.memory import (
+from common.estimate.memory import (
     BYTES,
     FROZEN_BUFFERS,
     Memory,
@@ -23,8 +20,11 @@ from launch.plan.memory import (
     memory_peak,
     state_bytes,
 )
-from launch.plan.step_time import estimate
-from launch.plan.workload import Workload, model_workload
+from common.estimate.step_time import estimate
+from common.estimate.workload import Workload, model_workload
+from common.gpu_kinds import GpuKind
+from common.machine.hardware import MAX_GPUS
+from common.model.shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,7 @@ from common.command_line import (
 )
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
-from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names
-from common.paths import ROOT
-from common.records import published, rcp
-from launch.plan import any_model, scaling_table
-from launch.plan.memory import (
+from common.estimate.memory import (
     Memory,
     fewest_layers,
     fits,
@@ -50,9 +45,14 @@ from launch.plan.memory import (
     usable_bytes,
     with_micro_batch,
 )
-from launch.plan.step_time import Estimate, estimate
+from common.estimate.step_time import Estimate, estimate
+from common.estimate.workload import Workload, benchmark_workload
+from common.gpu_kinds import KINDS, GpuKind
+from common.machine.hardware import config_names
+from common.paths import ROOT
+from common.records import published, rcp
+from launch.plan import any_model, scaling_table
 from launch.plan.tables import memory_table, table
-from launch.plan.workload import Workload, benchmark_workload
 from launch.selection.check import FITTED, Choice
 from launch.selection.choose import choose, require_config
 from launch.selection.machine import NO_GPUS, Machine

@@ -17,11 +17,11 @@ from typing import Any
 from common.benchmarks import divisions, rules_of
 from common.config import FROZEN_BASE_STORAGE, ConfigFile, RunConfig
 from common.errors import ConfigError, OutOfMemory
+from common.estimate.memory import Memory, fewest_layers, fits, gib, memory_peak, usable_bytes
+from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import MAX_GPUS, config_names, config_path
+from common.machine.hardware import MAX_GPUS, config_names, config_path
 from common.records import rcp
-from launch.plan.memory import Memory, fewest_layers, fits, gib, memory_peak, usable_bytes
-from launch.plan.workload import Workload, benchmark_workload
 
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
 # GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability

@@ -13,7 +13,7 @@ reaches the target first. Three effects decide:
 A config of `open_llama` keeps its global batch and its sequences. A model without a config keeps
 the sequences of a GPU, so its global batch grows with the GPUs.
 
-The step's arithmetic is that of launch/plan/step_time.py. The traffic is that of
+The step's arithmetic is that of common/estimate/step_time.py. The traffic is that of
 common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
 nodes, per step an all-gather within the node. Standard library only.
 """
@@ -29,13 +29,13 @@ from pathlib import Path
 from common.benchmarks import Rules, rules_of
 from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory
+from common.estimate.memory import BYTES
+from common.estimate.step_time import estimate, minutes_to_target
+from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import GpuKind
-from common.hardware import config_name, config_names
+from common.machine.hardware import config_name, config_names
 from common.paths import ROOT
 from common.records.rcp import mean_samples
-from launch.plan.memory import BYTES
-from launch.plan.step_time import estimate, minutes_to_target
-from launch.plan.workload import Workload, benchmark_workload
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
 from launch.selection.request import Request

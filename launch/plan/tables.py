@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from common import terminal, text_tables
-from launch.plan.memory import Memory, gib
+from common.estimate.memory import Memory, gib
 
 
 def memory_table(memory: Memory) -> str:

@@ -40,8 +40,11 @@ from common.command_line import (
 )
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
+from common.estimate.memory import host_bytes
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import GpuKind
-from common.gpu_stats import (
+from common.known_issues import installed
+from common.machine.gpu_stats import (
     HEALTH,
     DriverError,
     read_gpus,
@@ -49,13 +52,11 @@ from common.gpu_stats import (
     read_vboost,
     with_throttling,
 )
-from common.hardware import Probe
-from common.known_issues import installed
+from common.machine.hardware import Probe
+from common.machine.host import read_host
 from common.paths import ROOT
 from common.terminal import inform
 from launch.job import directories
-from launch.plan.memory import host_bytes
-from launch.plan.workload import benchmark_workload
 from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.nodes.examine import examine as examine_nodes
@@ -306,7 +307,7 @@ def host_rows(
     """Return the rows about the host: memory, limits, data, results and system settings."""
     data_dir, log_dir = directories(benchmark, request.config, environment)
     rows = host.judge(
-        host.read(), request.count, request.device, request.nodes, request.pinned_bytes
+        read_host(), request.count, request.device, request.nodes, request.pinned_bytes
     )
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))

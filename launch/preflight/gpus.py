@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from common import known_issues
 from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.gpu_stats import FAULTS
-from common.hardware import WHOLE_CARD
+from common.machine.gpu_stats import FAULTS
+from common.machine.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport
 
-# Result of common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks;
-# [] if the driver does not respond.
+# Result of common.machine.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the
+# ranks; [] if the driver does not respond.
 Stats = list[dict]
 # Verdict on one GPU and the reason; None if the driver does not report the value.
 Finding = tuple[str, str] | None

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from common import config as configs
 from common.benchmarks import config_class
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import fp8_family
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import self_test
 from common.training.metrics import StepClock
-from launch.plan.workload import benchmark_workload
 from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport, limit_s
 
 # M = N = K of a GEMM, bytes of a copy, bytes of a collective.

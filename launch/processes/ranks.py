@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.gpu_stats import DriverError, pci_folders, read_text
-from common.hardware import Probe
+from common.machine.gpu_stats import DriverError, pci_folders, read_text
+from common.machine.hardware import Probe
 from common.paths import ROOT
 
 # The address is numeric, so that no host name has to resolve.

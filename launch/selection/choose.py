@@ -20,7 +20,7 @@ from common.command_line import PROGRAM
 from common.config import ANY_GPU, ConfigFile, RunConfig
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GpuKind
-from common.hardware import config_name, config_names, config_path
+from common.machine.hardware import config_name, config_names, config_path
 from common.paths import ROOT
 from launch.plan.derive_config import (
     NAME,

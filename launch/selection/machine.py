@@ -10,7 +10,7 @@ from functools import cached_property
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.hardware import Device, Probe, identify, probe
+from common.machine.hardware import Device, Probe, identify, probe
 
 # Reason of an error if a GPU is needed and none is visible.
 NO_GPU = "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine"
@@ -46,7 +46,7 @@ class Machine:
 
     @cached_property
     def kind(self) -> GpuKind | None:
-        """Kind of the GPUs, None without any. Raises the errors of `common.hardware.identify`."""
+        """Kind of the GPUs, None without any. Raises the errors of `identify`."""
         return identify(self.probe, self.gpu_kind)
 
     def describe(self, kind: GpuKind | None) -> str:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from common import engines
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError
+from common.estimate.memory import fewest_layers, fits, memory_peak
+from common.estimate.step_time import estimate
+from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
 from launch.plan.derive_config import CPU_ENV, HEADROOM, SAVING_LAYERS
-from launch.plan.memory import fewest_layers, fits, memory_peak
-from launch.plan.step_time import estimate
-from launch.plan.workload import Workload
 
 Value = str | int | None
 Changes = dict[str, Value]

@@ -142,7 +142,7 @@ def _resumed(parent: Path, stem: str, identity: dict) -> tuple[Path, Journal]:
 
 
 def _measure(target: Target, folder: Path, journal: Journal) -> Callable[..., Measurement]:
-    """Return a function that measures a candidate: it runs throughput.bench in new processes."""
+    """Return a function that measures a candidate by common.measure.bench in new processes."""
     job = target.job
 
     def measure(
@@ -157,7 +157,7 @@ def _measure(target: Target, folder: Path, journal: Journal) -> Callable[..., Me
         candidate = replace(job, selection=replace(job.selection, config=config))
         file = place / job.selection.path.name
         file.write_text(config.as_toml())
-        arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
+        arguments = ["-m", "common.measure.bench", "--benchmark", job.benchmark]
         arguments += ["--config", str(file), "--device", job.selection.device]
         arguments += ["--steps", str(steps), "--warmup", str(WARMUP_STEPS[length])]
         arguments += ["--result", str(place / RESULT), *target.model]

@@ -7,12 +7,12 @@ from dataclasses import MISSING, dataclass, fields
 
 from common.config import RunConfig
 from common.errors import OutOfMemory
+from common.estimate.memory import memory_peak
 from common.gpu_kinds import GIB
 from common.html import page as html
 from common.html.page import Curve
 from common.terminal import table
 from launch.job import Job
-from launch.plan.memory import memory_peak
 from launch.tune.candidates import Changes, Value, changed, value_of
 from launch.tune.search import Journal, Measurement, best_of, text_of, text_of_value
 from launch.tune.target import Target

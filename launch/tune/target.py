@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.estimate.workload import Workload, benchmark_workload
 from launch.job import Job
-from launch.plan.workload import Workload, benchmark_workload
 
 
 @dataclass(frozen=True)
 class Target:
     """A job, its workload, and the model that each measurement trains.
 
-    `model`: options of throughput.bench, such as ("--model", "qwen3-8b"), if the model or its
+    `model`: options of common.measure.bench, such as ("--model", "qwen3-8b"), if the model or its
     sequence length is not that of the benchmark.
     """
 

@@ -26,8 +26,8 @@ import threading
 import time
 from pathlib import Path
 
+from common.machine.host import available_memory
 from common.paths import ROOT
-from launch.preflight.host import available_memory
 from launch.processes.supervise import processes_of
 from submission.run import read_attempt
 

@@ -8,7 +8,7 @@ from probes import make_visible
 
 from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.records.ledger import SeriesRecord
 from launch import commands, console, job
 from launch.selection.choose import choose
@@ -143,7 +143,7 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
             f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))
         ],
     )
-    for name, program in (("run", "llama31_8b.train"), ("bench", "throughput.bench")):
+    for name, program in (("run", "llama31_8b.train"), ("bench", "common.measure.bench")):
         assert (
             commands.start(
                 "llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])

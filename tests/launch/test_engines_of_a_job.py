@@ -8,7 +8,7 @@ import pytest
 from common import config as configs
 from common import engines
 from common.errors import ConfigError
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands, run, series
 from launch.job import Job, Node

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from toy import STUB, TORCHRUN, alive, finish, launch, make_project, shorten, wait_until
 
-from common import hardware
 from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
+from common.machine import hardware
 from common.paths import ROOT
 from launch import commands as program
 from launch import diagnosis, job
@@ -526,7 +526,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     )
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith(
-        "-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu "
+        "-m common.measure.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu "
         "--steps 5 --warmup 3\n"
     )
     assert (

@@ -24,7 +24,7 @@ TORCHRUN = [
     "--nproc-per-node",
     "2",
     "-m",
-    "throughput.bench",
+    "common.measure.bench",
     "--device",
     "cuda",
 ]
@@ -98,7 +98,7 @@ os.execv(sys.argv[start], sys.argv[start:])
 # std::terminate.
 WATCH = """
 import atexit, os, sys
-if "RANK" in os.environ and "throughput.bench" in sys.orig_argv:
+if "RANK" in os.environ and "common.measure.bench" in sys.orig_argv:
     atexit.register(open, "torn_down", "w")
 """
 
@@ -146,7 +146,7 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
     assert shlex.join(["nsys", *called]).startswith(
         EXPECTED["nsys"].replace("/out/", f"{tmp_path}/out/")
     )
-    assert called[called.index("-m") + 1] == "throughput.bench" and called[-2:] == [
+    assert called[called.index("-m") + 1] == "common.measure.bench" and called[-2:] == [
         "--of",
         "outside",
     ]

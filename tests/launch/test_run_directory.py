@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from probes import H200X4
 
+from common import repository
 from common.config import load
 from common.engines import ENGINES
 from common.errors import StorageError
@@ -69,8 +70,8 @@ NAMED = {"MLPERF_SUBMISSION_ORG": "Us"}
 
 
 def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
-    assert run_directory.refusal_reasons(checkout, NAMED) == []
-    (missing,) = run_directory.refusal_reasons(checkout, {})
+    assert repository.refusal_reasons(checkout, NAMED) == []
+    (missing,) = repository.refusal_reasons(checkout, {})
     assert "MLPERF_SUBMISSION_ORG" in missing
 
 
@@ -78,19 +79,19 @@ def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
     for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
         (checkout / name).write_text("")
-    assert run_directory.refusal_reasons(checkout, NAMED) == []
+    assert repository.refusal_reasons(checkout, NAMED) == []
     (checkout / "notes.txt").write_text("")
-    (untracked,) = run_directory.refusal_reasons(checkout, NAMED)
+    (untracked,) = repository.refusal_reasons(checkout, NAMED)
     assert "notes.txt" in untracked
 
 
 def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_path_factory):
-    (none,) = run_directory.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
+    (none,) = repository.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
     inside = checkout / "copy"
     inside.mkdir()
-    (outer,) = run_directory.refusal_reasons(inside, NAMED)
+    (outer,) = repository.refusal_reasons(inside, NAMED)
     monkeypatch.setenv("PATH", "")
-    (no_git,) = run_directory.refusal_reasons(checkout, NAMED)
+    (no_git,) = repository.refusal_reasons(checkout, NAMED)
     assert all("commit" in text and "unknown" in text for text in (none, outer, no_git))
 
 
@@ -98,5 +99,5 @@ def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_p
 def test_a_checkout_of_another_user_is_a_doubt(checkout, monkeypatch):
     monkeypatch.setenv("HOME", str(checkout))  # without a setting safe.directory
     os.chown(checkout, 65534, 65534)
-    (foreign,) = run_directory.refusal_reasons(checkout, NAMED)
+    (foreign,) = repository.refusal_reasons(checkout, NAMED)
     assert "commit" in foreign and "another user" in foreign

@@ -15,7 +15,7 @@ from common import config as configs
 from common.benchmarks import config_class
 from common.errors import ConfigError, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from launch import commands
 from launch.plan import command as plan

@@ -14,7 +14,7 @@ from argparse import Namespace
 import pytest
 
 from common.errors import PreflightError
-from common.hardware import Probe
+from common.machine.hardware import Probe
 from common.paths import ROOT
 from launch import commands as program
 from launch import run_directory, system_settings

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import PreflightError
 from common.gpu_kinds import GIB
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from launch import torch_build
 from launch.torch_build import (

@@ -9,11 +9,11 @@ import pytest
 from common import config as configs
 from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory
+from common.estimate.memory import fits, memory_peak
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from launch.plan.derive_config import fit_to_machine
-from launch.plan.memory import fits, memory_peak
-from launch.plan.workload import benchmark_workload
 from open_llama.rules import BENCHMARK, Config, rules_of
 from open_llama.train import learning_rate
 

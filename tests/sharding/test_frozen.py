@@ -11,6 +11,8 @@ from simulated_streams import ORDERS, SimulatedStreams
 from tiny import fill, lora_config, matrix
 
 from common.config import FROZEN_BASE_STORAGE
+from common.estimate.memory import memory_peak, state_bytes
+from common.estimate.workload import Workload
 from common.kernels import fp8
 from common.kernels.fp8 import Quantizer
 from common.kernels.quantize import quantize_reference
@@ -26,8 +28,6 @@ from common.sharding.layer_prefetch import (
     pass_order,
 )
 from common.sharding.side_stream import SideStream
-from launch.plan.memory import memory_peak, state_bytes
-from launch.plan.workload import Workload
 from llama2_70b_lora import train
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)

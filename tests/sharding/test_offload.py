@@ -9,11 +9,11 @@ from simulated_streams import ORDERS, SimulatedStreams
 
 from common.config import load
 from common.errors import ConfigError
+from common.estimate.memory import host_bytes, memory_peak, offloaded_layers
+from common.estimate.workload import benchmark_workload
 from common.paths import ROOT
 from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
-from launch.plan.memory import host_bytes, memory_peak, offloaded_layers
-from launch.plan.workload import benchmark_workload
 from llama2_70b_lora.rules import Config
 
 pytestmark = pytest.mark.quick

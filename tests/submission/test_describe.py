@@ -5,11 +5,11 @@ import json
 import pytest
 import synthetic_series
 
-from common import inventory
 from common.engines import ENGINES
 from common.errors import ConfigError
 from common.gpu_kinds import GIB
-from common.hardware import Device, Probe
+from common.machine import inventory
+from common.machine.hardware import Device, Probe
 from submission import describe, official_tools
 
 pytestmark = pytest.mark.quick

@@ -11,9 +11,9 @@ from synthetic_run import write_run
 
 from common.html import page as html
 from common.html.page import Curve
+from common.measure import report as throughput_report
+from common.measure.tables import Section
 from submission import report
-from throughput import report as throughput_report
-from throughput.tables import Section
 
 pytestmark = pytest.mark.slow
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -10,10 +10,11 @@ import pytest
 
 from common.command_line import Parser
 from common.errors import ConfigError
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
+from common.measure import published
 from common.paths import ROOT
 from launch.cli import read
-from throughput import published, shared_options
+from throughput import shared_options
 from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main, parser_of
 
 pytestmark = pytest.mark.quick

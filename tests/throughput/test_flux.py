@@ -12,9 +12,10 @@ import torch
 from ranks import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
-from launch.plan.memory import largest
+from common.estimate.memory import largest
+from common.measure import published
 from throughput import __main__ as throughput_command
-from throughput import flux, flux_rank, published
+from throughput import flux, flux_rank
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest, build, synthetic_batch, train_step, try_batch
 from throughput.result import Result

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from throughput import gemm, mlp, published, report
+from common.measure import published, report
+from common.measure.tables import Table
+from throughput import gemm, mlp
 from throughput.__main__ import main
 from throughput.result import Result
-from throughput.tables import Table
 
 pytestmark = pytest.mark.quick
 

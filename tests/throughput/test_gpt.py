@@ -7,7 +7,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.errors import ConfigError, OutOfMemory
-from throughput import gpt, published
+from common.measure import published
+from throughput import gpt
 from throughput.gpt_model import SIZES, STAND_INS, Gpt, GptShape, Size, build_gpt, train_step
 from throughput.result import Result
 

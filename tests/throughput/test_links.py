@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from throughput import links, page, scaling
-from throughput.report import drawing_of
+from common.measure import page
+from common.measure.report import drawing_of
+from throughput import links, scaling
 
 pytestmark = pytest.mark.quick
 

@@ -10,13 +10,14 @@ from probes import make_visible
 from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, DataError, OutOfMemory
+from common.estimate.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.hardware import Probe
+from common.machine.hardware import Probe
+from common.measure import published
 from common.paths import ROOT
-from launch.plan.memory import fits, largest_micro_batch, memory_peak, with_micro_batch
 from llama31_8b.rules import Config
 from throughput import __main__ as command
-from throughput import llama, llama_case, memory, published
+from throughput import llama, llama_case, memory
 from throughput.result import Result, TimedRow, read
 
 pytestmark = pytest.mark.quick

@@ -8,7 +8,7 @@ from probes import make_visible
 
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
-from common.hardware import Probe
+from common.machine.hardware import Probe
 from launch.tune import command as tune_command
 from launch.tune.candidates import changed, memory_candidates
 from launch.tune.search import Measurement

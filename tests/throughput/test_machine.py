@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from common.gpu_kinds import KINDS
-from common.gpu_stats import DriverError
-from common.hardware import Device, Probe
+from common.machine.gpu_stats import DriverError
+from common.machine.hardware import Device, Probe
 from launch.selection.machine import Machine
 from throughput import machine
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.errors import LAUNCHED, Hang, OutOfMemory, RunError
-from throughput import bench
+from common.measure import bench
 from throughput.ranks import run_ranks
 
 MODULE = """

@@ -8,9 +8,10 @@ from page import Page
 
 from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
-from throughput import compare, report, result
+from common.measure import report
+from common.measure.tables import Column, Drawing, Plot, PublishedValues, Table
+from throughput import compare, result
 from throughput.result import Result
-from throughput.tables import Column, Drawing, Plot, PublishedValues, Table
 from throughput.timing import kernel_ms, spread, step_ms
 
 pytestmark = pytest.mark.quick
@@ -155,8 +156,8 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(
     made.add(ROW | {"samples_per_s": 1.0})
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        patch.delitem(sys.modules, "throughput.page", raising=False)
-        patch.delattr("throughput.page", raising=False)
+        patch.delitem(sys.modules, "common.measure.page", raising=False)
+        patch.delattr("common.measure.page", raising=False)
         made.finish()
     assert (tmp_path / "a" / "table.md").is_file() and not (tmp_path / "a" / "page.html").exists()
     out = capsys.readouterr().out
@@ -238,7 +239,7 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
 
 
 def test_a_roofline_is_drawn_with_and_without_peaks():
-    from throughput import page
+    from common.measure import page
 
     plot = Plot("roofline", "Roofline", "intensity", "tflops", "precision")
     points = ((100.0, 50.0, "bf16"), (900.0, 600.0, "fp8"))
@@ -255,7 +256,7 @@ def test_a_roofline_is_drawn_with_and_without_peaks():
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_bar_has_room_beside_the_longest_name():
-    from throughput import page
+    from common.measure import page
 
     plot, path = (
         Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"),

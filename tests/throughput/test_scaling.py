@@ -14,9 +14,10 @@ from ranks import call_on_ranks
 from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
+from common.measure import page, report
 from common.sharding.processes import start_processes
 from common.sharding.reduce_scatter import Shard
-from throughput import gpt_model, page, report, scaling, scaling_rank
+from throughput import gpt_model, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
 from throughput.ranks import LocalReduceScatter

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from common.paths import ROOT
-from launch.monitor.trackers import TRACKERS
+from common.records.trackers import TRACKERS
 
 MODES = ("none", "refuses", "hangs")
 # Variables that name the server of a tracker.

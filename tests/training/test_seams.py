@@ -20,14 +20,14 @@ from safetensors import safe_open
 from tiny import TINY, known_gradient, records, run, run_config, whole, write_data
 
 from common.config import load
+from common.estimate.memory import activation_bytes, state_bytes
+from common.estimate.workload import benchmark_workload
 from common.kernels.fp8 import QuantizedTensor
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
-from launch.plan.memory import activation_bytes, state_bytes
-from launch.plan.workload import benchmark_workload
 from llama31_8b.rules import Config, Rules
 from llama31_8b.train import assemble
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_stats import read_text
-from common.hardware import Probe
 from common.known_issues import installed
+from common.machine.gpu_stats import read_text
+from common.machine.hardware import Probe
 from common.packages import version_of
 from common.paths import ROOT
 from common.repository import commit_of

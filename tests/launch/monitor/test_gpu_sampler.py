@@ -17,8 +17,9 @@ from jobs import job_of
 from page import Page, read_page
 from toy import alive, wait_until
 
-from common.hardware import Device, Probe, probe
+from common.machine.hardware import Device, Probe, probe
 from common.paths import ROOT
+from common.records.tracking import GPU_SAMPLES
 from launch import run
 from launch.monitor import gpu_sampler as sampler
 from launch.selection.machine import Machine
@@ -90,12 +91,12 @@ def record(folder, monkeypatch, samples=2, found=None):
     found = found or probe()
     gpus = [{"id": device.address, "name": device.name} for device in found.devices]
     sampler.sample(
-        opened(folder / sampler.NAME),
+        opened(folder / GPU_SAMPLES),
         found.vendor,
         gpus,
         lambda seconds: waits.append(seconds) or len(waits) == samples,
     )
-    return lines_of(folder / sampler.NAME)
+    return lines_of(folder / GPU_SAMPLES)
 
 
 def of(records, event):
@@ -212,11 +213,11 @@ def test_it_runs_beside_and_ends_with_the_run(driver, capfd):
     with sampler.sampling(driver, probe()):
         wait_until(
             lambda: (
-                (driver / sampler.NAME).is_file()
-                and len((driver / sampler.NAME).read_text().splitlines()) >= 3
+                (driver / GPU_SAMPLES).is_file()
+                and len((driver / GPU_SAMPLES).read_text().splitlines()) >= 3
             )
         )
-    records = lines_of(driver / sampler.NAME)
+    records = lines_of(driver / GPU_SAMPLES)
     assert (
         records[0]["event"] == "start"
         and records[-1]["event"] == "stop"
@@ -246,7 +247,7 @@ def test_only_the_gpus_of_the_ranks_are_sampled(driver, monkeypatch, visible, de
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     job = job_of("llama31_8b", ROOT / "configs/llama31_8b/H200_1x2.toml", driver)
     job = replace(job, machine=Machine(probe()), selection=replace(job.selection, device=device))
-    path = driver / sampler.NAME
+    path = driver / GPU_SAMPLES
 
     def supervise(*_, **__):
         if used:
@@ -266,7 +267,7 @@ def test_only_the_gpus_of_the_ranks_are_sampled(driver, monkeypatch, visible, de
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from common.hardware import probe
+from common.machine.hardware import probe
 from launch.monitor import gpu_sampler as sampler
 with sampler.sampling(Path(sys.argv[1]), probe()):
     print("started", flush=True)
@@ -280,19 +281,19 @@ def test_a_killed_launcher_leaves_no_sampler(driver):
     )
     wait_until(
         lambda: (
-            (driver / sampler.NAME).is_file() and '"sample"' in (driver / sampler.NAME).read_text()
+            (driver / GPU_SAMPLES).is_file() and '"sample"' in (driver / GPU_SAMPLES).read_text()
         )
     )
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
     wait_until(lambda: alive(driver) == [], seconds=5)
-    assert lines_of(driver / sampler.NAME)[-1]["event"] == "stop"
+    assert lines_of(driver / GPU_SAMPLES)[-1]["event"] == "stop"
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd):
     monkeypatch.setenv("HANG_S", "600")
     monkeypatch.setattr(sampler, "END_S", 0.3)
-    path = driver / sampler.NAME
+    path = driver / GPU_SAMPLES
     with sampler.sampling(
         driver, probe()
     ):  # the probe has answered: what now runs is the first reading, which hangs
@@ -320,7 +321,7 @@ sys.exit(sampler.main(sampler.Path(sys.argv[1]), "nvidia", [{"id": "GPU-00", "na
 
 
 def test_a_full_disk_ends_the_samples_at_a_whole_line(driver):
-    path = driver / sampler.NAME
+    path = driver / GPU_SAMPLES
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60
     )
@@ -334,12 +335,12 @@ def test_a_full_disk_ends_the_samples_at_a_whole_line(driver):
 
 def test_a_sampler_that_died_is_said_and_the_run_goes_on(driver, capfd):
     # Which it does not touch: it ends at once.
-    (driver / sampler.NAME).write_text("another run's\n")
+    (driver / GPU_SAMPLES).write_text("another run's\n")
     with sampler.sampling(driver, probe()):
         wait_until(lambda: any(map(ended_child, Path("/proc").glob("[0-9]*"))))
     said = capfd.readouterr().err
     assert "GPU samples end here" in said and "not affected" in said
-    assert (driver / sampler.NAME).read_text() == "another run's\n"
+    assert (driver / GPU_SAMPLES).read_text() == "another run's\n"
 
 
 def ended_child(process):
@@ -365,7 +366,7 @@ def sample(time_s, *gpus):
 
 
 def write(folder, *records):
-    (folder / gpu_samples.NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / GPU_SAMPLES).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -395,10 +396,6 @@ def start_at(time_, count=2):
         "period_s": 1.0,
         "gpus": [{"index": i, "name": f"H100 <{i}>"} for i in range(count)],
     }
-
-
-def test_both_sides_mean_the_same_file():
-    assert sampler.NAME == gpu_samples.NAME
 
 
 def test_the_report_says_nothing_without_a_file(run_dir):
@@ -515,7 +512,7 @@ def test_of_two_gpus_the_slower_one_is_named(run_dir):
 
 def test_cut_and_strange_lines_spoil_nothing(run_dir):
     write(run_dir, start_at(run_start(run_dir)), sample(1.0, (600, 60, 1700), (600, 60, 1700)))
-    with (run_dir / gpu_samples.NAME).open("a") as file:
+    with (run_dir / GPU_SAMPLES).open("a") as file:
         file.write(
             '[]\n{"event": "sample", "time_s": null, "gpus": []}\n'
             '{"event": "sample", "time_s": 2.0, "gpus": [null, {"power_w": "x"}]}\n'

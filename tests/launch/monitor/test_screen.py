@@ -12,9 +12,9 @@ import pytest
 from pseudo_terminal import PseudoTerminal
 
 from common import terminal
+from common.records.tracking import GPU_SAMPLES
 from common.training.heartbeat import Heartbeat
 from launch.console import mlperf_line
-from launch.monitor import gpu_sampler as sampler
 from launch.monitor import screen
 from launch.monitor.screen import BARS, SPARKLINE_WIDTH, Screen, sparkline
 from llama31_8b.rules import CLOSED, MINIATURE
@@ -102,7 +102,7 @@ def test_on_a_terminal_a_few_lines_are_redrawn(tmp_path, terminal_of):
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         gpus = [{"power_w": 690.0, "temperature_c": 60}, {"power_w": 700.0, "temperature_c": 61}]
         sample = {"event": "sample", "time_s": 1.0, "gpus": gpus}
-        (tmp_path / sampler.NAME).write_text(json.dumps(sample) + "\n")
+        (tmp_path / GPU_SAMPLES).write_text(json.dumps(sample) + "\n")
         view.update()
         lines = seen.screen()
         assert lines[0].startswith("evaluation at 3,520 sequences: loss 4.5000, target 3.3")

@@ -16,8 +16,9 @@ import pytest
 
 from common.errors import ConfigError, PreflightError
 from common.paths import ROOT
+from common.records import tracking as run_points
+from common.records.trackers import STEP, TRACKERS
 from launch.monitor import tracking
-from launch.monitor.trackers import STEP, TRACKERS
 from submission import report
 
 EVENTS = [
@@ -53,7 +54,7 @@ class StandIn:
     def finish(self):
         _write(self.run_dir, ["finished"])
 
-from launch.monitor import trackers
+from common.records import trackers
 trackers.TRACKERS["trackio"] = StandIn
 """
 
@@ -66,8 +67,8 @@ def lines(*records: dict) -> str:
 def run_dir(tmp_path) -> Path:
     folder = tmp_path / "llama31_8b" / "run_1"
     folder.mkdir(parents=True)
-    (folder / tracking.EVENTS).write_text(lines(*EVENTS))
-    (folder / tracking.gpu_sampler.NAME).write_text(lines(*SAMPLES))
+    (folder / run_points.EVENTS).write_text(lines(*EVENTS))
+    (folder / run_points.GPU_SAMPLES).write_text(lines(*SAMPLES))
     (folder / "config.toml").write_text('gpu = "H200"\nglobal_batch_size = 16\n')
     (folder / "versions.json").write_text('{"packages": {"torch": "2.13.0"}}')
     return folder
@@ -86,7 +87,7 @@ def written(run_dir: Path) -> list:
 
 
 def test_points_have_the_numbers_of_the_files(run_dir):
-    points = list(tracking.Follower(run_dir).points())
+    points = list(run_points.Follower(run_dir).points())
     losses = [
         (each.position, each.values["step/loss"])
         for each in points
@@ -102,7 +103,7 @@ def test_points_have_the_numbers_of_the_files(run_dir):
 
 
 def test_facts_are_config_and_versions(run_dir):
-    assert tracking.facts(run_dir) == {
+    assert run_points.facts(run_dir) == {
         "config.gpu": "H200",
         "config.global_batch_size": "16",
         "versions.packages.torch": "2.13.0",
@@ -113,7 +114,7 @@ def test_a_run_is_followed_while_it_writes(run_dir, standin, capsys):
     with tracking.tracked(run_dir, ["trackio"]):
         while not (run_dir / "standin.jsonl").exists():
             time.sleep(0.05)
-        with (run_dir / tracking.EVENTS).open("a") as file:
+        with (run_dir / run_points.EVENTS).open("a") as file:
             file.write(lines({"event": "step", "step": 3, "loss": 5.5}))
     records = written(run_dir)
     assert records[0][1]["config.gpu"] == "H200"
@@ -151,10 +152,10 @@ def test_a_package_that_is_missing_is_named_before_the_run(run_dir, monkeypatch,
 
 def test_a_directory_without_events_is_not_exported(run_dir, monkeypatch):
     monkeypatch.setattr(tracking, "require_installed", lambda name: None)
-    (run_dir / tracking.EVENTS).unlink()
-    (run_dir / tracking.gpu_sampler.NAME).unlink()
+    (run_dir / run_points.EVENTS).unlink()
+    (run_dir / run_points.GPU_SAMPLES).unlink()
     with pytest.raises(ConfigError):
-        tracking.export(run_dir, "tensorboard")
+        run_points.export(run_dir, "tensorboard")
 
 
 # The real packages, each read back by its own reader. They are optional: `pip install tensorboard

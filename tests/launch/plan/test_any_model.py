@@ -10,16 +10,16 @@ import pytest
 from probes import make_visible
 
 from common.errors import ConfigError
+from common.estimate.memory import fits, memory_peak
+from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.workload import Workload
 from common.gpu_kinds import GIB, KINDS
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
 from launch.plan import any_model
 from launch.plan.arrangements import arrangements
-from launch.plan.memory import fits, memory_peak
-from launch.plan.mfu import remark, utilization, with_attention
-from launch.plan.workload import Workload
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 

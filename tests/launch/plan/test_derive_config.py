@@ -7,11 +7,11 @@ import pytest
 from common import config as configs
 from common.benchmarks import config_class
 from common.errors import OutOfMemory
+from common.estimate.memory import fits, gib, memory_peak, usable_bytes
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
 from launch.plan.derive_config import HEADROOM, derive, nearest_file
-from launch.plan.memory import fits, gib, memory_peak, usable_bytes
-from launch.plan.workload import benchmark_workload
 from launch.selection.choose import choose
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request

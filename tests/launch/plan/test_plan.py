@@ -15,19 +15,7 @@ from probes import make_visible
 
 from common.benchmarks import divisions
 from common.errors import ConfigError
-from common.gpu_kinds import GIB, KINDS
-from common.hardware import Device, Probe, config_names, config_path
-from common.kernels.rope import rope_tables
-from common.linear_formats import FORMATS
-from common.model.fused_block import FusedBlock
-from common.model.linear_layers import linear_layers
-from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
-from common.paths import ROOT
-from common.records import published, rcp
-from common.sharding.copy_engine import CopyEngineReduceScatter
-from common.sharding.frozen_base import NUM_BUFFERS
-from launch.plan import command
-from launch.plan.memory import (
+from common.estimate.memory import (
     FROZEN_BUFFERS,
     USABLE_SHARE,
     Memory,
@@ -44,13 +32,25 @@ from launch.plan.memory import (
     usable_bytes,
     with_micro_batch,
 )
-from launch.plan.step_time import (
+from common.estimate.step_time import (
     BF16_OVER_FP8,
     estimate,
     minutes_to_target,
     products_seconds_per_token,
 )
-from launch.plan.workload import Workload
+from common.estimate.workload import Workload
+from common.gpu_kinds import GIB, KINDS
+from common.kernels.rope import rope_tables
+from common.linear_formats import FORMATS
+from common.machine.hardware import Device, Probe, config_names, config_path
+from common.model.fused_block import FusedBlock
+from common.model.linear_layers import linear_layers
+from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
+from common.paths import ROOT
+from common.records import published, rcp
+from common.sharding.copy_engine import CopyEngineReduceScatter
+from common.sharding.frozen_base import NUM_BUFFERS
+from launch.plan import command
 
 pytestmark = pytest.mark.quick
 

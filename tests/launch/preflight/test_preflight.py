@@ -18,7 +18,8 @@ from child_path import python_path
 from probes import make_visible
 
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import (
+from common.machine import host as machine_host
+from common.machine.gpu_stats import (
     HEALTH,
     DriverError,
     amd_throttle_counters,
@@ -27,7 +28,7 @@ from common.gpu_stats import (
     read_vboost,
     with_throttling,
 )
-from common.hardware import Device, Probe
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from common.terminal import QUIET
 from launch.preflight import __main__ as preflight_command
@@ -496,7 +497,7 @@ def test_speeds_of_a_cpu_are_not_judged():
 
 # --- host -----------------------------------------------------------------------------------------
 
-GOOD = host.Host(1024 * GIB, 500 * GIB, resource.RLIM_INFINITY, 65536)
+GOOD = machine_host.Host(1024 * GIB, 500 * GIB, resource.RLIM_INFINITY, 65536)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +537,7 @@ def test_memory_that_a_config_pins_is_required_in_addition():
 
 
 def test_what_depends_on_the_run():
-    little = host.Host(2 * GIB, 0, 64 * 1024, 4096)
+    little = machine_host.Host(2 * GIB, 0, 64 * 1024, 4096)
     cpu = by_check(host.judge(little, 1, "cpu", 1))
     assert cpu["host memory"].verdict == "ok" and not {"/dev/shm", "memlock limit"} & cpu.keys(), (
         "only GPUs need them"
@@ -555,14 +556,14 @@ def test_memory_is_that_of_the_container_if_less(tmp_path):
         (tmp_path / name).write_text(text)
 
     write("proc/meminfo", "MemTotal:  2000000 kB\nMemAvailable:  1000000 kB\n")
-    assert host.available_memory(tmp_path) == 1_000_000 * 1024
+    assert machine_host.available_memory(tmp_path) == 1_000_000 * 1024
     write("sys/fs/cgroup/memory.max", "max\n")
     write("sys/fs/cgroup/memory.current", "400000000\n")
-    assert host.available_memory(tmp_path) == 1_000_000 * 1024
+    assert machine_host.available_memory(tmp_path) == 1_000_000 * 1024
     write("sys/fs/cgroup/memory.max", "500000000\n")
-    assert host.available_memory(tmp_path) == 100_000_000
+    assert machine_host.available_memory(tmp_path) == 100_000_000
     write("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 300000000\n")
-    assert host.available_memory(tmp_path) == 400_000_000, "page cache can be given up"
+    assert machine_host.available_memory(tmp_path) == 400_000_000, "page cache can be given up"
 
 
 def test_memory_of_gpus_is_no_memory_of_the_host(tmp_path):
@@ -580,13 +581,13 @@ def test_memory_of_gpus_is_no_memory_of_the_host(tmp_path):
             "Active(anon): 99 kB",
         )
         (node / "meminfo").write_text("".join(f"Node {number} {line}\n" for line in lines))
-    assert host.available_memory(tmp_path) == 5030 * 1024
+    assert machine_host.available_memory(tmp_path) == 5030 * 1024
 
 
 def test_this_host_can_be_read():
-    found = host.read()
+    found = machine_host.read_host()
     assert found.memory_bytes > 2**27 and found.open_files != 0
-    assert host.read(Path("/nowhere")).shm_bytes == 0
+    assert machine_host.read_host(Path("/nowhere")).shm_bytes == 0
 
 
 def test_folders(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common import gpu_stats
-from common.hardware import Device, Probe
+from common.machine import gpu_stats
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from launch.processes.ranks import cpus_of_ranks, format_cpu_list, parse_cpu_list, ranks_command
 
@@ -151,7 +151,7 @@ def test_a_rank_runs_on_its_cpus_as_the_process_that_torchrun_started(tmp_path):
     said, _ = process.communicate(timeout=30)
     assert (
         said.startswith(f"{process.pid} {{{mine}}} ['--device', 'cuda']")
-        and "common.gpu_stats" not in said
+        and "common.machine.gpu_stats" not in said
     )
     done = subprocess.run(
         command, env=environment | {"LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=30

@@ -7,11 +7,11 @@ import pytest
 from common import engines
 from common.benchmarks import closed, load_all
 from common.config import RunConfig
+from common.estimate.memory import fits, memory_peak
+from common.estimate.step_time import estimate
+from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import KINDS
 from common.paths import ROOT
-from launch.plan.memory import fits, memory_peak
-from launch.plan.step_time import estimate
-from launch.plan.workload import benchmark_workload
 from launch.tune import candidates
 from launch.tune.candidates import changed, memory_candidates, reduced, settings, value_of
 

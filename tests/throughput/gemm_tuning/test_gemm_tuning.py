@@ -18,7 +18,7 @@ from probes import make_visible
 from tiny import run_config
 
 from common.errors import ConfigError, PreflightError, StorageError
-from common.hardware import Probe
+from common.machine.hardware import Probe
 from common.paths import ROOT
 from throughput.gemm_tuning import cli, tunable_op_files
 from throughput.gemm_tuning import tune as tuner

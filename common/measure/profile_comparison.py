@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.measure import report
+from common.measure.files import read_json
+from common.measure.tables import Section
 from common.records.json_lines import is_number
-from throughput import report
-from throughput.files import read_json
-from throughput.tables import Section
 
 PROFILE = "profile.json"
 MAX_NAME = 90  # characters of a kernel's name, which may contain its template arguments

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import DESCRIPTION_KEYS, GIB, KINDS
-from common.gpu_stats import read_text
-from common.hardware import Probe, identify
+from common.machine.gpu_stats import read_text
+from common.machine.hardware import Probe, identify
 from common.packages import version_of
 
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, independent of the disk's sector size
@@ -43,7 +43,7 @@ PACKAGES = {
 def facts(root: Path, gpus: Probe, gpu_kind: str = "") -> dict[str, str]:
     """Return key of the system description -> text, for every value that this machine reports.
 
-    `gpus`: result of common.hardware.probe.
+    `gpus`: result of common.machine.hardware.probe.
     `gpu_kind`: the environment variable GPU_KIND, for GPUs that do not report their kind.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")

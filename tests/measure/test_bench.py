@@ -25,7 +25,7 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
         "1",
     ]
     watched = (
-        "import atexit, sys; atexit.register(print, 'torn down'); from throughput.bench import "
+        "import atexit, sys; atexit.register(print, 'torn down'); from common.measure.bench import "
         "main; main(sys.argv[1:])"
     )
     (process,) = start_ranks(
@@ -66,6 +66,6 @@ def test_the_launcher_refuses_more_layers_than_the_model_has(name, capsys):
 def test_more_layers_than_the_model_has_are_refused(tmp_path):
     (tmp_path / "CPU_1x1.toml").write_text(run_config().as_toml())
     words = f"--benchmark llama31_8b --config {tmp_path / 'CPU_1x1.toml'} --device cpu --layers 99"
-    (process,) = start_ranks(1, ["-m", "throughput.bench", *words.split()])
+    (process,) = start_ranks(1, ["-m", "common.measure.bench", *words.split()])
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 2 and "--layers 99" in stderr

@@ -13,8 +13,8 @@ from typing import Any
 
 from common import text_tables
 from common.errors import write_text
-from throughput import published
-from throughput.tables import Column, Drawing, Plot, Section, Table
+from common.measure import published
+from common.measure.tables import Column, Drawing, Plot, Section, Table
 
 NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # jinja2 brings markupsafe
 MAX_BARS = 20  # a comparison with more rows has no plot
@@ -316,7 +316,7 @@ def write(folder: Path, title: str, sections: list[Section]) -> None:
     """
     write_text(folder / "table.md", markdown(title, sections))
     try:
-        from throughput import page  # needs jinja2 and matplotlib, which may be missing
+        from common.measure import page  # needs jinja2 and matplotlib, which may be missing
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_BY_PAGE:
             raise

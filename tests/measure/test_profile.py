@@ -22,11 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from common import engines
 from common.errors import CheckFailed
 from common.kernels import fp8
-from common.model.shapes import ModelShape
-from common.paths import ROOT
-from throughput import __main__ as command
-from throughput import profile_comparison, report, time_profile
-from throughput.kernel_time import (
+from common.measure import profile_comparison, report, time_profile
+from common.measure.kernel_time import (
     CLASSES,
     TraceEvent,
     breakdown,
@@ -34,8 +31,11 @@ from throughput.kernel_time import (
     class_of_name,
     exposed_ns,
 )
-from throughput.time_profile import TRACE, document
-from throughput.trace import Roles, timeline
+from common.measure.time_profile import TRACE, document
+from common.measure.trace import Roles, timeline
+from common.model.shapes import ModelShape
+from common.paths import ROOT
+from throughput import __main__ as command
 
 GEMM, NCCL, COPY, ADD = (
     "nvjet_tst_128x256",

@@ -1,6 +1,6 @@
 """Profiled steps after a bench: by torch's profiler, its memory history, or another program.
 
-throughput/bench.py runs them after its timed steps if --profile is given.
+common/measure/bench.py runs them after its timed steps if --profile is given.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from common.config import RunConfig
+from common.estimate.memory import memory_peak
+from common.estimate.workload import benchmark_workload
+from common.measure import memory_profile, time_profile
 from common.model.llama import Llama
 from common.paths import ROOT
 from common.repository import commit_of
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.metrics import Meter
-from launch.plan.memory import memory_peak
-from launch.plan.workload import benchmark_workload
-from throughput import memory_profile, time_profile
 
 
 def profiled(

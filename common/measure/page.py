@@ -1,4 +1,4 @@
-"""page.html from sections (throughput/tables.py).
+"""page.html from sections (common/measure/tables.py).
 
 The page is that of common/html/page.py, with plots that matplotlib draws as inline SVG.
 """
@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from common.html import page
 from common.html.page import COLORS, Block
-from throughput import links_drawing
-from throughput.tables import Drawing, Section
+from common.measure import links_drawing
+from common.measure.tables import Drawing, Section
 
 # Color of axes and text in the SVG. It is replaced by the page's text color, which depends on the
 # color scheme.

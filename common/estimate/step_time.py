@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import RunConfig
+from common.estimate.memory import recomputed_layers
+from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
-from launch.plan.memory import recomputed_layers
-from launch.plan.workload import Workload
 
 # Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
 # Assumed for every model and GPU.

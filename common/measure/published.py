@@ -1,9 +1,9 @@
 """Numbers that others published, from published.json. Standard library only.
 
 None of them was measured with this package. Each table has a title, a source, notes, columns as
-throughput/tables.py declares them, and flat rows. The source names the machine and the date as the
-publication states them. The notes say what the publication leaves out. "gpu" is the GPU kind of a
-row.
+common/measure/tables.py declares them, and flat rows. The source names the machine and the date as
+the publication states them. The notes say what the publication leaves out. "gpu" is the GPU kind of
+a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from throughput.tables import Column, PublishedValues
+from common.measure.tables import Column, PublishedValues
 
 
 @dataclass(frozen=True)

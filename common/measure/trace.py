@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import CheckFailed
+from common.measure.kernel_time import AUTOGRAD, TraceEvent, class_of, main_stream
 from common.model.shapes import ModelShape
-from throughput.kernel_time import AUTOGRAD, TraceEvent, class_of, main_stream
 
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's category is cuda_runtime as well

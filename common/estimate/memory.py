@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from common.config import RunConfig
 from common.errors import ConfigError
+from common.estimate.workload import Workload
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.model.shapes import ModelShape
-from launch.plan.workload import Workload
 
 BYTES = {"fp32": 4, "bf16": 2}
 # Layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of

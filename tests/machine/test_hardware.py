@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from instinct import CARDS, kfd_tree
 
-from common import hardware
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, fp8_family
-from common.hardware import Device, Probe, identify
+from common.machine import hardware
+from common.machine.hardware import Device, Probe, identify
 from common.paths import ROOT
 
 pytestmark = pytest.mark.quick

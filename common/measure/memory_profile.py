@@ -21,11 +21,11 @@ from common.errors import StorageError, write_text
 from common.gpu_kinds import GIB
 from common.html import page
 from common.html.page import Block, Section
+from common.measure.files import write_json
+from common.measure.report import date, date_and_time
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from throughput.files import write_json
-from throughput.report import date, date_and_time
 
 SNAPSHOT = "snapshot.pickle"
 SUMMARY = "memory.json"

@@ -8,10 +8,7 @@ import torch
 from page import Page, read_page
 
 from common.kernels.fp8 import QuantizedTensor
-from common.model.linear_layers import LinearLayers
-from common.paths import ROOT
-from common.training.assembly import Assembly
-from throughput.memory_profile import (
+from common.measure.memory_profile import (
     BEFORE,
     UNNAMED,
     document,
@@ -20,6 +17,9 @@ from throughput.memory_profile import (
     owners,
     write,
 )
+from common.model.linear_layers import LinearLayers
+from common.paths import ROOT
+from common.training.assembly import Assembly
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +33,7 @@ def frame(file, name, line=7):
 FORWARD = [
     frame("common/kernels/swiglu.py", "swiglu", 40),
     frame("common/model/fused_block.py", "forward"),
-    frame("throughput/bench.py", "step"),
+    frame("common/measure/bench.py", "step"),
 ]
 BACKWARD = [
     frame("common/kernels/swiglu.py", "swiglu_backward"),

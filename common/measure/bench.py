@@ -2,7 +2,7 @@
 
 The steps run the code of the trainers. They read no data files and write no MLPerf log.
 
-    python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu
+    python -m common.measure.bench --benchmark NAME --config FILE --device cuda|cpu
         [--steps N] [--layers N] [--profile DIR] ...
 
 torchrun starts one process per GPU. Rank 0 prints a BENCH line to stdout, with the rate of the
@@ -34,21 +34,31 @@ from common.gpu_kinds import GIB
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
+from common.measure.bench_profile import precision_of, profiled
+from common.measure.defaults import STEPS, WARMUP
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import check_engines, require_sound
-from common.sharding.processes import Processes, require_world_size, start_processes
+from common.sharding.processes import (
+    Processes,
+    max_over_ranks,
+    require_world_size,
+    start_processes,
+)
 from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.loop import evaluate, rank_micro_batches, train_step
-from common.training.metrics import Events, Meter, StepRate, make_meter, memory_gib
+from common.training.metrics import (
+    Events,
+    Meter,
+    StepRate,
+    make_meter,
+    memory_gib,
+    peak_bytes,
+)
 from common.training.warmup import synthetic_batches
-from launch.bench import STEPS, WARMUP
-from throughput.bench_profile import precision_of, profiled
-from throughput.memory import peak_bytes
-from throughput.ranks import max_over_ranks
 
 LEARNING_RATE = 1e-6
 PROFILE_HELP = (
@@ -251,7 +261,7 @@ def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line that the launcher, `tune` or `throughput llama` wrote."""
     parser = argparse.ArgumentParser(
-        prog="python -m throughput.bench",
+        prog="python -m common.measure.bench",
         description="Measure the throughput of a training step on synthetic tokens.",
     )
     parser.add_argument("--benchmark", required=True)

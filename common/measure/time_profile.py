@@ -19,14 +19,14 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from common.errors import StorageError
+from common.measure import report, trace
+from common.measure.files import write_json
+from common.measure.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
+from common.measure.profile_comparison import PROFILE
+from common.measure.tables import Drawing, Plot, Section
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
-from throughput import report, trace
-from throughput.files import write_json
-from throughput.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
-from throughput.profile_comparison import PROFILE
-from throughput.tables import Drawing, Plot, Section
 
 TRACE = "trace.json.gz"
 # Key of a row -> head of its column, and format.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, GpuKind
-from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
+from common.machine.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
 # PCI device ID -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002), for drivers that report
 # no product name. VF: virtual function, as seen by a virtual machine. HF: a variant in some clouds.
