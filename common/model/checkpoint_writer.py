@@ -91,7 +91,8 @@ def require_new(folder: Path) -> None:
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise WeightsError if an element of a tensor is NaN or infinite."""
     # One pass without a copy. Both results are NaN if an element is.
-    if tensor.numel() and not all(math.isfinite(value) for value in torch.aminmax(tensor)):
+    extremes = torch.aminmax(tensor.detach()) if tensor.numel() else ()
+    if not all(math.isfinite(value) for value in extremes):
         raise WeightsError(
             f"{name} has NaN or infinite elements",
             "the run diverged, or the file is damaged",

@@ -49,7 +49,6 @@ from common.model.peft_adapter import (
     require_adapter,
 )
 from common.model.shapes import ModelShape
-from common.records.json_lines import is_number
 
 QKV_PROJECTION = "qkv_proj"
 # Suffixes of files that are not copied: the weights of the base, modeling code, which may be for
@@ -210,7 +209,13 @@ def read_adapter(folder: Path) -> StoredAdapter:
     path = folder / WEIGHTS
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not is_number(alpha) or abs(alpha) > LARGEST_ALPHA:
+    if (
+        type(rank) is not int
+        or rank < 1
+        or not isinstance(alpha, int | float)
+        or isinstance(alpha, bool)
+        or not abs(alpha) <= LARGEST_ALPHA  # not ">", which is false of NaN
+    ):
         refuse(
             f"{folder / ADAPTER_CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
             "both must be numbers in the range of fp32",

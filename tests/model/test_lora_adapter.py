@@ -398,14 +398,18 @@ FAULTS = [
 
 
 NOT_FINITE = [
-    ("NaN in the adapter", _edit_tensors(lambda t: t[KEY].view(-1)[3:4].fill_(math.nan)), KEY[17:]),
-    ("infinity in the adapter", _edit_tensors(lambda t: t[KEY].view(-1)[3:4].fill_(math.inf)), KEY),
+    ("NaN in the adapter", _edit_tensors(lambda t: t[KEY][0].fill_(math.nan)), "k_proj.lora_B"),
+    (
+        "infinity in the adapter",
+        _edit_tensors(lambda t: t[KEY][0].fill_(math.inf)),
+        "k_proj.lora_B",
+    ),
     ("alpha NaN", _edit_config(lora_alpha=math.nan), "lora_alpha nan"),
     ("alpha infinite", _edit_config(lora_alpha=math.inf), "lora_alpha inf"),
     ("alpha beyond fp32", _edit_config(lora_alpha=1e308), r"lora_alpha 1e\+308"),
     ("alpha beyond fp64", _edit_config(lora_alpha=10**400), "lora_alpha 1000"),
     ("alpha true", _edit_config(lora_alpha=True), "lora_alpha True"),
-    ("a sum beyond fp32", _edit_config(lora_alpha=3e38), "proj.weight"),
+    ("a product beyond fp32", _edit_tensors(lambda t: t[KEY].fill_(3e38)), "k_proj.weight"),
     ("NaN in the base", lambda base, saved: _nan_base(base), "NaN or infinite"),
 ]
 

@@ -127,7 +127,9 @@ def test_transformers_computes_the_same_from_the_same_files(stored):
 @pytest.mark.parametrize("scaling", [None, RopeScaling(factor=32.0)])
 def test_the_scaling_of_the_rotation_must_be_that_of_the_checkpoint(tmp_path, scaling):
     shape = replace(SHAPE, rope_scaling=scaling)
-    write_checkpoint(fused_llama(shape, 16), tmp_path)
+    model = fused_llama(shape, 16)
+    init_weights(model, shape.num_layers, 5, 0.5, copy_weight)
+    write_checkpoint(model, tmp_path)
     assert open_checkpoint(tmp_path, shape).tensors
     for other in {None, RopeScaling(), RopeScaling(factor=32.0)} - {scaling}:
         with pytest.raises(WeightsError, match="rope_scaling"):

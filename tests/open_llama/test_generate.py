@@ -1,15 +1,24 @@
 """`generate` and `eval` of small models with random weights, and what both refuse."""
 
+import errno
 import json
 import math
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from common.data import corpus
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
-from common.errors import ConfigError, NonFinite, PreflightError, WeightsError
+from common.errors import (
+    ConfigError,
+    NonFinite,
+    PreflightError,
+    StorageError,
+    WeightsError,
+)
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -151,6 +160,49 @@ def test_eval_prints_any_finite_loss_and_refuses_others(model, tmp_path, monkeyp
         monkeypatch.setattr(evaluation, "evaluate", lambda *_, loss=loss: loss)
         assert evaluation_command.main([*words, "--device", "cpu"]) == code
         assert printed in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ("sequence_length = 4", None),
+        ("sequence_length = 'x'", ConfigError.exit_code),
+        ("sequence_length = ", ConfigError.exit_code),
+        (b"\xff", ConfigError.exit_code),
+        (errno.EACCES, ConfigError.exit_code),
+        (errno.EIO, StorageError.exit_code),
+        (errno.ESTALE, StorageError.exit_code),
+    ],
+)
+def test_eval_names_a_config_that_it_cannot_read(
+    model, tmp_path, monkeypatch, capsys, content, code
+):
+    """It takes no other sequence length. A config of an older version is read for its length."""
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    path = run / "config.toml"
+    if isinstance(content, int):
+        path.touch()
+        read_text = Path.read_text
+
+        def fail(self, *arguments, **options):
+            if self == path:
+                raise OSError(content, os.strerror(content), str(path))
+            return read_text(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "read_text", fail)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    writer = IndexedDatasetWriter(tmp_path / "text", 300)
+    writer.add(list(range(40)))
+    writer.finish()
+    words = [str(run / "model"), "--data", str(tmp_path / "text"), "--device", "cpu"]
+    assert evaluation_command.main(words) == (code or 0)
+    output = capsys.readouterr()
+    if code:
+        assert str(path) in output.err and not output.out
+    else:
+        assert "9 sequences of 4 tokens" in output.out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
