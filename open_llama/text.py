@@ -151,7 +151,7 @@ def _complete_record(data_dir: Path, about: dict[str, Any]) -> None:
     `about`: the inputs and options. Raises StorageError if the record has others, or is none.
     """
     path = data_dir / RECORD
-    if not path.is_file():
+    if not path.exists():
         return
     try:
         manifest = Manifest.read(path)

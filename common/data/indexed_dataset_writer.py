@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.atomic_write import create
+from common.atomic_write import create, rename_complete
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import (
     DTYPE_CODES,
@@ -76,9 +76,9 @@ class IndexedDatasetWriter:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
             for part in (lengths, offsets, boundaries):
                 file.write(part.tobytes())
-        Path(self._bin.name).replace(tokens_path(self.prefix))
+        rename_complete(Path(self._bin.name), tokens_path(self.prefix))
         # Last, because an existing .idx means that the pair is complete.
-        Path(file.name).replace(index_path(self.prefix))
+        rename_complete(Path(file.name), index_path(self.prefix))
         index = Index.read(self.prefix)
         index.check_token_file_size()
         return index

@@ -1,12 +1,14 @@
 """Make one call of a function of `os` fail."""
 
 import os
+import re
 
 
 def fail_once(function, end: str, nth: int, number: int, done: bool):
     """Return `function` with its `nth` call on a path that ends in `end` failing with an errno.
 
-    The path is the first argument, or that of the file descriptor which is the first argument.
+    `end`: regular expression of the end of the path. The path is the first argument, or that of the
+    file descriptor which is the first argument.
     `done`: do the work first, as when NFS repeats a request whose answer was lost.
     """
     calls = 0
@@ -14,7 +16,7 @@ def fail_once(function, end: str, nth: int, number: int, done: bool):
     def call(target, *arguments, **options):
         nonlocal calls
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
-        if path.endswith(end):
+        if re.search(f"{end}$", path):
             calls += 1
             if calls == nth:
                 if done:

@@ -44,7 +44,7 @@ def job(benchmark="llama31_8b", **options):
         "checkpoint": None,
         "continues": None,
     } | options
-    return job_from(benchmark, argparse.Namespace(**given), measurement=False)
+    return job_from(benchmark, argparse.Namespace(**given))
 
 
 @pytest.fixture

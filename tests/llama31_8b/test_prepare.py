@@ -189,8 +189,8 @@ from llama31_8b import convert
 moment, prefix, tokenizer, *inputs = sys.argv[1:]
 end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if moment == "second replace":
-    rename, renamed = Path.replace, []
-    Path.replace = lambda path, target: end() if renamed else renamed.append(rename(path, target))
+    rename, renamed = Path.rename, []
+    Path.rename = lambda path, target: end() if renamed else renamed.append(rename(path, target))
 else:
     setattr(IndexedDatasetWriter, moment, end)
 convert.convert(list(map(Path, inputs)), Path(tokenizer), Path(prefix), "text")

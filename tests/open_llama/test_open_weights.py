@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import config as configs
-from common.errors import WeightsError
+from common.errors import ConfigError, WeightsError
 from common.model import merged_adapter, saved_model
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint

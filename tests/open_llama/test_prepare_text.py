@@ -521,12 +521,13 @@ def test_a_tokenizer_that_an_earlier_try_trained_is_kept_and_noted(tmp_path, mon
         assert capsys.readouterr().err.count(f"because {out / 'tokenizer.model'} exists") == notes
 
 
-def test_a_record_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypatch):
+def test_a_record_that_cannot_be_read_is_named(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / f"out/{RECORD}").mkdir(parents=True)
-    with pytest.raises(StorageError, match=f"cannot write .*/out/{RECORD}$"):
+    with pytest.raises(StorageError, match=f"/out/{RECORD} exists and is no record"):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
+    assert not (tmp_path / "out/train.bin").exists()
 
 
 def test_a_folder_that_has_only_json_files_asks_for_their_names(tmp_path):

@@ -17,7 +17,7 @@ def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
     def full(path, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(type(tmp_path), "replace", full)
+    monkeypatch.setattr(type(tmp_path), "rename", full)
     with pytest.raises(StorageError):
         write_text(tmp_path / "report.html", "text")
     assert not list(tmp_path.iterdir())

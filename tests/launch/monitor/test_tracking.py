@@ -145,13 +145,13 @@ def test_a_tracker_that_hangs_is_killed_after_the_run(run_dir, standin, monkeypa
 def test_a_package_that_is_missing_is_named_before_the_run(run_dir, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PreflightError) as caught:
-        tracking.require_installed("wandb")
+        run_points.require_installed("wandb")
     assert caught.value.do == f"{sys.executable} -m pip install wandb"
     assert report.main([str(run_dir), "--export", "wandb"]) == 18
 
 
 def test_a_directory_without_events_is_not_exported(run_dir, monkeypatch):
-    monkeypatch.setattr(tracking, "require_installed", lambda name: None)
+    monkeypatch.setattr(run_points, "require_installed", lambda name: None)
     (run_dir / run_points.EVENTS).unlink()
     (run_dir / run_points.GPU_SAMPLES).unlink()
     with pytest.raises(ConfigError):

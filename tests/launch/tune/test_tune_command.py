@@ -9,6 +9,7 @@ from common.benchmarks import config_class
 from common.paths import ROOT
 from launch import commands
 from launch.job import job_from
+from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import command
 from launch.tune import search as tune_search
 from launch.tune.candidates import changed
@@ -177,9 +178,8 @@ def test_a_measurement_is_a_bench_in_processes_of_its_own(tmp_path):
     """Steps, a failure of the ranks, and the end that the search asks for."""
     (tmp_path / "bad.toml").write_text(BAD + OWN["llama31_8b"])
     words = ["--config", str(tmp_path / "bad.toml"), "--device", "cpu"]
-    job = job_from(
-        "llama31_8b", commands.parser("tune", "llama31_8b").parse_args(words), measurement=True
-    )
+    options = commands.parser("tune", "llama31_8b").parse_args(words)
+    job = job_from("llama31_8b", options, *MEASURED_ANYWAY)
     journal = Journal(tmp_path)
     measure = command._measure(Target.of(job), tmp_path, journal)
     changes = {"micro_batch_size": 8, "recompute_layers": 0, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tunable_op_files.Path, "replace", full)
+    monkeypatch.setattr(tunable_op_files.Path, "rename", full)
     with pytest.raises(StorageError, match="No space left"):
         write_tuned(path, TunedFile(VERSIONS, {WGRAD: ("Default", "")}))
     assert path.read_text() == old and list(tmp_path.iterdir()) == [path]
