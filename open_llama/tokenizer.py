@@ -131,8 +131,8 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     for token, number in tokens.items():
         if not 0 <= number < model.vocab_size() or model.id_to_piece(number) != token:
             raise DataError(
-                f"{path}: has no token {token!r}" + (f" with the id {number}" if number else ""),
-                "the files beside it add this token, which SentencePiece would split into pieces",
+                f"{path}: lacks the token {token!r} of the files beside it",
+                "they add it or give it another id, and SentencePiece would split it into pieces",
                 "save the tokenizer as tokenizer.json: in Python, "
                 f"transformers.AutoTokenizer.from_pretrained({str(path.parent)!r})"
                 '.save_pretrained("NEW_FOLDER"), and name NEW_FOLDER',
