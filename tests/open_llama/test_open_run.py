@@ -188,7 +188,7 @@ def test_only_the_tokenizer_of_the_data_of_the_run_is_exported(
 
 def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
     def fill_disk(model, folder, **options):
-        folder.mkdir()
+        (folder / "model.safetensors").touch()
         raise OSError(28, "No space left on device")
 
     options = argparse.Namespace(run=run_dir, out=tmp_path / "out")
@@ -207,6 +207,7 @@ def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
         pytest.raises(ConfigError, match="is being written"),
     ):
         exported_weights.export(options)
+    (tmp_path / "out").rmdir()
     leave_behind("new_folder", tmp_path / "out")
     exported_weights.export(options)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
