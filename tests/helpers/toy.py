@@ -8,7 +8,7 @@ held                      wait while a file hold_<attempt> exists in the launche
 fail, kill, hang          rank VICTIM (default: 1) fails, is killed, or falls behind
 exit                      rank VICTIM exits with code 1 without a record
 unsaved, killed in save   fail, or be killed, while the model is saved (--save)
-late                      fail after a successful run
+late                      rank 0 fails after a successful run
 
 FINDINGS is the exit code of its `check`, or minus the signal that kills it.
 """
@@ -112,7 +112,7 @@ if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
 if args.save and mode == "killed in save" and rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-if mode == "late":
+if mode == "late" and rank == 0:
     end("failed", StorageError("something is missing", "the disk is full", "free space"), step=2)
 end("done", step=2)
 """
