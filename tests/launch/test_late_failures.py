@@ -82,12 +82,12 @@ def run_with(folder: Path, log_dir: Path, fault: str, *arguments: str):
     return done.returncode, done.stderr, run_dir, end
 
 
-MODEL = r"/model\.[0-9a-f-]{36}_[^/]*\.partial"  # the folder model/ while it is written
+WRITTEN_MODEL = r"/model\.[0-9a-f-]{36}_[^/]*\.partial"  # the folder model/ while it is written
 # fault -> (exit code, word of the late error in the ledger, whether the model is saved)
 AFTER_RUN_STOP = {
-    f"mkdir,{MODEL},1,{errno.ENOSPC},{RANK}": (17, "not saved", False),
+    f"mkdir,{WRITTEN_MODEL},1,{errno.ENOSPC},{RANK}": (17, "not saved", False),
     f"fsync,.safetensors,1,{errno.EDQUOT},{RANK}": (17, "not saved", False),
-    f"rename,{MODEL},1,{errno.ESTALE},{RANK},done": (0, "", True),
+    f"rename,{WRITTEN_MODEL},1,{errno.ESTALE},{RANK},done": (0, "", True),
     f"fsync,result.txt,1,{errno.EIO},{RANK}": (17, "result.txt", True),
     f"stat,result.txt,1,{errno.ESTALE},submission.check": (0, "not checked", True),
 }
