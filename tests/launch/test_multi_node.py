@@ -484,14 +484,14 @@ def test_the_port_of_torchrun_is_in_use(leader):
         socket.create_server(("", port)),
         pytest.raises(ConfigError, match=f"port {port} .MASTER_PORT. cannot be used") as caught,
     ):
-        leader.compare(dict)
+        leader.compare(dict, dict)
     with (
         pytest.raises(LeaderEnded, match="exit code 2") as other,
         Nodes(Node(1, 2, "127.0.0.1", port), 1) as node,
     ):
         # As __exit__.
         leader.put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})
-        node.compare(dict)
+        node.compare(dict, dict)
     assert str(port) in other.value.why
 
 
@@ -500,7 +500,7 @@ def test_a_node_that_is_not_started_is_named(leader, monkeypatch):
     leader.store.delete_key("left/1")
     try:
         with pytest.raises(NodeLost, match="node 1"):
-            leader.compare(dict)
+            leader.compare(dict, dict)
     finally:
         leader.put("left/1", "")
 
