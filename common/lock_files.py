@@ -108,9 +108,10 @@ def owned(folder: Path, name: str, take_over: bool = False) -> Iterator[Owner | 
 
 
 def owner(folder: Path, name: str) -> Owner | None:
-    """Return an owner of the lock `name` of `folder`, or None. Nothing is written."""
+    """Return the owner of the lock `name` of `folder`, or None. Nothing is written."""
     owners = [_owner_in(path) for path in _files(folder, name)]
-    return next((each for each in owners if each), None)
+    # One that is silent may not have been removed by the next one yet.
+    return min(filter(None, owners), key=lambda each: each.silent_s, default=None)
 
 
 def _other_owner(own: Path, folder: Path, name: str, take_over: bool) -> Owner | None:

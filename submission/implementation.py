@@ -18,7 +18,7 @@ import tomllib
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from common.errors import CheckFailed
+from common.errors import CheckFailed, first_line
 from common.repository import GitError, git
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
@@ -165,10 +165,9 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
     """Extract the files of `commit` that belong to `benchmark` on `gpu` into `folder`.
 
     `root`: git repository of the project. `gpu`: GPU kind, whose page is included. Raises
-    CheckFailed if the repository does not have the commit, or if the commit contains links.
+    CheckFailed if the repository does not have the commit, or if it is empty or contains links.
     """
-    archive = _archive(root, commit)
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with _archive(root, commit) as tar:
         # No filter, as is the default up to Python 3.13: an archive made by git has no path that
         # leads out of the folder.
         tar.extraction_filter = lambda member, path: member
@@ -188,14 +187,15 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
         page.write_text(without_dead_links(page))
 
 
-def _archive(root: Path, commit: str) -> bytes:
-    """Return a tar archive of `commit`. Raises CheckFailed if the repository does not have it."""
+def _archive(root: Path, commit: str) -> tarfile.TarFile:
+    """Return an archive of `commit`. Raises CheckFailed if the repository has no files of it."""
     try:
-        return git(root, "archive", "--format=tar", "--end-of-options", commit)
-    except GitError as error:
+        archive = git(root, "archive", "--format=tar", "--end-of-options", commit)
+        return tarfile.open(fileobj=io.BytesIO(archive))
+    except (GitError, tarfile.ReadError) as error:  # an empty commit is no archive to tarfile
         raise CheckFailed(
             f"{root} has no commit {commit}",
-            str(error),
+            first_line(error),
             "package from the repository that the runs were started in",
         ) from None
 

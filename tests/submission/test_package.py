@@ -619,14 +619,16 @@ def test_a_commit_of_the_repository_in_git_dir_is_refused(case, tmp_path, monkey
     """Earlier versions recorded it, and read the code from it."""
     other = tmp_path / "other"
     other.mkdir()
-    (other / "file").write_text("something else")
     git(other, "init", "-q")
-    commit = commit_all(other)
+    git(other, "commit", "-q", "--allow-empty", "-m", "nothing")
+    commit = git(other, "rev-parse", "HEAD")
     for plan in case.plans:
         plan.changes = plan.changes | {"commit": commit}
     case.write()
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     case.refused("has no commit")
+    with pytest.raises(CheckFailed, match="has no commit"):
+        implementation.export(tmp_path / "code", other, NAMES[0], commit)
 
 
 def test_a_password_in_a_log_is_refused_and_not_repeated(case):
