@@ -190,6 +190,17 @@ def test_wrong_size_of_tokens(tmp_path, size):
         index.open_tokens()
 
 
+@pytest.mark.parametrize("limit", [1, 4, 7])
+def test_a_read_in_parts_returns_every_token(tmp_path, monkeypatch, limit):
+    """A network file system may return fewer bytes than were asked for, even half a token."""
+    with write(tmp_path / "p").open_tokens() as tokens:
+        original = os.pread
+        monkeypatch.setattr(
+            os, "pread", lambda file, size, offset: original(file, min(size, limit), offset)
+        )
+        assert tokens.read(1, 8).tolist() == [2, 3, 7, 499, 0, 12, 13, 14]
+
+
 def test_tokens_cut_while_open(tmp_path):
     tokens = write(tmp_path / "p").open_tokens()
     (tmp_path / "p.bin").write_bytes(b"\1\0" * 4)

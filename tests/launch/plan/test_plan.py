@@ -407,6 +407,17 @@ def test_flash_attention_4_adds_fp32_buffers_on_hopper(benchmark, d_q, d_kv):
     assert attention_backward_bytes(elsewhere, shape) == without
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "hidden", "queries", "keys"),
+    [(PRETRAINING, 4096, 4096, 1024), (LORA, 8192, 8192, 1024)],
+)
+def test_attentions_backward_holds_three_gradients(benchmark, hidden, queries, keys):
+    """The gradients of the block's output, of attention's output, and of Q, K and V, in bf16."""
+    config, work = shipped(benchmark, "B200_1x8")
+    expected = 2 * (hidden + queries + (queries + keys + keys))
+    assert attention_backward_bytes(config, work.shape) == expected
+
+
 def test_attentions_backward_can_be_a_blocks_peak():
     config, work = shipped(PRETRAINING, "H200_1x1", recompute_layers=0)
     narrow = replace(work, shape=replace(work.shape, ffn_hidden_size=1024, vocab_size=256))
