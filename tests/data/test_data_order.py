@@ -98,6 +98,7 @@ def requests(one_pass):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("corpus", CORPORA)
 @pytest.mark.parametrize("seed", [0, 1, 1234, 2**32 - 1])
 def test_order_and_tokens_equal_megatron(megatron, tmp_path, corpus, seed):
@@ -201,6 +202,7 @@ def test_a_rule_takes_the_references_order_for_the_evaluations(tmp_path, process
     assert losses[0] != losses[1], "evaluated on the same sequences"
 
 
+@pytest.mark.quick
 def test_one_epoch_reads_each_token_once(tmp_path):
     prefix = write_corpus(tmp_path / "c", np.full(64, 21))
     data = TrainData(prefix, 16, sequences_in(prefix, 16), 5, VOCAB)
@@ -211,6 +213,7 @@ def test_one_epoch_reads_each_token_once(tmp_path):
     ) == list(range(64))
 
 
+@pytest.mark.quick
 def test_global_batches_do_not_depend_on_ranks_or_micro_batches(tmp_path):
     prefix = write_corpus(tmp_path / "c", np.random.RandomState(0).randint(1, 60, 200))
     data = TrainData(prefix, 16, 64, 9, VOCAB)
@@ -226,6 +229,7 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_batches(tmp_path):
             np.testing.assert_array_equal(np.concatenate(here), batch)
 
 
+@pytest.mark.quick
 def test_validation_is_the_start_of_the_file(tmp_path):
     lengths = np.random.RandomState(0).randint(1, 60, 50)
     prefix = write_corpus(tmp_path / "v", lengths)
@@ -292,6 +296,7 @@ def test_the_size_of_the_token_file_is_checked_before_the_order_is_built(tmp_pat
         TrainData(tmp_path / "c", 16, 4, 0, VOCAB)
 
 
+@pytest.mark.quick
 def test_too_little_data_is_refused(tmp_path):
     prefix = write_corpus(tmp_path / "c", [16])
     with pytest.raises(DataError, match="cannot be drawn"):

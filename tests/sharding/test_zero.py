@@ -265,6 +265,7 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(tmp_path):
 # --- the contract ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_weight_that_was_never_set_is_refused(processes):
     module = Weights(["even", "ragged"])
     optimizer = ZeroOptimizer(
@@ -288,6 +289,7 @@ def test_a_second_optimizer_on_the_same_weights_is_refused(processes):
         ReplicatedOptimizer(module.parameters(), processes, MAKE_RULE)
 
 
+@pytest.mark.quick
 def test_the_model_reads_the_trained_weights(processes):
     module = Weights(["even"])
     optimizer = zero([module], processes)

@@ -66,12 +66,14 @@ def assert_same_curve(curve, other, tolerance: float) -> None:
 # --- the curve ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_tiny_model_learns(plain):
     assert plain.losses[-1] < 0.7 * plain.losses[0] and plain.losses[0] == pytest.approx(
         math.log(61), abs=0.1
     )
 
 
+@pytest.mark.quick
 def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
     """The plain loop has no sharding, micro-batches or fused clipping."""
     model = plain_llama(TINY.shape, TINY.sequence_length)
@@ -202,6 +204,7 @@ def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, tw
     assert found[1] == found[2]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 10, 64])
 def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, micro_batch_size):
     sequences = evaluation_sequences(tiny_data)
@@ -222,6 +225,7 @@ def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, m
         assert (rows[len(sequences) :, 1] == -100).all()
 
 
+@pytest.mark.quick
 def test_labels_are_the_tokens_that_follow():
     windows = torch.arange(10, dtype=torch.int32).view(2, 5).numpy()
     assert next_token_pairs(windows).tolist() == [
@@ -230,6 +234,7 @@ def test_labels_are_the_tokens_that_follow():
     ]
 
 
+@pytest.mark.quick
 def test_evaluations_come_after_every_interval_from_the_first_on(plain):
     assert [samples for samples, _ in plain.evaluations] == [32, 64, 96]
 
