@@ -29,13 +29,13 @@ from pathlib import Path
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
 from common.errors import ConfigError
+from common.gpu_kinds import DERIVED_SPEEDS, KINDS
 from common.records import json_lines, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
 from submission import compliance_checker, intervals, rcp, rounds
 from submission.intervals import Interval
 
-GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
 INTERVALS = tuple(
     f"{name}_{end}"
     for name in ("init", "run", "block", "epoch", "eval")
@@ -431,6 +431,16 @@ def _find_gpus(run: Run) -> None:
         gpus = nodes * int(description["accelerators_per_node"])
         run.gpus = gpus if 1 <= gpus <= MAX_GPUS else None
         model = str(description["accelerator_model_name"])
-    named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
-    # `NVIDIA H200-SXM5-141GB` -> H200. An unknown name is kept unchanged.
-    run.gpu = named[0].upper() if named else model or None
+    platform = str(run.log.value("submission_platform") or "")
+    # An unknown name is kept unchanged.
+    run.gpu = _kind_in(model or platform) or model or None
+
+
+def _kind_in(name: str) -> str:
+    """Return the GPU kind in a name such as `4xXE9712x4GB200` or `NVIDIA H200-SXM5-141GB`, or "".
+
+    Published names put letters before the kind, so the first match counts: GB200, not B200.
+    """
+    kinds = sorted((*KINDS, *DERIVED_SPEEDS), key=len, reverse=True)
+    found = re.search(rf"({'|'.join(kinds)})(?!\d)", name, re.IGNORECASE)
+    return next((kind for kind in kinds if found and kind.upper() == found[1].upper()), "")

@@ -16,10 +16,11 @@ import synthetic_run
 from synthetic_run import LORA, PRETRAINING, Timed
 
 from common.errors import ConfigError
+from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from common.records import published
 from llama31_8b import rules
-from submission import describe, published_results, rcp, score, series, survey
+from submission import describe, published_results, rcp, report, score, series, survey
 from submission.run import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
@@ -96,7 +97,7 @@ def amd(tmp_path_factory) -> Path:
 # The official tools.
 
 
-def write_system(path: Path) -> None:
+def write_system(path: Path, model: str = "AMD Instinct MI355X") -> None:
     system = dict.fromkeys(describe.KEYS, "text") | {
         "division": "closed",
         "status": "Available on-premise",
@@ -107,7 +108,7 @@ def write_system(path: Path) -> None:
         "accelerators_per_node": "8",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(system | {"accelerator_model_name": "AMD Instinct MI355X"}))
+    path.write_text(json.dumps(system | {"accelerator_model_name": model}))
 
 
 def official(folder: Path, module: str, *arguments) -> str:
@@ -653,6 +654,39 @@ def test_gpus_from_the_system_description_or_the_platform(amd, organisation, tmp
     )
     assert (read_run(change_platform).gpu, read_run(change_platform).gpus) == ("H200", None)
     assert "unknown GPU" in text(capsys, amd)
+
+
+@pytest.mark.parametrize("model", ["NVIDIA R100-SXM-288GB", "8xr100"])
+def test_a_new_gpu_kind_is_found_in_a_system_description(tmp_path, monkeypatch, capsys, model):
+    """The new kind of CONTRIBUTING.md, in the score, the comparison and the report."""
+    write_system(tmp_path / "systems/sys.json", model)
+    folder = synthetic_run.write_timed_series(
+        tmp_path / "results/sys/llama31_8b", PRETRAINING, [Timed(172_032)]
+    )
+    assert read_run(folder / "result_0.txt").gpu == model
+    monkeypatch.setitem(KINDS, "R100", replace(KINDS["B200"], name="R100"))
+    assert "on 8 x R100" in text(capsys, folder, code=20)
+    assert evaluate(capsys, folder, code=20)["gpu"] == "R100"
+    (folder / "result_0.txt").rename(folder / "result.txt")
+    assert report.main([str(folder)]) == 0
+    assert "8 x R100" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "gpu"),
+    [
+        ("4xXE9712x4GB200", "GB200"),
+        ("hpg.dgxb200x8.n16", "B200"),
+        ("1xXE9680x8MI300X", "MI300X"),
+        ("NVIDIA GH200 144G", "GH200"),
+        ("AMD Instinct MI300A", None),
+        ("NVIDIA H2000", None),
+    ],
+)
+def test_a_gpu_kind_is_found_within_the_words_of_a_platform(amd, tmp_path, platform, gpu):
+    log = (amd / "result_0.txt").read_bytes().replace(b'"8 GPUs"', b'"%s"' % platform.encode())
+    (tmp_path / "log").write_bytes(log)
+    assert read_run(tmp_path / "log").gpu == gpu
 
 
 def test_no_published_result_is_said(amd, capsys):
