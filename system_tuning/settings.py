@@ -16,7 +16,7 @@ CPU = "sys/devices/system/cpu"
 KERNEL = "proc/sys/kernel"
 THP = "sys/kernel/mm/transparent_hugepage"
 # Maximum exit latency of a shallow idle state, in microseconds. It decides only if the state's name
-# does not. On a Skylake Xeon the exit latency of C1E is 10 us and that of C6 is 133 us (Linux,
+# does not. On a Skylake Xeon the exit latency of C1E is 10 µs and that of C6 is 133 µs (Linux,
 # drivers/idle/intel_idle.c, skx_cstates).
 SHALLOW_LATENCY_US = 10
 
@@ -88,7 +88,7 @@ def _idle_states(root: Path) -> list[File]:
         name = value_of(state / "name")
         latency_us = value_of(state / "latency")
         if _is_deep(name, latency_us):
-            files.append(_file(state / "disable", "1", f"{name}, {latency_us} us to leave"))
+            files.append(_file(state / "disable", "1", f"{name}, {latency_us} µs to leave"))
     return files
 
 
@@ -112,7 +112,7 @@ def _governor(root: Path) -> list[File]:
 SETTINGS = (
     Setting(
         "idle_states",
-        "disable CPU idle states deeper than C1, which take tens to hundreds of us to leave",
+        "disable CPU idle states deeper than C1, which take tens to hundreds of µs to leave",
         "more power and heat when idle, less headroom for the busy cores to boost",
         _idle_states,
     ),

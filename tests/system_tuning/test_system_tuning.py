@@ -136,7 +136,7 @@ def test_check_says_what_could_be_better_and_the_risk(call, epyc):
     assert code == 0 and "governor: could be better" in printed and "7 files" not in printed
     for name in ("idle_states", "numa_balancing", "thp_defrag"):
         assert BY_NAME[name].risk in printed and BY_NAME[name].what in printed
-    assert "cpu*/cpuidle/state2/disable: 0 -> 1 (3 files)  [C2, 100 us to leave]" in printed
+    assert "cpu*/cpuidle/state2/disable: 0 -> 1 (3 files)  [C2, 100 µs to leave]" in printed
     assert "6 settings could be better" in printed
     call(epyc, "apply")
     assert "0 settings could be better" in call(epyc, "check")[1]
