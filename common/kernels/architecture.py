@@ -6,8 +6,8 @@ They compile every kernel with these settings for every supported architecture. 
 kernel spills registers or needs more shared memory than the GPU has. `throughput settings` times
 other settings.
 
-No setting was ever timed on an AMD GPU. Kernels for gfx950 have one stage, because those with more
-compute wrong results with Triton 3.7 and 3.8 (aiter#4163, aiter#5428).
+No setting was ever timed on an AMD GPU. Kernels for AMD have one stage, except on gfx942, because
+those with more compute wrong results on gfx950 with Triton 3.7 and 3.8 (aiter#4163, aiter#5428).
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class Tile(NamedTuple):
         if self.waves_per_eu:
             options["waves_per_eu"] = self.waves_per_eu
         return options
+
+
+def pipeline_stages(arch: str, stages: int) -> int:
+    """Return `stages`, or 1 on an AMD architecture on which pipelined loops may be wrong."""
+    return 1 if arch.startswith("gfx") and arch != "gfx942" else stages
 
 
 def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:

@@ -33,7 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture, assert_contiguous
+from common.kernels.architecture import (
+    Tile,
+    architecture,
+    assert_contiguous,
+    pipeline_stages,
+)
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     UNQUANTIZED,
@@ -391,12 +396,13 @@ def _down_backward_kernel(
 
 def down_settings(arch: str) -> Tile:
     # Faster tiles on an H200 spill registers, or their results were not checked (docs/log.md).
-    return Tile(rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=4)
+    return Tile(rows=64, columns=128, warps=8, stages=pipeline_stages(arch, 3), parts=4)
 
 
 def up_backward_settings(arch: str) -> Tile:
     # sm_90: the fastest of 80 tried on an H200 (docs/log.md). With three stages sm_89 spills.
-    return Tile(64, 128, warps=8, stages={"gfx950": 1, "sm_89": 2}.get(arch, 3), parts=32)
+    stages = pipeline_stages(arch, 2 if arch == "sm_89" else 3)
+    return Tile(64, 128, warps=8, stages=stages, parts=32)
 
 
 def down_backward_settings(arch: str) -> Tile:
@@ -406,7 +412,7 @@ def down_backward_settings(arch: str) -> Tile:
         rows=32 if arch == "gfx942" else 64,
         columns=64,
         warps=4,
-        stages=1 if arch == "gfx950" else 3,
+        stages=pipeline_stages(arch, 3),
         parts=16,
     )
 

@@ -21,7 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture, assert_contiguous
+from common.kernels.architecture import (
+    Tile,
+    architecture,
+    assert_contiguous,
+    pipeline_stages,
+)
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     AMAX_ONLY,
@@ -346,7 +351,7 @@ def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -
         rows,
         columns,
         warps=8,
-        stages=3 if weight_grad and arch != "gfx950" else 1,
+        stages=pipeline_stages(arch, 3) if weight_grad else 1,
         repeats=32 if weight_grad else 1,
     )
 
