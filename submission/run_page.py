@@ -160,7 +160,7 @@ def _banner(run: Run, clean: bool) -> Block:
         return banner("warn", *lines)
     if not run.converged:
         return banner("bad", *lines)
-    return banner("good" if clean else "warn", *lines)
+    return banner("good" if clean and not run.reason else "warn", *lines)
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:

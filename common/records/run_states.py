@@ -13,7 +13,7 @@ MISSED = "target_missed"
 UNCLEAN = "check_failed"
 NOT_STARTED = "not_started"  # of a log without a ledger, which ends before run_start
 # Reason of an attempt that has no end in the ledger.
-NO_END = "its launcher ended without an entry in the ledger"
+NO_END = "the ledger has no entry of its end"
 
 WORDS = {
     GOOD: "target reached",

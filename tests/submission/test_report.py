@@ -23,7 +23,7 @@ from synthetic_run import (
 )
 
 from common.records import ledger
-from common.records.run_states import words
+from common.records.run_states import NO_END, words
 from llama31_8b import rules
 from submission import rcp, report
 from submission.figures import figures_of
@@ -216,8 +216,7 @@ def test_the_page_that_the_launcher_writes_before_the_ledger_gives_the_reason(ru
     start(run_dir / "result.txt").block_start(0)
     failure = {"kind": "interrupted", "exit_code": 143, "what": "stopped by signal 15"}
     entry = {"attempt": 1, "run": run_dir.name, "seed": 1}
-    lost = "its launcher ended without an entry in the ledger"
-    assert read_attempt(run_dir / "result.txt", 1, entry).reason == lost
+    assert read_attempt(run_dir / "result.txt", 1, entry).reason == NO_END
     (run_dir / "failure.json").write_text(json.dumps(failure))
     assert read_attempt(run_dir / "result.txt", 1, entry).reason == "stopped by signal 15"
 
