@@ -22,7 +22,7 @@ SPEED = {
 }
 # Name of a figure -> its format.
 FORMS = {
-    "minutes": ",.2f",
+    "minutes": ",.3f",
     "samples": ",.0f",
     "epochs": ",.3g",
     "last evaluation": ".4f",

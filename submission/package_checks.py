@@ -388,4 +388,4 @@ def _is_unavoidable(run: Run, finding: Finding, examined: ExaminedLog) -> bool:
         return False
     if finding in examined.verdict.complaints:
         return finding.rule == "target" or finding.key in AFTER_RUN_START
-    return run.state == LOST and finding.rule == "once" and "run_stop" in finding.message
+    return run.counts_as == LOST and finding.rule == "once" and "run_stop" in finding.message

@@ -80,7 +80,7 @@ def _attempt_like(run: Run) -> RehearsedRun:
     seed = run.start.get("seed", run.log.value("seed"))
     if type(seed) is not int:
         seed = secrets.randbits(32)
-    return RehearsedRun(run.state, seed, run.minutes or MINUTES)
+    return RehearsedRun(run.counts_as, seed, run.minutes or MINUTES)
 
 
 # System description.

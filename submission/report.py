@@ -24,7 +24,6 @@ from pathlib import Path
 from common.command_line import Parser, program
 from common.errors import ConfigError, write_text
 from common.records import ledger, tracking
-from common.records.run_states import RUNNING
 from common.records.trackers import TRACKERS
 from submission.advice import Advice, advice
 from submission.options import add_series_option
@@ -156,7 +155,7 @@ def _watch(folder: Path, series: str) -> None:
     """
     _wait_for_run(folder)
     print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
-    while any(row.state == RUNNING for row in _rows_in(folder)):
+    while any(row.open for row in _rows_in(folder)):
         write(folder, series, WATCH_S)
         time.sleep(WATCH_S)
 

@@ -30,7 +30,7 @@ from common import benchmarks
 from common.benchmarks import OPEN, Rules
 from common.errors import ConfigError
 from common.gpu_kinds import DERIVED_SPEEDS, KINDS
-from common.records import json_lines, mlperf_log, run_states
+from common.records import json_lines, ledger, mlperf_log, run_states
 from common.records.json_lines import is_number
 from common.records.mlperf_log import Log
 from submission import compliance_checker, intervals, rcp, rounds
@@ -49,11 +49,11 @@ REPEATED = frozenset(
 # More GPUs than any system has: a larger number in a description is an error.
 MAX_GPUS = 1_000_000
 
-# States of a run, as docs/submission.md names them.
+# How a run counts for a score, as docs/submission.md names it.
 GOOD = "good"
 FAILED = "did not converge"
 LOST = "lost"
-NOT_STARTED = "never started its clock"
+NOT_STARTED = run_states.WORDS[run_states.NOT_STARTED]
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Run:
     # launcher was killed.
     start: dict = field(default_factory=dict)
     end: dict = field(default_factory=dict)
-    running: bool = False  # whether the run has not ended and its launcher is alive
+    alive: bool = False  # whether its launcher is alive and has yet to enter its end in the ledger
     shown_round: str = ""  # the newest round that the log shows (submission/rounds.py)
     ruleset: str = ""  # for its log; in a series, that of all logs
     benchmark: str = ""
@@ -76,7 +76,8 @@ class Run:
     division: str = ""
     batch: int | None = None
     status: str = ""  # as claimed by the log: success, aborted, or "" without a run_stop
-    minutes: float | None = None  # wall time from run_start to run_stop
+    # Wall time from run_start to run_stop. If the log has no run_stop: by the ledger.
+    minutes: float | None = None
     # Whether an evaluation reached the target. Without a target: whether there was an evaluation.
     reached: bool = False
     samples: int | None = None  # training sequences at the last evaluation, for the RCP test
@@ -149,9 +150,47 @@ class Run:
             return ()
         return compliance_checker.closed_verdict(self.path, self.ruleset).messages
 
-    @cached_property
+    @property
+    def running(self) -> bool:
+        """Whether the run has not ended.
+
+        The launcher writes the page of a run before it enters the end in the ledger.
+        """
+        return self.alive and not self.failure and self.status != "success"
+
+    @property
+    def _has_result(self) -> bool:
+        """Whether the log has a result: success, and an evaluation that reached the target."""
+        timed = self.log.first("run_start") and (self.minutes or 0) > 0
+        measured = timed and self.samples is not None
+        return bool(measured and self.status == "success" and self.reached)
+
+    @property
     def state(self) -> str:
-        """GOOD, FAILED, LOST or NOT_STARTED.
+        """How the run ended, a key of run_states.WORDS. All commands show this state.
+
+        A result is decided at run_stop: what the launcher records later, except for findings in the
+        log, does not change it. The official checker is asked only about a log without a ledger,
+        because the launcher has asked it about the others.
+        """
+        if self.running:
+            return run_states.RUNNING
+        kind = str(self.end.get("kind") or self.failure.get("kind") or "")
+        if self._has_result:
+            refused = not kind and not self.start and self.refused
+            return run_states.UNCLEAN if refused or kind == run_states.UNCLEAN else run_states.GOOD
+        if kind or self.start:
+            return kind or run_states.LOST
+        states = {LOST: run_states.LOST, NOT_STARTED: run_states.NOT_STARTED}
+        return states.get(self.counts_as, run_states.MISSED)
+
+    @property
+    def state_words(self) -> str:
+        return run_states.words(self.state, self.has_target)
+
+    @cached_property
+    def counts_as(self) -> str:
+        """How the run counts for a score: GOOD, FAILED, LOST or NOT_STARTED.
 
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
@@ -163,9 +202,7 @@ class Run:
         if not self.log.first("run_stop"):
             # A log of another name was chosen by its submitter: see docs/submission.md.
             return LOST if self.path.name == "result.txt" else FAILED
-        has_result = self.samples is not None and (self.minutes or 0) > 0
-        claims_success = self.status == "success" and self.reached and has_result
-        return GOOD if claims_success and not self.refused else FAILED
+        return GOOD if self._has_result and not self.refused else FAILED
 
     @property
     def _clock_started_in_ledger(self) -> bool:
@@ -190,25 +227,17 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """The outcome of the run, in the words of common/records/run_states.py.
-
-        In contrast, `state` is how it counts for a score. An interrupted run, for example, counts
-        as one that did not converge.
-        """
-        if self.running:
-            return run_states.words(run_states.RUNNING)
-        kind = self.end.get("kind") or self.failure.get("kind")
-        if self.state == GOOD:
-            return run_states.words(run_states.GOOD, self.has_target)
-        if self.state == LOST or kind in (None, run_states.GOOD):
-            return self.state
-        if self.state == NOT_STARTED:
-            return f"{self.state} ({run_states.words(str(kind))})"
-        return run_states.words(str(kind), self.has_target)
+        """The words of `state`, and how the run counts for a score where they do not tell it."""
+        text = self.state_words
+        good = self.state == run_states.GOOD and not self.converged
+        not_started = self.counts_as == NOT_STARTED and not self.running
+        if text != self.counts_as and (good or not_started):
+            text += f"; for the score: {self.counts_as}"
+        return text
 
     @property
     def converged(self) -> bool:
-        return self.state == GOOD
+        return self.counts_as == GOOD
 
     @property
     def trained(self) -> int | None:
@@ -259,24 +288,32 @@ class Run:
     def describe(self) -> str:
         """Return one line about the run: number, outcome, and its result or why it is not good."""
         result = self.reason
-        if self.state == GOOD:
+        if self.converged:
             result = f"{self.minutes:.2f} min, {self.samples:,} samples"
         line = f"attempt {self.number:>2}  {self.outcome}"
         return f"{line}, {result}" if result else line
 
     @property
     def reason(self) -> str:
-        """Why the run is not good, in one line, or "" if there is nothing to add to `state`."""
+        """Why the run does not count as good, or what failed after run_stop, or "". One line."""
+        if self._has_result and not self.running and self.refused:
+            return f"the official checker refuses its log: {self.refused[0]}"
+        return self.cause
+
+    @property
+    def cause(self) -> str:
+        """Why the run ended in `state`, or what failed after run_stop, or "". One line.
+
+        In contrast to `reason`, the official checker is not asked.
+        """
         if self.running:
             return ""
-        if self.state == FAILED and self.status == "success":
-            if self.refused:
-                return f"the official checker refuses its log: {self.refused[0]}"
+        if self.status == "success" and not self._has_result and self.log.first("run_start"):
             return "its log claims success, but no evaluation reached the target"
+        # The launcher writes the page between failure.json and the entry in the ledger.
+        if not self.end and self.failure.get("what"):
+            return str(self.failure["what"])
         if not self.end and self.start:
-            # The launcher writes the page between failure.json and the entry in the ledger.
-            if what := self.failure.get("what"):
-                return str(what)
             return run_states.NO_END
         if self._clock_started_in_ledger and not self.log.first("run_start"):
             return "its log has lost the run_start that the ledger says it had"
@@ -320,16 +357,23 @@ def read_attempt(
     If the log is missing, empty or truncated, a note of the run says so. `number`, `start` and
     `end`: the attempt's number and its lines in the ledger. `alive`: whether its launcher is alive.
     """
-    run = Run(path, number=number, start=start or {}, end=end or {})
+    alive = alive and not end
+    run = Run(path, number=number, start=start or {}, end=end or {}, alive=alive)
     try:
         run.log = mlperf_log.read(path, REPEATED)
     except ConfigError as error:
         run.notes.append(error.what)
-    _filled(run)
-    # When the launcher writes the page of a run, the end of the run is not yet in the ledger.
-    ended = bool(run.end or run.failure or run.log.first("run_stop"))
-    run.running = alive and not ended
-    return run
+    return _filled(run)
+
+
+def read_attempts(folder: Path, record: ledger.SeriesRecord) -> list[Run]:
+    """Return the attempts of the series `record` of the ledger in `folder`, in their order."""
+    alive = bool(record.open_starts) and ledger.launcher_is_alive(folder, record.id)
+    runs = []
+    for number, start in sorted(record.starts.items()):
+        path = folder / start["run"] / ledger.LOG
+        runs.append(read_attempt(path, number, start, record.ends.get(number), alive))
+    return runs
 
 
 def _filled(run: Run) -> Run:
@@ -387,6 +431,8 @@ def _read_result(run: Run) -> None:
                 run.reached = True
     stops = run.log.all("run_stop")
     if not stops:
+        minutes = run.end.get("minutes")
+        run.minutes = minutes if is_number(minutes) else None
         if evaluated:
             run.samples = intervals.samples_of(evaluated[-1])
         if run.log.events:

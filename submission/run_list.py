@@ -1,8 +1,8 @@
 """List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.
 
-The newest run is the last one. How a run ended comes from the ledger, everything else from its log,
-events and config. Of a directory that no ledger names, for example in an archive, all comes from
-the files in it. Nothing is written, so the command can be used during runs.
+The newest run is the last one. How a run ended comes from its log and the ledger, everything else
+from its log, events and config. Of a directory that no ledger names, for example in an archive, all
+comes from the files in it. Nothing is written, so the command can be used during runs.
 
 Exit code 0, even if there are no runs; 2 for wrong usage or no such directory.
 """
@@ -20,12 +20,12 @@ from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.records import ledger
 from common.records.json_lines import is_number
-from common.records.run_states import GOOD, LOST, RUNNING, words
+from common.records.run_states import GOOD
 from common.terminal import plural
 from common.terminal import table as table_lines
 from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
-from submission.run import Run, read_attempt
+from submission.run import Run, read_attempt, read_attempts
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
 # Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.
@@ -39,6 +39,7 @@ class RunRow:
     """A run in LOGDIR. The fields are the keys of --json."""
 
     benchmark: str  # name of the ledger's directory
+    number: int  # of the attempt in its series, from 1; 0 without a ledger
     run: str  # name of the run directory
     path: str  # path of the run directory
     series: str  # ID of its series in the ledger
@@ -48,6 +49,7 @@ class RunRow:
     state: str  # a key of common.records.run_states.WORDS
     state_words: str  # the description of `state`
     reason: str  # why the run is not good, or what failed after run_stop
+    open: bool  # whether its launcher is alive and has yet to enter its end in the ledger
     loss: float | None  # at the last evaluation
     target: float | None  # the run has reached it if `loss` is at most `target`
     samples: int | None  # training sequences at the last evaluation
@@ -75,63 +77,48 @@ def rows_of(log_dir: Path) -> list[RunRow]:
     for folder in ledger.run_folders(log_dir):
         order = ledger.start_order(folder / ledger.NAME)
         for record in ledger.read(folder / ledger.NAME):
-            alive = bool(record.open_starts) and ledger.launcher_is_alive(folder, record.id)
-            for attempt in sorted(record.starts):
-                row = _row(folder, record, attempt, alive)
-                rows.append((order[row.run], row))
+            for run in read_attempts(folder, record):
+                rows.append((order[run.start["run"]], row_of(folder, record, run)))
         for path in folder.glob(f"*/{ledger.LOG}"):
             if path.parent.name not in order:
-                row = _row(folder, _record_without_ledger(path), 1, alive=False)
+                row = row_of(folder, ledger.SeriesRecord("", 1, {}), read_attempt(path))
                 rows.append(((row.started, 0), row))
     return [row for _, row in sorted(rows, key=lambda keyed: (keyed[0], keyed[1].benchmark))]
 
 
-def _record_without_ledger(path: Path) -> ledger.SeriesRecord:
-    """Return what a ledger would say of the run whose log is at `path`, by the files beside it."""
-    run = read_attempt(path)
-    state = GOOD if run.converged else str(run.failure.get("kind") or LOST)
+def _start_without_ledger(run: Run) -> dict:
+    """Return what a ledger would say of the start of `run`, by the files of the run."""
     seed = run.log.value("seed")
-    start = {
-        "run": path.parent.name,
+    return {
+        "run": run.folder.name,
         "seed": seed if type(seed) is int else 0,
         "started": run.began.strftime(ledger.TIME) if run.began else "",
         "config": str(run.log.value("config_filename") or ""),
         "commit": run.versions.get("commit"),
     }
-    reason = str(run.failure.get("what") or run.reason)
-    end = {"kind": state, "reason": reason, "minutes": run.minutes}
-    return ledger.SeriesRecord("", 1, {}, {1: start}, {1: end})
 
 
-def _row(folder: Path, record: ledger.SeriesRecord, attempt: int, alive: bool) -> RunRow:
-    """Return the row of an attempt. `alive`: whether the launcher of its series is alive."""
-    start = record.starts[attempt]
-    end = record.ends.get(attempt)
-    run_dir = folder / start["run"]
-    run = read_attempt(run_dir / "result.txt", attempt, start, end)
-    # In contrast to `Run.running`, a run whose log has a run_stop is still running until its end is
-    # in the ledger: only then does `report --watch` stop writing its page.
-    if end is not None:
-        state = str(end["kind"])
-    else:
-        state = RUNNING if alive else LOST
-    minutes = run.minutes if end is None else end.get("minutes")
-    report = run_dir / "report.html"
+def row_of(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
+    """Return the row of `run`, an attempt of the series `record`."""
+    start = run.start or _start_without_ledger(run)
+    report = run.folder / "report.html"
     return RunRow(
         benchmark=folder.resolve().name,
+        number=run.number,
         run=str(start["run"]),
-        path=str(run_dir),
+        path=str(run.folder),
         series=record.id,
         runs_in_series=record.goal,
         started=str(start.get("started", "")),
         seed=start["seed"],
-        state=state,
-        state_words=words(state, run.has_target),
-        reason=str(end["reason"]) if end else "",
+        state=run.state,
+        state_words=run.state_words,
+        reason=run.cause if run.start else run.reason,
+        open=run.alive,
         loss=_last_loss(run),
         target=run.target,
         samples=run.samples,
-        minutes=minutes if is_number(minutes) else None,
+        minutes=run.minutes,
         tokens_per_s=run.tokens_per_s,
         gpu=run.gpu,
         gpus=run.gpus,
@@ -164,7 +151,7 @@ def cells(row: RunRow) -> tuple[str, ...]:
         row.state_words,
         number(row.loss, ".4f"),
         number(row.target, "g"),
-        number(row.minutes, ",.2f"),
+        number(row.minutes, ",.3f"),
         number(row.tokens_per_s, ",.0f"),
         machine,
         row.config.removesuffix(".toml"),

@@ -14,15 +14,15 @@ from pathlib import Path
 from common import benchmarks
 from common.atomic_write import SUFFIX
 from common.benchmarks import OPEN
-from common.errors import ConfigError
+from common.errors import ConfigError, Interrupted
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, number, points, table
-from common.records.run_states import words
+from common.records import run_states
 from submission import check_output, gpu_samples, provenance
 from submission.advice import Advice
 from submission.examined_log import examine
 from submission.figures import FORMS, evaluations, figures_of, of_steps, phases, shown, unit_of
-from submission.run import GOOD, Run
+from submission.run import Run
 
 MINIATURE_NOTICE = banner(
     "warn",
@@ -140,9 +140,9 @@ def _banner(run: Run, clean: bool) -> Block:
     The log decides the state, as in score and package. failure.json only explains it.
     """
     headline = run.outcome[:1].upper() + run.outcome[1:]
-    if run.state != GOOD and run.reason:
+    if run.reason:
         headline += f": {run.reason}"
-    elif run.state == GOOD and not clean:
+    elif run.state == run_states.GOOD and not clean:
         headline += ", but the log is not clean"
     lines = [headline]
     if evaluated := evaluations(run):
@@ -156,11 +156,11 @@ def _banner(run: Run, clean: bool) -> Block:
             lines.append(f"{key}: {run.failure[key]}")
     if run.running:
         return banner("info", *lines)
-    if run.outcome == words("interrupted"):
+    if run.state == Interrupted.kind:
         return banner("warn", *lines)
-    if run.state != GOOD:
+    if not run.converged:
         return banner("bad", *lines)
-    return banner("good" if clean else "warn", *lines)
+    return banner("good" if clean and not run.reason else "warn", *lines)
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
@@ -172,16 +172,16 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
         text = "Keep this page up to date until the run ends:"
         return [(text, f"{command} report {folder} --watch")]
     steps = []
-    if run.state != GOOD:
+    if not run.converged:
         advice = run.failure.get("do") or "Look up the exit code in docs/troubleshooting.md."
         steps.append((str(advice), ""))
     elif not clean:
         steps.append(("Show all findings about the log:", f"{command} check {folder}"))
-    if run.state == GOOD and run.is_miniature:
+    if run.converged and run.is_miniature:
         steps.append((PLAN_TEXT, f"{command} {run.benchmark} plan"))
-    elif run.state == GOOD and run.division == OPEN and run.rules is not None:
+    elif run.converged and run.division == OPEN and run.rules is not None:
         steps += _steps_with_model(run, folder)
-    elif run.state == GOOD:
+    elif run.converged:
         text = "Start a series of ten runs, which a result needs:"
         steps.append((text, f"NEXP=10 {command} {run.benchmark}"))
         text = "Score a series, and test it against the reference convergence points:"
@@ -224,7 +224,7 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
         findings: Block = {
             "text": "\n".join(check_output.finding_lines(run.path.name, examined.findings))
         }
-        if run.state != GOOD and run.status != "success":
+        if not run.converged and run.status != "success":
             return False, [findings | {"title": "findings in the log of a run without a result"}]
         clean = not examined.errors()
         summary = check_output.summary_line(examined)

@@ -20,6 +20,8 @@ RUN_KEYS = (
     "name",
     "number",
     "state",
+    "state_words",
+    "counts_as",
     "reason",
     "converged",
     "minutes",
@@ -93,11 +95,11 @@ def report(series: Series, ten: TenRuns) -> list[str]:
 
 def _notes(run: Run) -> list[str]:
     """Return remarks on `run`: unusual values, and why it is not good or not counted."""
-    if run.state == NOT_STARTED:
+    if run.counts_as == NOT_STARTED:
         reason = run.reason or "its log ends before run_start"
         return [f"not counted, because its clock never started: {reason}"]
-    if run.reason and not run.converged:
-        return [*run.notes, run.reason]
+    if run.reason:
+        return [*run.notes, f"{run.state_words}: {run.reason}"]
     return run.notes
 
 
@@ -126,9 +128,9 @@ def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
 def _role(run: Run, ten: TenRuns) -> str:
     """Return why a run is not in the mean, for the last column, or "" if it is."""
     if run not in ten.runs:
-        return run.state if run.state == NOT_STARTED else "not in the median window"
+        return run.outcome if run.counts_as == NOT_STARTED else "not in the median window"
     if not run.converged:
-        return run.state
+        return run.outcome
     if run in ten.counted:
         return ""
     fastest = not ten.counted or (run.minutes or 0.0) <= (ten.counted[0].minutes or 0.0)

@@ -16,8 +16,9 @@ from common.records import ledger, run_order
 from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
+from common.records.run_states import MISSED
 from submission import intervals, rcp, rounds
-from submission.run import LOST, NOT_STARTED, Run, read_attempt, read_run
+from submission.run import NOT_STARTED, Run, read_attempt, read_attempts, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")
@@ -104,7 +105,7 @@ def windows(series: Series) -> list[TenRuns]:
 
 def started_runs(series: Series) -> list[Run]:
     """Return the attempts that count as runs: those whose clock started."""
-    return [run for run in series.runs if run.state != NOT_STARTED]
+    return [run for run in series.runs if run.counts_as != NOT_STARTED]
 
 
 def _invalid(runs: list[Run]) -> str:
@@ -114,7 +115,9 @@ def _invalid(runs: list[Run]) -> str:
     failed = [run for run in runs if not run.converged]
     if len(failed) <= window_rules.MAY_FAIL:
         return f"a result has {SUBMISSION_RUNS} runs, this series has {len(runs)}"
-    names = [f"{run.name} ({LOST})" if run.state == LOST else run.name for run in failed]
+    names = []
+    for run in failed:
+        names.append(run.name if run.state == MISSED else f"{run.name} ({run.outcome})")
     text = f"{len(failed)} runs did not converge, and at most one may: {', '.join(names)}"
     if failed[0].reason:
         text += f"; the first: {failed[0].reason}"
@@ -304,13 +307,7 @@ def _read(path: Path, wanted: str, notes: list[str]) -> tuple[str, list[Run]]:
     record = ledger.choose(path / ledger.NAME, wanted)
     if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")
-        alive = ledger.launcher_is_alive(path, record.id)
-        attempts = []
-        for number, start in sorted(record.starts.items()):
-            log = path / str(start.get("run", "")) / "result.txt"
-            end = record.ends.get(number)
-            attempts.append(read_attempt(log, number, start, end, alive))
-        return f"series {record.id}", attempts
+        return f"series {record.id}", read_attempts(path, record)
     run_dirs = run_order.oldest_first(path)
     logs = [each / "result.txt" for each in run_dirs if (each / "result.txt").exists()]
     if logs:

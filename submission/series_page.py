@@ -16,7 +16,7 @@ from common.terminal import plural
 from submission import provenance, run_page
 from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, unit_of
 from submission.provenance import Labeled
-from submission.run import GOOD, Run
+from submission.run import Run
 from submission.score_output import score_lines
 from submission.series import Series, TenRuns, started_runs, ten_runs, windows
 
@@ -47,7 +47,7 @@ def series_page(series: Series, folder: Path, refresh_s: float | None = None) ->
         top.append(banner("warn", "The runs differ in facts that must be equal"))
     labeled = []
     for label, run in runs:
-        labeled.append((label if run.state == GOOD else f"{label}, {run.outcome}", run))
+        labeled.append((label if run.converged else f"{label}, {run.outcome}", run))
     sections: list[Section] = [
         ("", top),
         ("What to do next", [{"steps": _next_steps(series, ten, shlex.quote(str(folder)))}]),
@@ -126,10 +126,7 @@ def _rows(
         link: str | Link = "-"
         if report.is_file():
             link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
-        state = run.outcome
-        if run.state != GOOD:
-            reason = run.reason or run.failure.get("what")
-            state = f"{run.outcome}: {reason}" if reason else run.outcome
+        state = f"{run.outcome}: {run.reason}" if run.reason else run.outcome
         code = str(run.end.get("exit_code", "-"))
         seed = str(run.start.get("seed", run.log.value("seed")))
         rows.append([label, link, state, code, seed, *(shown(of_run, name) for name in names)])

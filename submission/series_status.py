@@ -16,7 +16,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,26 +24,13 @@ from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from common.records import json_lines, ledger, run_states
+from common.records import ledger
 from common.records.json_lines import is_number
-from common.records.run_states import LOST, RUNNING, words
 from common.terminal import duration
 from submission.options import add_log_dir_argument, add_series_option, default_log_dir
 from submission.output import number, table
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt of a series, read from the ledger and from its run directory."""
-
-    number: int
-    run: str  # name of the run directory
-    state: str  # a key of common.records.run_states.WORDS
-    started: str  # UTC, as in the ledger; "" if unknown
-    minutes: float | None  # from run_start to run_stop
-    samples: int | None  # training sequences (so far, if the attempt is running)
-    loss: float | None  # last training or evaluation loss
-    reason: str  # why the attempt failed, or ""
+from submission.run import Run, read_attempts
+from submission.run_list import RunRow, row_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class Status:
     good: int  # number of good runs so far
     failed: int  # number of failed attempts so far
     running: bool  # whether the launcher holds the lock of the series
-    attempts: list[Attempt]
+    attempts: list[RunRow]  # `samples` and `loss` are those of the last step or evaluation
     # Estimated time to the last good run; None if the series is not running, or before two starts.
     seconds_left: float | None
 
@@ -124,10 +111,7 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
     `folder`: LOGDIR/<benchmark>, the directory of the ledger.
     """
     running = ledger.launcher_is_alive(folder, record.id)
-    attempts = [
-        _attempt(folder, start, record.ends.get(index), running)
-        for index, start in sorted(record.starts.items())
-    ]
+    attempts = [_attempt(folder, record, run) for run in read_attempts(folder, record)]
     return Status(
         benchmark=folder.resolve().name,
         series=record.id,
@@ -141,39 +125,21 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
     )
 
 
-def _attempt(folder: Path, start: dict, end: dict | None, running: bool) -> Attempt:
-    """Return the attempt with the lines `start` and `end` of the ledger in `folder`.
-
-    `running`: whether the launcher of its series is alive.
-    """
-    run = str(start["run"])
-    started = str(start.get("started", ""))
-    last_samples, loss = progress(folder / run)
-    if end is None:
-        state = RUNNING if running else LOST
-        reason = "" if running else run_states.NO_END
-        return Attempt(start["attempt"], run, state, started, None, last_samples, loss, reason)
-    minutes = end.get("minutes")
-    samples = end.get("samples")
-    return Attempt(
-        number=start["attempt"],
-        run=run,
-        state=str(end["kind"]),
-        started=started,
-        minutes=minutes if is_number(minutes) else None,
-        samples=samples if type(samples) is int else last_samples,
-        loss=loss,
-        reason=str(end["reason"]),
-    )
+def _attempt(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
+    """Return the row that `runs` has for `run`, with samples and loss of its last step."""
+    samples, loss = _progress(run)
+    recorded = run.end.get("samples")
+    row = row_of(folder, record, run)
+    return replace(row, samples=recorded if type(recorded) is int else samples, loss=loss)
 
 
-def progress(run_dir: Path) -> tuple[int | None, float | None]:
-    """Return the training sequences and the loss at the last step or evaluation of a run.
+def _progress(run: Run) -> tuple[int | None, float | None]:
+    """Return the training sequences and the loss at the last step or evaluation of `run`.
 
     Either is None if events.jsonl does not have it.
     """
     with contextlib.suppress(OSError):
-        for event in reversed(json_lines.read(run_dir / "events.jsonl")[0]):
+        for event in reversed(run.records):
             samples = event.get("samples")
             loss = event.get("loss")
             if event.get("event") in ("step", "eval") and type(samples) is int:
@@ -182,7 +148,7 @@ def progress(run_dir: Path) -> tuple[int | None, float | None]:
 
 
 def _seconds_left(
-    record: ledger.SeriesRecord, attempts: list[Attempt], now: datetime
+    record: ledger.SeriesRecord, attempts: list[RunRow], now: datetime
 ) -> float | None:
     """Estimate the seconds to the last good run: the median time between starts, for each one left.
 
@@ -229,7 +195,7 @@ def lines(status: Status) -> list[str]:
         rows.append(
             (
                 str(attempt.number),
-                words(attempt.state),
+                attempt.state_words,
                 number(attempt.minutes, ".3f"),
                 number(attempt.samples, ",d"),
                 number(attempt.loss, ".3f"),

@@ -1,7 +1,7 @@
-"""Descriptions of the states of a run, for screens, pages and tables. Standard library only.
+"""The states of a run, and the words for each of them in every command. Standard library only.
 
 A state is the `kind` of an attempt in the ledger (common/records/ledger.py), the `kind` in
-failure.json, or RUNNING.
+failure.json, RUNNING or NOT_STARTED. `Run.state` in submission/run.py decides it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 RUNNING = "running"
 GOOD = "success"  # the target was reached and the log passed its checks
 LOST = "lost"
+MISSED = "target_missed"
+UNCLEAN = "check_failed"
+NOT_STARTED = "not_started"  # of a log without a ledger, which ends before run_start
 # Reason of an attempt that has no end in the ledger.
-NO_END = "its launcher ended without an entry in the ledger"
+NO_END = "the ledger has no entry of its end"
 
 WORDS = {
     GOOD: "target reached",
     RUNNING: "running",
     LOST: "lost: its launcher was killed",
-    "target_missed": "did not converge",
+    MISSED: "did not converge",
     "interrupted": "interrupted",
-    "check_failed": "target reached, log not clean",
+    UNCLEAN: "target reached, log not clean",
+    NOT_STARTED: "never started its clock",
     "non_finite": "loss not finite",
     "out_of_memory": "out of memory",
     "hang": "hung",

@@ -100,7 +100,7 @@ def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
     synthetic_run.write_records(tmp_path / "result.txt", log)
     assert check.main([str(tmp_path / "result.txt")]) == 20
     assert score.main([str(tmp_path / "result.txt"), "--json"]) == 2
-    assert read_attempt(tmp_path / "result.txt").state != "good"
+    assert not read_attempt(tmp_path / "result.txt").converged
 
 
 @pytest.mark.parametrize("key", ["init_stop", "run_start", "eval_accuracy", "run_stop"])

@@ -146,13 +146,13 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     folder, state = case
     series = read_series([folder])
     chosen = ten_runs(series)
-    assert series.runs[FIFTH].state == state and len(series.runs) == 12
+    assert series.runs[FIFTH].counts_as == state and len(series.runs) == 12
     assert not chosen.invalid
     capsys.readouterr()
 
     code = score.main([str(folder), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["runs"][FIFTH]["state"] == state and found["result"]["score"] == chosen.score
+    assert found["runs"][FIFTH]["counts_as"] == state and found["result"]["score"] == chosen.score
     assert code == 0 and found["result"]["invalid"] is None
 
     assert report.main([str(folder)]) == 0

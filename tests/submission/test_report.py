@@ -23,7 +23,7 @@ from synthetic_run import (
 )
 
 from common.records import ledger
-from common.records.run_states import words
+from common.records.run_states import NO_END, words
 from llama31_8b import rules
 from submission import rcp, report
 from submission.figures import figures_of
@@ -216,8 +216,7 @@ def test_the_page_that_the_launcher_writes_before_the_ledger_gives_the_reason(ru
     start(run_dir / "result.txt").block_start(0)
     failure = {"kind": "interrupted", "exit_code": 143, "what": "stopped by signal 15"}
     entry = {"attempt": 1, "run": run_dir.name, "seed": 1}
-    lost = "its launcher ended without an entry in the ledger"
-    assert read_attempt(run_dir / "result.txt", 1, entry).reason == lost
+    assert read_attempt(run_dir / "result.txt", 1, entry).reason == NO_END
     (run_dir / "failure.json").write_text(json.dumps(failure))
     assert read_attempt(run_dir / "result.txt", 1, entry).reason == "stopped by signal 15"
 
@@ -278,7 +277,7 @@ def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
         json.dumps({"kind": "preflight", "what": "the GPU does not answer"})
     )
     text = page(tmp_path)
-    assert words("preflight") in text and "not answer" in text
+    assert words("preflight") in text.lower() and "not answer" in text
     assert "cannot read" in text and "events.jsonl is missing" in text
 
 
@@ -428,7 +427,7 @@ def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
         and "NEXP=20" in text
         and "--resume" in text
     )
-    assert ">lost: " in text and "died" in text
+    assert f">{words('rank_lost')}: " in text and "died" in text
 
 
 def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):

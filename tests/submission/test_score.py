@@ -465,7 +465,7 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
         lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record,
     )
     run = read_run(path)
-    assert run.state == FAILED and "no evaluation" in run.reason
+    assert run.counts_as == FAILED and "no evaluation" in run.reason
 
 
 def test_a_batch_without_reference_is_not_blamed_on_fast_runs(tmp_path, capsys):
@@ -606,7 +606,7 @@ def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
     run = read_run(path)
     assert (run.minutes, run.samples, run.reached) == (89, 172_032, True)
     assert len(run.notes) == 1 and "not one JSON object" in run.notes[0]
-    assert run.state == FAILED and "not one JSON" in run.reason  # as the official checker does
+    assert run.counts_as == FAILED and "not one JSON" in run.reason  # as the official checker does
 
 
 def test_an_epoch_around_everything_stands_for_blocks(tmp_path):
@@ -729,9 +729,7 @@ def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_t
         wanted.evaluations,
         3072,
     )
-    assert (
-        found.samples_per_s == wanted.samples_per_s and found.state == "good" and found.notes == []
-    )
+    assert found.samples_per_s == wanted.samples_per_s and found.converged and found.notes == []
 
 
 # What is judged at all.
@@ -776,7 +774,10 @@ def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summa
         synthetic_run.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit
     )
     found = evaluate(capsys, folder)
-    assert found["runs"][2]["state"] == FAILED and "refuses its log" in found["runs"][2]["reason"]
+    assert (
+        found["runs"][2]["state"] == "check_failed"
+        and "refuses its log" in found["runs"][2]["reason"]
+    )
     assert "result_2.txt" in text(capsys, folder)
     official(tmp_path, "package_checker", tmp_path / "Org", "training", "6.1.0")
     official(
@@ -803,7 +804,7 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     )
     assert "run_stop is before" in text(capsys, folder, code=20)
     # The official RCP checker breaks off at it.
-    assert read(folder).runs[2].state == FAILED and read(folder).score is None
+    assert read(folder).runs[2].counts_as == FAILED and read(folder).score is None
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ def test_report_and_package_give_the_same_answer(pattern, series_of, tmp_path, c
 
 def test_a_killed_run_counts_as_the_slowest_and_the_official_mean_agrees(series_of):
     ten = ten_runs(read_series([series_of("kggggggggg")]))
-    assert [run.state for run in ten.runs] == [LOST] + [GOOD] * 9
-    fastest = min(run.minutes for run in ten.runs if run.state == GOOD)
+    assert [run.counts_as for run in ten.runs] == [LOST] + [GOOD] * 9
+    fastest = min(run.minutes for run in ten.runs if run.counts_as == GOOD)
     assert len(ten.counted) == 8 and fastest not in [run.minutes for run in ten.counted]
     assert ten.verdict.passed and ten.verdict.message == "RCP found"
 
@@ -145,7 +145,7 @@ def test_a_killed_run_without_a_log_still_counts_in_its_window(series_of):
     kept = [line for line in lines if (line["event"], line.get("attempt")) != ("end", 1)]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     ten = ten_runs(read_series([folder]))
-    assert ten.runs[0].state == LOST and not ten.invalid and ten.verdict.passed
+    assert ten.runs[0].counts_as == LOST and not ten.invalid and ten.verdict.passed
 
 
 def test_a_start_before_the_clock_is_no_run(series_of):
