@@ -22,6 +22,7 @@ from common.errors import (
     RunError,
     StorageError,
 )
+from common.estimate.verdict import expected_memory
 from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import base_record, data_record, newest
@@ -33,7 +34,6 @@ from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.monitor.tracking import tracked
 from launch.multi_node import LeaderEnded, Nodes
-from launch.plan.command import expected_memory
 from launch.processes.supervise import (
     BEFORE_COLLECTIVES,
     Ending,

@@ -485,6 +485,16 @@ def test_what_the_launcher_reads_imports_without_torch():
     assert len(LIGHT) > 40
 
 
+def test_starting_a_run_does_not_import_the_command_plan():
+    """Only the words for a config that does not fit into memory, which a failed run needs."""
+    code = "import sys, launch.commands; print('launch.plan.command' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_only_listed_modules_of_the_launcher_import_torch():
     heavy = {
         module_of(path)

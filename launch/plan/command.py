@@ -34,8 +34,6 @@ from common.command_line import (
 from common.config import ANY_GPU, RunConfig
 from common.errors import OutOfMemory
 from common.estimate.memory import (
-    Memory,
-    fewest_layers,
     fits,
     gib,
     host_bytes,
@@ -43,9 +41,9 @@ from common.estimate.memory import (
     memory_peak,
     offloaded_layers,
     usable_bytes,
-    with_micro_batch,
 )
 from common.estimate.step_time import Estimate, estimate
+from common.estimate.verdict import verdict
 from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import KINDS, GpuKind
 from common.machine.hardware import config_names
@@ -219,46 +217,6 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     lines += ["", flops_line(work), "", kinds_caption(config), "", kinds_table(benchmark, config)]
     lines += ["", target_line(benchmark, config), SOURCES]
     return lines
-
-
-def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """Say whether `memory` fits on `kind`, and if it does not, which option makes it fit."""
-    usable = usable_bytes(kind)
-    needed = memory.needed
-    sizes = (
-        f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
-        f"{kind.name}"
-    )
-    if not fits(memory, kind):
-        return (
-            f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; "
-            f"{advice(config, work, kind)}"
-        )
-    return f"fits: {sizes}; {gib(usable - needed):.1f} left"
-
-
-def expected_memory(benchmark: str, config: RunConfig) -> str:
-    """Return a sentence for a run that ran out of memory, "" for a CPU or an unknown GPU."""
-    if not (kind := KINDS.get(config.gpu)):
-        return ""
-    work = benchmark_workload(benchmark, config)
-    memory = memory_peak(config, work)
-    return (
-        f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
-        f"{verdict(memory, config, work, kind)}"
-    )
-
-
-def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """Name the changes that would make a config fit, in order of cost."""
-    options = []
-    smallest = with_micro_batch(config, 1)
-    if config.micro_batch_size > 1 and fits(memory_peak(smallest, work), kind):
-        options.append("micro_batch_size 1")
-    for key in ("offload_layers", "recompute_layers"):
-        if (layers := fewest_layers(config, work, kind, key)) is not None:
-            options.append(f"{key} {layers}")
-    return "try " + " or ".join(options) if options else "more GPUs are needed"
 
 
 def flops_line(work: Workload) -> str:

@@ -15,6 +15,7 @@ from probes import make_visible
 
 from common.benchmarks import divisions
 from common.errors import ConfigError
+from common.estimate import verdict
 from common.estimate.memory import (
     FROZEN_BUFFERS,
     USABLE_SHARE,
@@ -509,14 +510,14 @@ def test_an_evaluation_can_be_the_peak():
 def test_advice_leads_to_what_fits():
     kind = KINDS["H200"]
     config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
-    assert command.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
+    assert verdict.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
     peaks = [memory_peak(replace(config, recompute_layers=n), work) for n in (14, 15)]
     assert [fits(peak, kind) for peak in peaks] == [False, True]
     config, work = shipped(LORA, "H200_1x1", offload_layers=10)
-    assert command.advice(config, work, kind) == "try offload_layers 23"
+    assert verdict.advice(config, work, kind) == "try offload_layers 23"
     peaks = [memory_peak(replace(config, offload_layers=n), work) for n in (22, 23)]
     assert [fits(peak, kind) for peak in peaks] == [False, True]
-    assert command.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
+    assert verdict.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
 
 
 # --- time -----------------------------------------------------------------------------------------

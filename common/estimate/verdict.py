@@ -1,0 +1,56 @@
+"""Say whether a config fits into a GPU's memory, and what would make it fit."""
+
+from __future__ import annotations
+
+from common.config import RunConfig
+from common.estimate.memory import (
+    Memory,
+    fewest_layers,
+    fits,
+    gib,
+    memory_peak,
+    usable_bytes,
+    with_micro_batch,
+)
+from common.estimate.workload import Workload, benchmark_workload
+from common.gpu_kinds import KINDS, GpuKind
+
+
+def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    """Say whether `memory` fits on `kind`, and if it does not, which option makes it fit."""
+    usable = usable_bytes(kind)
+    needed = memory.needed
+    sizes = (
+        f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
+        f"{kind.name}"
+    )
+    if not fits(memory, kind):
+        return (
+            f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; "
+            f"{advice(config, work, kind)}"
+        )
+    return f"fits: {sizes}; {gib(usable - needed):.1f} left"
+
+
+def expected_memory(benchmark: str, config: RunConfig) -> str:
+    """Return a sentence for a run that ran out of memory, "" for a CPU or an unknown GPU."""
+    if not (kind := KINDS.get(config.gpu)):
+        return ""
+    work = benchmark_workload(benchmark, config)
+    memory = memory_peak(config, work)
+    return (
+        f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
+        f"{verdict(memory, config, work, kind)}"
+    )
+
+
+def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    """Name the changes that would make a config fit, in order of cost."""
+    options = []
+    smallest = with_micro_batch(config, 1)
+    if config.micro_batch_size > 1 and fits(memory_peak(smallest, work), kind):
+        options.append("micro_batch_size 1")
+    for key in ("offload_layers", "recompute_layers"):
+        if (layers := fewest_layers(config, work, kind, key)) is not None:
+            options.append(f"{key} {layers}")
+    return "try " + " or ".join(options) if options else "more GPUs are needed"
