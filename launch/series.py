@@ -36,7 +36,7 @@ from common.errors import (
 )
 from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
-from common.terminal import duration, plural, print_stderr
+from common.terminal import duration, plural, print_stderr, shown
 from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
 from launch.console import runs_still_needed, series_closing
@@ -433,19 +433,25 @@ def resume_series(series: SeriesRunner, identity: dict, request: SeriesRequest) 
 
 
 def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
-    """End the attempt that began with line `start`, whose launcher was killed, as lost."""
+    """End the attempt that began with line `start`, whose launcher was killed.
+
+    If its log has a result, the attempt is good all the same. Otherwise it is lost.
+    """
     run_dir = series.folder / start["run"]
     supervise.kill_processes_of(run_dir, grace_s=supervise.GRACE_S)
     what = f"attempt {start['attempt']}: its launcher ended without an entry in the ledger"
-    lost = RankLost(
-        what,
-        "it was killed, or the machine went down",
-        "nothing to do: the series continues without this run, whose directory is kept",
-    )
+    why = "it was killed, or the machine went down"
+    result = diagnosis.read_result(run_dir / "result.txt")
+    if result.stands:
+        do = f"check its log, which nobody has checked: ./run_and_time.sh check {shown(run_dir)}"
+        series.end(start, RunOutcome(None, result, late_errors=(RankLost(what, why, do),)))
+        return
+    do = "nothing to do: the series continues without this run, whose directory is kept"
+    lost = RankLost(what, why, do)
     lost.kind = run_states.LOST
     if run_dir.is_dir():
         diagnosis.write_failure(run_dir, lost, {})
-    series.end(start, RunOutcome(lost, diagnosis.read_result(run_dir / "result.txt")))
+    series.end(start, RunOutcome(lost, result))
 
 
 def _now() -> str:

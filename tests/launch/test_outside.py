@@ -287,6 +287,26 @@ def test_what_fails_in_the_launcher_after_run_stop_is_a_late_error(tmp_path, mon
     assert not list(tmp_path.rglob("failure.json"))
 
 
+@pytest.mark.parametrize("status", ["success", "aborted"])
+def test_a_result_stands_although_its_launcher_was_killed(tmp_path, status):
+    """The attempt is entered when the series is resumed."""
+    record = ledger.SeriesRecord("s", 2, {"commit": None})
+    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    killed = series.SeriesRunner(tmp_path, record, selection)
+    killed.append("series", started="", goal=2, facts={})
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    stop = {"key": "run_stop", "time_ms": 1, "value": None, "metadata": {"status": status}}
+    (run_dir / "result.txt").write_text(f":::MLLOG {json.dumps(stop)}\n")
+    series._enter_as_lost(killed, killed.start(run_dir, 1))
+    (read,) = ledger.read(tmp_path / ledger.NAME)
+    (end,) = read.ends.values()
+    good = status == "success"
+    assert (end["exit_code"], end["kind"]) == ((0, "success") if good else (14, "lost"))
+    assert "launcher ended" in end["reason"]
+    assert (run_dir / "failure.json").exists() == (not good)
+
+
 def test_a_lock_that_cannot_be_removed_costs_no_good_run(project, tmp_path):
     """Its folder is replaced by one where nothing can be unlinked: a directory in its place."""
     running = Running(project, tmp_path, held=(1,))
