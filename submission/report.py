@@ -182,7 +182,7 @@ def _single_runs(folder: Path) -> list[RunRow]:
 
     Return [] if `folder` is a LOGDIR/<benchmark> with a series, or with runs and no ledger.
     """
-    if not (folder / ledger.NAME).is_file() and any(folder.glob("*/result.txt")):
+    if any(folder.glob("*/result.txt")) and not ledger.ledgers(folder):
         return []
     rows = rows_of(folder) if folder.is_dir() else []
     if (folder / ledger.NAME).is_file() and any(row.runs_in_series > 1 for row in rows):

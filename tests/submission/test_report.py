@@ -570,6 +570,12 @@ def test_the_page_of_single_runs_lists_each_with_its_state(single_runs, folder):
     assert text.index("run_c") < text.index("run_b") < text.index("run_a"), "the newest first"
 
 
+def test_the_page_of_a_logdir_lists_also_runs_that_lie_beside_its_ledgers(single_runs):
+    shutil.copytree(single_runs / "llama31_8b" / "run_b", single_runs / "copied")
+    text = page(single_runs)
+    assert "<dt>runs</dt><dd>4</dd>" in text and "attempts are good" not in text
+
+
 def test_a_series_in_the_folder_is_reported_as_one(single_runs, tmp_path):
     enter(single_runs / "llama31_8b", "d", 4)
     path = single_runs / "llama31_8b" / ledger.NAME
