@@ -55,6 +55,7 @@ class Command:
     module: str  # IN_BENCHMARK, or a module; words after it are its first arguments
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
+    bare_with: str = ""  # option with which it needs no packages
 
 
 COMMANDS = {
@@ -100,7 +101,11 @@ COMMANDS = {
         LOGS,
     ),
     "runs": Command(
-        "list all runs of LOGDIR and how they ended", "submission.run_list", NEVER, LOGS
+        "list all runs in LOGDIR and how they ended, or show a series",
+        "submission.run_list",
+        NEVER,
+        LOGS,
+        bare_with="series",
     ),
     "report": Command("write the HTML report of a run or series", "submission.report"),
     "score": Command(
@@ -108,9 +113,6 @@ COMMANDS = {
         "submission.score",
         NEVER,
         LOGS,
-    ),
-    "series": Command(
-        "print the state of a series, also while it runs", "submission.series_status", NEVER, ""
     ),
     "describe": Command(
         "write the system description of this machine", "submission.describe", NEVER, LOGS
@@ -124,6 +126,10 @@ COMMANDS = {
     ),
 }
 
+# Former words that still work -> words that they stand for.
+ALIASES = {
+    ("series", "status"): ("runs", "--series="),
+}
 # Words that users try, and the subcommand that they mean.
 SYNONYMS = {
     "train": "run",
@@ -138,6 +144,7 @@ SYNONYMS = {
     "list": "runs",
     "ls": "runs",
     "status": "runs",
+    "series": "runs",
     "install": "setup",
     "doctor": "preflight",
     "memory": "plan",
@@ -175,17 +182,23 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     if words[:1] in (["-h"], ["--help"]):
         print(overview())
         raise SystemExit(0)
+    for old, new in ALIASES.items():
+        if words[: len(old)] == [*old]:
+            words[: len(old)] = new
     benchmark, name, rest = _split(words, benchmarks.names())
     command = COMMANDS[name]
     if not has_command(benchmark, name):
         raise _command_of_others(benchmark, name)
+    needs = command.needs
     if parser := parser_of(name, benchmark):
-        parser.parse_args(rest)
+        options = parser.parse_args(rest)
+        if command.bare_with and getattr(options, command.bare_with) is not None:
+            needs = ""
     module, first_arguments = _module_of(name, benchmark)
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
         first_arguments.append(benchmark)
-    return command.needs, ["-m", module, *first_arguments, *rest]
+    return needs, ["-m", module, *first_arguments, *rest]
 
 
 def has_command(benchmark: str, name: str) -> bool:

@@ -23,7 +23,6 @@ RUN_IN_PROCESS = (
     "submission.report",
     "submission.run_list",
     "submission.score",
-    "submission.series_status",
 )
 RUN_ALONE = ("launch.completion", "launch.commands", "launch.plan.command")
 
@@ -91,7 +90,7 @@ def test_the_config_that_an_example_names_exists(example):
 @pytest.mark.quick
 def test_examples_of_all_kinds_are_found():
     assert {'score "AMD MI300X 5.1" --against "AMD MI300X 5.0"', "completion bash"} <= {*EXAMPLES}
-    assert {"preflight --quick", "series status", NAME} <= {*EXAMPLES}
+    assert {"preflight --quick", "runs results/llama31_8b --series", NAME} <= {*EXAMPLES}
 
 
 def runs_in_process(example: str) -> bool:
