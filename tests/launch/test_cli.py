@@ -73,7 +73,9 @@ TYPOS = {
     "llama31_8b prepare fetsh --data-dir x": ("fetsh", "fetch"),
     "llama31_8b prepare verify --data-dir x --ful": ("--ful", "--full"),
     "tuning aply": ("aply", "apply"),
-    "tuning": ("command", "tuning --help"),
+    "system-tuning": ("command", "system-tuning --help"),
+    "llama31_8b tuning": ("tuning", "system-tuning"),
+    "llama31_8b --tune": ("--tune", "--system-tuning"),
     "throughput": ("measurement", "throughput --help"),
     "throughput gem": ("gem", "gemm"),
     "completion fish": ("fish", "choose"),
@@ -109,10 +111,10 @@ def test_the_name_of_a_config(path, meant):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("llama31_8b", "launch.commands run llama31_8b"),
-        ("llama31_8b run --print", "launch.commands run llama31_8b --print"),
-        ("run llama31_8b --print", "launch.commands run llama31_8b --print"),
-        ("bench llama31_8b --steps 3", "launch.commands bench llama31_8b --steps 3"),
+        ("llama31_8b", "launch.run_command llama31_8b"),
+        ("llama31_8b run --print", "launch.run_command llama31_8b --print"),
+        ("run llama31_8b --print", "launch.run_command llama31_8b --print"),
+        ("bench llama31_8b --steps 3", "launch.bench llama31_8b --steps 3"),
         ("llama31_8b prepare fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
         ("prepare llama31_8b fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
         ("preflight --quick", "launch.preflight --quick"),
@@ -122,7 +124,10 @@ def test_the_name_of_a_config(path, meant):
         ("plan llama31_8b --all", "launch.plan.command llama31_8b --all"),
         ("llama31_8b plan --all", "launch.plan.command llama31_8b --all"),
         ("check a b --werror", "submission.check a b --werror"),
+        ("system-tuning check", "system_tuning check"),
         ("tuning check", "system_tuning check"),
+        ("llama31_8b profile --memory", "launch.profile llama31_8b --memory"),
+        ("tune llama31_8b", "launch.tune.command llama31_8b"),
         ("series status x --series 7", "submission.run_list --series= x --series 7"),
         ("throughput gemm --shape 8x8x8", "throughput gemm --shape 8x8x8"),
         (
@@ -228,8 +233,7 @@ def test_switches_are_taken_anywhere_and_handed_on(monkeypatch):
         monkeypatch.setenv(name, "")
     assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == [
         "-m",
-        "launch.commands",
-        "run",
+        "launch.run_command",
         "llama31_8b",
         "--print",
     ]

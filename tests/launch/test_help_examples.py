@@ -24,7 +24,11 @@ RUN_IN_PROCESS = (
     "submission.run_list",
     "submission.score",
 )
-RUN_ALONE = ("launch.completion", "launch.commands", "launch.plan.command")
+RUN_ALONE = (
+    "launch.completion",
+    "launch.plan.command",
+    "launch.run_command",
+)
 
 
 def parsers(parser: Parser):
@@ -101,7 +105,7 @@ def runs_in_process(example: str) -> bool:
 def runs_alone(example: str) -> bool:
     """Return whether the example starts no training."""
     module = arguments_of(example)[1]
-    return module in RUN_ALONE and (module != "launch.commands" or "--print" in example)
+    return module in RUN_ALONE and (module != "launch.run_command" or "--print" in example)
 
 
 @pytest.fixture(scope="module")
