@@ -306,7 +306,7 @@ class Parser(argparse.ArgumentParser):
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
         if any(not word.startswith("-") for word in unknown) and self._can_intermix():
-            # An optional positional argument behind an option, as in `series status --json DIR`.
+            # An optional positional argument behind an option, as in `runs --json DIR`.
             options, unknown = self.parse_known_intermixed_args(args, namespace)
         if not unknown:
             return options

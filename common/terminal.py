@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from common import text_tables
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
@@ -185,8 +187,11 @@ def table(rows: Sequence[Sequence[str]], alignment: str, indent: int = 0) -> lis
 
     The first row is the head. `alignment` has one character per column: "<" aligns cells to the
     left, ">" to the right. `indent` is the number of columns by which the caller indents the lines.
-    If the columns do not fit side by side, each row becomes a block with one line per cell.
+    If the columns do not fit side by side, each row becomes a block with one line per cell. Without
+    rich, cells are padded, and long lines are not folded.
     """
+    if not has_rich():
+        return ["  ".join(cells).rstrip() for cells in text_tables.align(rows, alignment)]
     from rich.measure import Measurement
     from rich.table import Table
 

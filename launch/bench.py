@@ -1,16 +1,70 @@
-"""Commands `bench` (throughput on synthetic tokens) and `profile` (bench, then profiled steps)."""
+"""Measure training throughput on synthetic tokens. No data is read."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.benchmarks import require_layers
+from common.command_line import Parser, count
+from common.measure.defaults import STEPS, WARMUP
 from common.terminal import print_stderr
-from launch import diagnosis, profilers, run_directory
-from launch.job import Job, torchrun_command, trainer_environment
+from launch import diagnosis, profilers
+from launch.job import Job, job_from, torchrun_command, trainer_environment
+from launch.job_command import job_parser, job_program, print_header, require_software
 from launch.processes.supervise import supervise
+from launch.selection.check import MEASURED_ANYWAY
+
+EXAMPLES = ("{} bench", "{} bench --steps 20 --layers 4")
+
+
+def parser(benchmark: str) -> Parser:
+    """Return the argument parser of `bench`."""
+    parser = job_parser(benchmark, "bench", __doc__, EXAMPLES)
+    add_bench_options(parser, STEPS, "number of timed steps")
+    return parser
+
+
+def add_bench_options(parser: Parser, steps: int, text: str) -> None:
+    """Add the options of a bench. `steps`, `text`: default and help of --steps."""
+    parser.add_argument(
+        "--steps", type=count, metavar="N", default=steps, help=f"{text} (default: {steps})"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=count,
+        metavar="N",
+        default=WARMUP,
+        help=f"number of untimed steps before them (default: {WARMUP})",
+    )
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
+    parser.add_argument(
+        "--eval-sequences", type=count, metavar="N", help="also time an evaluation of N sequences"
+    )
+
+
+def start(benchmark: str, options: argparse.Namespace) -> int:
+    """Start `bench`, or print its command with --print. Return the exit code.
+
+    Raises the errors of `job_from`, and ConfigError for more layers than the model has.
+    """
+    job = measured_job(benchmark, options)
+    if options.print:
+        print(shlex.join(bench_command(job, Path("DIR"), options)))
+        return 0
+    require_software(job)
+    return bench(job, options)
+
+
+def measured_job(benchmark: str, options: argparse.Namespace) -> Job:
+    """Return the job that `bench` or `profile` measures, after printing its first lines."""
+    job = job_from(benchmark, options, *MEASURED_ANYWAY)
+    require_layers(options.layers or 0, job.rules.shape.num_layers)
+    print_header(job, None)
+    return job
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
@@ -51,48 +105,7 @@ def bench(job: Job, options: argparse.Namespace) -> int:
         return error.exit_code
 
 
-def profile(job: Job, options: argparse.Namespace) -> int:
-    """Run a bench whose steps are profiled into --out, and say how to read the files.
+main = job_program("bench", parser, start)
 
-    Return the exit code. Raises StorageError if --out cannot be written.
-    """
-    run_directory.require_writable(options.out, "--out")
-    if code := bench(job, options):
-        return code
-    guide = f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev"
-    if options.tool:
-        guide = profilers.guide(options.tool, options.out)
-    elif options.memory:
-        files = "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
-        guide = f"profile    {options.out}: {files}"
-    print_stderr(guide)
-    return 0
-
-
-def profile_directory(job: Job, options: argparse.Namespace) -> Path:
-    """Return --out, or else create a directory in LOGDIR/profiles; with --print, only name it.
-
-    Raise ConfigError if the directory holds files, or if the requested profile is not possible.
-    Raises StorageError if it cannot be created.
-    """
-    if options.memory and job.selection.device == "cpu":
-        raise ConfigError(
-            "profile --memory needs a GPU",
-            "it records the allocations of torch's GPU allocator",
-            "leave out --memory, or use plan, which calculates the memory of a GPU",
-        )
-    if options.tool is not None:
-        profilers.require(options.tool, job.config.world_size, installed=not options.print)
-    if options.out is None:
-        config = Path(job.selection.log_name).stem
-        name = f"{job.benchmark}_{config}_{run_directory.date()}"
-        folder = job.log_dir.absolute() / "profiles" / name
-        return folder if options.print else run_directory.create_new(folder)
-    folder = options.out.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} is not an empty directory",
-            "a profile overwrites nothing",
-            "name a new directory with --out",
-        )
-    return folder
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

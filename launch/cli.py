@@ -52,25 +52,22 @@ class Command:
     """A command: its line in --help, and the module that executes it."""
 
     about: str
-    module: str  # IN_BENCHMARK, or a module; words after it are its first arguments
+    module: str  # IN_BENCHMARK, or the name of a module
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
+    bare_with: str = ""  # option with which it needs no packages
 
 
 COMMANDS = {
     "run": Command(
-        "train to the target, then check the log (default)", "launch.commands run", ALWAYS
+        "train to the target, then check the log (default)", "launch.run_command", ALWAYS
     ),
     "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
-    "bench": Command(
-        "measure training throughput on synthetic tokens", "launch.commands bench", ALWAYS
-    ),
+    "bench": Command("measure training throughput on synthetic tokens", "launch.bench", ALWAYS),
     "profile": Command(
-        "profile training steps: kernel times or GPU memory", "launch.commands profile", ALWAYS
+        "profile training steps: kernel times or GPU memory", "launch.profile", ALWAYS
     ),
-    "tune": Command(
-        "search for the fastest config on this machine", "launch.commands tune", ALWAYS
-    ),
+    "tune": Command("search for the fastest config on this machine", "launch.tune.command", ALWAYS),
     "gemms": Command(
         "record, tune and check GEMM solutions of AMD's libraries",
         "throughput.gemm_tuning.cli",
@@ -90,7 +87,7 @@ COMMANDS = {
     "throughput": Command(
         "measure matrix products and training steps of many models", "throughput"
     ),
-    "tuning": Command(
+    "system-tuning": Command(
         "check, apply or revert operating system settings", "system_tuning", NEVER, ""
     ),
     "check": Command(
@@ -100,7 +97,11 @@ COMMANDS = {
         LOGS,
     ),
     "runs": Command(
-        "list all runs of LOGDIR and how they ended", "submission.run_list", NEVER, LOGS
+        "list all runs in LOGDIR and how they ended, or show a series",
+        "submission.run_list",
+        NEVER,
+        LOGS,
+        bare_with="series",
     ),
     "report": Command("write the HTML report of a run or series", "submission.report"),
     "score": Command(
@@ -108,9 +109,6 @@ COMMANDS = {
         "submission.score",
         NEVER,
         LOGS,
-    ),
-    "series": Command(
-        "print the state of a series, also while it runs", "submission.series_status", NEVER, ""
     ),
     "describe": Command(
         "write the system description of this machine", "submission.describe", NEVER, LOGS
@@ -124,6 +122,11 @@ COMMANDS = {
     ),
 }
 
+# Former words that still work -> words that they stand for.
+ALIASES = {
+    ("tuning",): ("system-tuning",),
+    ("series", "status"): ("runs", "--series="),
+}
 # Words that users try, and the subcommand that they mean.
 SYNONYMS = {
     "train": "run",
@@ -138,6 +141,8 @@ SYNONYMS = {
     "list": "runs",
     "ls": "runs",
     "status": "runs",
+    "series": "runs",
+    "tuning": "system-tuning",
     "install": "setup",
     "doctor": "preflight",
     "memory": "plan",
@@ -175,17 +180,22 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     if words[:1] in (["-h"], ["--help"]):
         print(overview())
         raise SystemExit(0)
+    for old, new in ALIASES.items():
+        if words[: len(old)] == [*old]:
+            words[: len(old)] = new
     benchmark, name, rest = _split(words, benchmarks.names())
     command = COMMANDS[name]
     if not has_command(benchmark, name):
         raise _command_of_others(benchmark, name)
+    needs = command.needs
     if parser := parser_of(name, benchmark):
-        parser.parse_args(rest)
-    module, first_arguments = _module_of(name, benchmark)
+        options = parser.parse_args(rest)
+        if command.bare_with and getattr(options, command.bare_with) is not None:
+            needs = ""
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
-        first_arguments.append(benchmark)
-    return command.needs, ["-m", module, *first_arguments, *rest]
+        rest = [benchmark, *rest]
+    return needs, ["-m", _module_of(name, benchmark), *rest]
 
 
 def has_command(benchmark: str, name: str) -> bool:
@@ -195,12 +205,9 @@ def has_command(benchmark: str, name: str) -> bool:
     return (ROOT / benchmark / f"{name}.py").is_file()
 
 
-def _module_of(name: str, benchmark: str) -> tuple[str, list[str]]:
-    """Return the module of the command `name`, and the module's first arguments."""
-    if COMMANDS[name].module == IN_BENCHMARK:
-        return f"{benchmark}.{name}", []
-    module, *arguments = COMMANDS[name].module.split()
-    return module, arguments
+def _module_of(name: str, benchmark: str) -> str:
+    module = COMMANDS[name].module
+    return f"{benchmark}.{name}" if module == IN_BENCHMARK else module
 
 
 def _command_of_others(benchmark: str, name: str) -> ConfigError:
@@ -340,21 +347,31 @@ def _with_benchmark(name: str, benchmark: str) -> str:
 
 def parser_of(name: str, benchmark: str) -> Parser | None:
     """Return the parser of a command, None if packages that its module imports are missing."""
-    module, arguments = _module_of(name, benchmark)
-    if COMMANDS[name].benchmark != NEVER:
-        arguments.append(benchmark)
+    module = _module_of(name, benchmark)
     if module in PARSER_IN_MAIN:
         module += ".__main__"
     try:
         command = importlib.import_module(module)
     except ImportError:
         return None
-    if hasattr(command, "parser"):
-        return command.parser(*arguments)
-    # system_tuning imports nothing from this project, since it is also copied to bare hosts.
-    parser = Parser(name)
-    command.add_arguments(parser)
+    if not hasattr(command, "parser"):
+        # system_tuning imports nothing from this project, since it is also copied to bare hosts.
+        parser = Parser(name)
+        command.add_arguments(parser)
+        return parser
+    parser = command.parser() if COMMANDS[name].benchmark == NEVER else command.parser(benchmark)
+    if name == "run":
+        parser.description += f"\n\n{_other_commands(benchmark)}"
     return parser
+
+
+def _other_commands(benchmark: str) -> str:
+    """Return a sentence of the help of `run`, which is the default command."""
+    others = []
+    for name, command in COMMANDS.items():
+        if name != "run" and command.benchmark != NEVER and has_command(benchmark, name):
+            others.append(name)
+    return f"Other commands of {benchmark}, each with --help: {', '.join(others)}."
 
 
 def overview() -> str:
@@ -369,8 +386,8 @@ def overview() -> str:
             row = textwrap.fill(
                 command.about,
                 width,
-                initial_indent=f"  {name:<12}",
-                subsequent_indent=" " * 14,
+                initial_indent=f"  {name:<15}",
+                subsequent_indent=" " * 17,
                 break_on_hyphens=False,
             )
             rows.append(row)

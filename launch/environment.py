@@ -443,7 +443,7 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
         do = "install requirements.txt into it and activate it, or move it away"
         raise PreflightError(
             f"{folder} lacks packages",
-            "it was not made by this script, so it is not changed",
+            "this launcher did not create it, so it is left unchanged",
             do,
         )
     stamps = [_read_stamp(stamp) for stamp in folder.glob("*.sha256")]

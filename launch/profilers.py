@@ -80,7 +80,7 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
     except ValueError as error:  # a quote is not closed
         raise ConfigError(
             f"--with {request}: {error}",
-            "the tool and its options are split into words like a command line of a shell",
+            "the tool and its options are split into words like a shell command",
             "close the quote",
         ) from None
     if name not in TOOLS:

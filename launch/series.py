@@ -96,12 +96,12 @@ def request_from(
     seed = environment.get("SEED", "")
     if not count.isdecimal() or (int(count) < 1 and not resume):
         raise ConfigError(
-            f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it"
+            f"invalid NEXP={count}", "NEXP must be a positive integer", "correct or unset it"
         )
     if max_failures is not None and max_failures < 0:
         raise ConfigError(
-            f"--max-failures {max_failures} is not a number of runs",
-            "it must be 0 or more",
+            f"invalid --max-failures {max_failures}",
+            "it must be at least 0",
             "correct it or leave it out",
         )
     limit = max_failures
@@ -111,8 +111,8 @@ def request_from(
         return SeriesRequest(int(count), limit, None, resume, take_over)
     if not seed.isdecimal() or int(seed) >= 2**32:
         raise ConfigError(
-            f"SEED={seed} is not a seed",
-            "it must be from 0 to 2^32 - 1",
+            f"invalid SEED={seed}",
+            "SEED must be an integer from 0 to 2^32 - 1",
             "correct it, or unset it for a random one",
         )
     if int(count) != 1 or limit or resume:

@@ -1,7 +1,4 @@
-"""Operating-system settings of system_tuning: apply them during a run (`--tune`), and report them.
-
-`tune`, the search for the fastest config, is launch/tune/.
-"""
+"""Settings of system_tuning: apply them during a run (--system-tuning), and report them."""
 
 from __future__ import annotations
 
@@ -40,10 +37,11 @@ def advice(root: Path = Path("/")) -> str:
 
 
 def remedy(root: Path = Path("/")) -> str:
-    """Say how to get the settings of `advice`: --tune and `tuning apply` refuse a container."""
+    """Say how to get the settings of `advice`. In a container they cannot be applied."""
+    check = "see ./run_and_time.sh system-tuning check"
     if sign_of_container(root):
-        return "see ./run_and_time.sh tuning check, and apply them on the host of this container"
-    return "see ./run_and_time.sh tuning check, or use --tune"
+        return f"{check}, and apply them on the host of this container"
+    return f"{check}, or use --system-tuning"
 
 
 @contextlib.contextmanager
@@ -68,7 +66,7 @@ def applied(project: Path) -> Iterator[None]:
         if not line:
             _print_messages(messages)  # the files and the reasons
             raise _not_applied(f"{' '.join(command)} ended with exit code {process.wait()}")
-        inform(*(f"tuning     {text}" for text in messages))
+        inform(*(f"system     {text}" for text in messages))
         yield
     finally:
         process.stdin.close()
@@ -79,12 +77,12 @@ def applied(project: Path) -> Iterator[None]:
 
 def _print_messages(messages: list[str]) -> None:
     for message in messages:
-        print_stderr(f"tuning     {message}")
+        print_stderr(f"system     {message}")
 
 
 def _not_applied(why: str) -> PreflightError:
     return PreflightError(
-        "--tune cannot apply the settings",
+        "--system-tuning cannot apply the settings",
         why,
-        "see ./run_and_time.sh tuning check, or run without --tune",
+        "see ./run_and_time.sh system-tuning check, or run without --system-tuning",
     )

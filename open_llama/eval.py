@@ -34,8 +34,8 @@ def parser(benchmark: str = "open_llama") -> Parser:
         "--sequence-length",
         type=count,
         metavar="N",
-        help="tokens per sequence (default: that of the run beside the model or adapter; elsewhere "
-        "1024, or the model's context if that is smaller)",
+        help="tokens per sequence (default: the length used by the run next to the model or "
+        "adapter, else 1024, or the model's context if that is smaller)",
     )
     parser.add_argument(
         "--sequences",

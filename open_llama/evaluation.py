@@ -78,7 +78,7 @@ def default_length(model: Path, adapter: Path | None = None) -> int:
     Raises an error if the file that names the number cannot be read.
     """
     length, path = trained_length(model, adapter)
-    origin = f"that of the run ({path})"
+    origin = f"the length used by the run ({path})"
     if path.name == CONFIG:
         origin = f"the model's context ({CONTEXT} in {path})"
         if not 0 < length < DEFAULT_LENGTH:

@@ -45,7 +45,7 @@ def parse_pairs(
 ) -> dict[str, str]:
     """Return name -> value for `texts` of the form NAME=VALUE.
 
-    `flag`: the option that has these values. `form`: the form, for errors.
+    `flag`: the option that has these values. `form`: how to write it, for errors.
 
     Raises ConfigError for another form, for a name that is not in `known`, and for a repeated name.
     """

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import terminal, text_tables
+from common import terminal
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, indented. The first and the last column are left-aligned.
-
-    rich fits it to the terminal. Without rich, which `series status` may lack, cells are padded.
-    """
+    """Return the lines of a table, indented. The first and the last column are left-aligned."""
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
-    if terminal.has_rich():
-        lines = terminal.table(rows, alignment, indent=2)
-    else:
-        lines = ["  ".join(cells).rstrip() for cells in text_tables.align(rows, alignment)]
-    return ["  " + line for line in lines]
+    return ["  " + line for line in terminal.table(rows, alignment, indent=2)]
 
 
 def number(value: float | None, form: str) -> str:

@@ -1,28 +1,37 @@
-"""List all runs of LOGDIR: state, target, minutes, tokens/s, config and commit.
+"""List all runs in LOGDIR: state, target, minutes, tokens/s, config and commit.
 
 The newest run is the last one. How a run ended comes from its log and the ledger, everything else
 from its log, events and config. Of a directory that no ledger names, for example in an archive, all
 comes from the files in it. Nothing is written, so the command can be used during runs.
 
-Exit code 0, even if there are no runs; 2 for wrong usage or no such directory.
+--series shows one series instead: its counts, the time left, and the samples and the loss at the
+last step of each attempt. It needs no packages. A launcher on another machine counts as running
+until it has not been heard of for ten minutes.
+
+Exit code 0, even if there are no runs; 2 for wrong usage, no such directory, or with --series no
+ledger or no such series.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
-from common.terminal import plural
-from common.terminal import table as table_lines
+from common.terminal import duration, plural, table
 from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
 from submission.run import Run, read_attempt, read_attempts
@@ -32,6 +41,7 @@ COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
 HEADS = ("run", "state", "loss", "target", "minutes", "tokens/s", "GPUs", "config", "commit")
 TEXT_COLUMNS = (0, 1, 6, 7, 8)
 ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(len(HEADS)))
+SERIES_HEADS = ("attempt", "state", "minutes", "samples", "loss", "started (UTC)", "run")
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ def _last_loss(run: Run) -> float | None:
 
 def lines(rows: list[RunRow]) -> list[str]:
     """Return a table of `rows`, followed by the number of runs in each state by benchmark."""
-    text = table_lines([HEADS, *(cells(row) for row in rows)], ALIGNMENT)
+    text = table([HEADS, *(cells(row) for row in rows)], ALIGNMENT)
     for benchmark, of_benchmark in by_benchmark(rows).items():
         counts = ", ".join(f"{count} {name}" for name, count in counts_of(of_benchmark).items())
         runs = plural(len(of_benchmark), "run")
@@ -172,27 +182,197 @@ def counts_of(rows: list[RunRow]) -> dict[str, int]:
     return {key[1]: counts[key] for key in order}
 
 
+# --- the series view ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeriesStatus:
+    """The state of one series."""
+
+    benchmark: str  # name of the ledger's directory
+    series: str  # ID in the ledger
+    config: str
+    goal: int  # number of good runs that the series was started for
+    good: int  # number of good runs so far
+    failed: int  # number of failed attempts so far
+    running: bool  # whether the launcher holds the lock of the series
+    attempts: list[RunRow]  # `samples` and `loss` are those of the last step or evaluation
+    # Estimated time to the last good run; None if the series is not running, or before two starts.
+    seconds_left: float | None
+
+
+def read_series(folder: Path, wanted: str, now: datetime) -> list[SeriesStatus]:
+    """Return the state at the time `now` of one series of each ledger in `folder`.
+
+    `wanted`: see `ledger.choose`. Ledgers without such a series are left out. Raises ConfigError if
+    no ledger has one.
+    """
+    paths = ledger.ledgers(folder)
+    having = []
+    for path in paths:
+        if any(record.id.startswith(wanted) for record in ledger.read(path)):
+            having.append(path)
+    found = []
+    for path in having or paths:
+        if record := ledger.choose(path, wanted):
+            found.append(read_status(path.parent, record, now))
+    if not found:
+        raise ConfigError(
+            f"{folder}: no series",
+            f"there is no {ledger.NAME} in it or in its subfolders, or an empty one",
+            "name the LOGDIR of the series, or set LOGDIR",
+        )
+    return found
+
+
+def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> SeriesStatus:
+    """Return the state of the series `record` at the time `now`.
+
+    `folder`: LOGDIR/<benchmark>, the directory of the ledger.
+    """
+    running = ledger.launcher_is_alive(folder, record.id)
+    attempts = [_attempt(folder, record, run) for run in read_attempts(folder, record)]
+    return SeriesStatus(
+        benchmark=folder.resolve().name,
+        series=record.id,
+        config=str(record.identity.get("config", "")),
+        goal=record.goal,
+        good=len(record.good),
+        failed=len(record.failed),
+        running=running,
+        attempts=attempts,
+        seconds_left=_seconds_left(record, attempts, now) if running else None,
+    )
+
+
+def _attempt(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
+    """Return the row that `runs` has for `run`, with samples and loss of its last step."""
+    samples, loss = _progress(run)
+    recorded = run.end.get("samples")
+    row = row_of(folder, record, run)
+    return replace(row, samples=recorded if type(recorded) is int else samples, loss=loss)
+
+
+def _progress(run: Run) -> tuple[int | None, float | None]:
+    """Return the training sequences and the loss at the last step or evaluation of `run`.
+
+    Either is None if events.jsonl does not have it.
+    """
+    with contextlib.suppress(OSError):
+        for event in reversed(run.records):
+            samples = event.get("samples")
+            loss = event.get("loss")
+            if event.get("event") in ("step", "eval") and type(samples) is int:
+                return samples, loss if is_number(loss) else None
+    return None, None
+
+
+def _seconds_left(
+    record: ledger.SeriesRecord, attempts: list[RunRow], now: datetime
+) -> float | None:
+    """Estimate the seconds to the last good run: the median time between starts, for each one left.
+
+    Return None before the second attempt.
+    """
+    starts = [_time(attempt.started) for attempt in attempts]
+    times = [start for start in starts if start is not None]
+    if len(times) < 2:
+        return None
+    each = median((after - before).total_seconds() for before, after in pairwise(times))
+    remaining = record.goal - len(record.good)
+    elapsed = (now - times[-1]).total_seconds() if record.open_starts else 0.0
+    return max(0.0, each * remaining - min(elapsed, each))
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, ledger.TIME).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def series_lines(status: SeriesStatus) -> list[str]:
+    """Return the lines to print about one series: its counts, a table of attempts, and reasons."""
+    counts = f"{status.good} of {status.goal} runs are good, {status.failed} failed"
+    if status.running:
+        state = "running"
+    elif status.good >= status.goal:
+        state = "finished"
+    else:
+        state = "not running"
+        if status.goal > 1:  # a series of one run cannot be resumed (launch/series.py)
+            state += f"; continue with NEXP={status.goal} and --resume"
+    text = [
+        f"series {status.series}: {status.benchmark}, {status.config}",
+        f"  {counts}; {state}",
+    ]
+    if status.seconds_left is not None:
+        text.append(f"  about {duration(status.seconds_left)} left at the current rate")
+    rows: list[Sequence[str]] = [SERIES_HEADS]
+    for attempt in status.attempts:
+        rows.append(
+            (
+                str(attempt.number),
+                attempt.state_words,
+                number(attempt.minutes, ".3f"),
+                number(attempt.samples, ",d"),
+                number(attempt.loss, ".3f"),
+                attempt.started.replace("T", " ").removesuffix("Z"),
+                attempt.run,
+            )
+        )
+    if status.attempts:
+        text += ["", *table(rows, "<<>>><<")]
+    reasons = [
+        f"attempt {attempt.number}: {attempt.reason}"
+        for attempt in status.attempts
+        if attempt.reason
+    ]
+    if reasons:
+        text += ["", *reasons]
+    return text
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
 def parser() -> Parser:
     """Return the argument parser of `runs`."""
     parser = Parser(
         "runs",
         __doc__,
-        ["runs", "runs results/llama31_8b", "runs --json"],
+        ["runs", "runs results/llama31_8b", "runs --json", "runs results/llama31_8b --series"],
     )
     add_log_dir_argument(parser)
+    parser.add_argument(
+        "--series",
+        nargs="?",
+        const="",
+        type=_series_id,
+        metavar="ID",
+        help="show one series, by its ID in the run ledger or the beginning of the ID"
+        " (default: the newest series with more than one run)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
+def _series_id(text: str) -> str:
+    if text and Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, which comes before --series")
+    return text
+
+
 def _print_runs(options: argparse.Namespace) -> None:
     folder = options.directory or default_log_dir()
-    rows = rows_of(folder) if options.directory or folder.is_dir() else []
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-    elif rows:
-        print("\n".join(lines(rows)))
+    found: list[SeriesStatus] | list[RunRow]
+    if options.series is not None:
+        found = read_series(folder, options.series, datetime.now(UTC))
+        text = "\n\n".join("\n".join(series_lines(status)) for status in found)
     else:
-        print(f"no runs in {folder}")
+        found = rows_of(folder) if options.directory or folder.is_dir() else []
+        text = "\n".join(lines(found)) if found else f"no runs in {folder}"
+    print(json.dumps([asdict(each) for each in found], indent=1) if options.json else text)
 
 
 main = program(parser, _print_runs)

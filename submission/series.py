@@ -360,7 +360,7 @@ def check_same(series: Series) -> None:
             raise ConfigError(
                 f"{run.path} is the same run as {other.path}",
                 "the ten runs must be independent, and each counts once",
-                "name every log once",
+                "list each log once",
             )
         seed = run.log.value("seed")
         if type(seed) is not int:

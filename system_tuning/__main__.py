@@ -149,7 +149,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, also for `./run_and_time.sh tuning`."""
+    """Add the arguments of the command, also for `./run_and_time.sh system-tuning`."""
     parser.description = (
         "Check, apply or revert operating-system and CPU settings for training.\n"
         "GPU clocks and power limits are never changed."

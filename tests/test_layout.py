@@ -485,14 +485,15 @@ def test_what_the_launcher_reads_imports_without_torch():
     assert len(LIGHT) > 40
 
 
-def test_starting_a_run_does_not_import_the_command_plan():
-    """Only the words for a config that does not fit into memory, which a failed run needs."""
-    code = "import sys, launch.commands; print('launch.plan.command' in sys.modules)"
+def test_starting_a_run_imports_neither_tune_nor_the_words_of_plan():
+    """Only what derives a config, which the selection needs."""
+    code = "import sys, launch.run_command; names = sorted(sys.modules); "
+    code += "print([n for n in names if n.startswith(('launch.plan.', 'launch.tune'))])"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == "['launch.plan.derive_config']\n", done.stderr
 
 
 def test_only_listed_modules_of_the_launcher_import_torch():

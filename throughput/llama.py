@@ -1,4 +1,4 @@
-"""Training steps of Llama-like models, full or LoRA, by the code that trains the benchmarks.
+"""Measure training steps of Llama-like models, full or LoRA, using the benchmarks' own code.
 
 Tokens are synthetic. The optimizer is included.
 """

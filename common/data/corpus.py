@@ -195,7 +195,7 @@ def module_documents(root: Path) -> Iterator[Document]:
 def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
     """Yield (dotted name, source text, syntax tree) of each module below `root`, sorted by path.
 
-    `root`: default: the standard library.
+    `root`: defaults to the standard library.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):

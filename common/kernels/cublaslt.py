@@ -259,7 +259,7 @@ class Product:
         if medians[best] >= (1 - LEAST_GAIN) * medians[0]:
             best = 0
         CHOICES.append(
-            f"{self.name}: {1e3 * medians[best]:.1f} us, the first {1e3 * medians[0]:.1f}"
+            f"{self.name}: {1e3 * medians[best]:.1f} µs, the first {1e3 * medians[0]:.1f}"
         )
         keep_choice(self.name, equal[best])
         return equal[best]

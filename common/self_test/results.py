@@ -55,7 +55,7 @@ class SelfTestResult:
 
     @property
     def bad(self) -> list[OpResult]:
-        """The results of ops that computed wrongly."""
+        """Results of ops that failed."""
         return [result for result in self.results if not result.good]
 
     @property

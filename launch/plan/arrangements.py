@@ -92,7 +92,7 @@ class TrainingSetup:
         )
 
     def supported(self, name: str, **changes) -> Arrangement:
-        """Return an arrangement of this package: its config with `changes`."""
+        """Return a layout that this package supports: its config with `changes`."""
 
         def at(batch: int) -> Memory:
             return memory_peak(self.config(batch, **changes), self.work)

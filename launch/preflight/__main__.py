@@ -3,7 +3,7 @@
 It reads and measures, changes nothing, and does not need root.
 
 The machine is checked for a run with --config or DGXSYSTEM, or else with the config for all visible
-GPUs (or DGXNGPU of them). DATADIR, MODEL, LOGDIR and GPU_KIND are read as well. Without a
+GPUs (or for DGXNGPU GPUs). DATADIR, MODEL, LOGDIR and GPU_KIND are read as well. Without a
 benchmark, only the machine itself is checked, not a config or data.
 
 The output is a table with one row per check: ok, warn, refuse, or skipped with the reason. Skipped
@@ -316,7 +316,7 @@ def host_rows(
         rows.append(host.judge_read_folder("MODEL", model_dir, request.miniature))
     rows.append(host.judge_log_folder(log_dir))
     if request.device == "cuda":
-        rows.append(host.judge_tuning())
+        rows.append(host.judge_system_tuning())
     if benchmark in benchmarks.closed() and not request.miniature:
         rows.append(host.judge_checkout(ROOT, environment))
     return rows

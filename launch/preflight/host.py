@@ -87,16 +87,16 @@ def _limit(value: int) -> str:
     return "unlimited" if value == UNLIMITED else f"{value:,}"
 
 
-def judge_tuning(root: Path = Path("/")) -> CheckRow:
-    """Judge the operating system settings of `tuning`.
+def judge_system_tuning(root: Path = Path("/")) -> CheckRow:
+    """Judge the operating system settings of `system-tuning`.
 
     The row only warns: AMD uses these settings, but no measurement of their effect is known.
     """
     advice = system_settings.advice(root)
     return graded(
-        "host tuning",
+        "system tuning",
         advice or f"{len(system_settings.state(root))} settings are as AMD sets them",
-        "the values of `tuning apply`; effect not measured",
+        "the values of `system-tuning apply`; effect not measured",
         system_settings.remedy(root),
         warn=bool(advice),
     )

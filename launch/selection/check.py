@@ -155,7 +155,7 @@ def _about_gpus(
     objections = []
     if request.gpus and request.gpus != config.gpus_per_node:
         what = f"DGXNGPU={request.gpus}, but the config is for {config.gpus_per_node}"
-        error = ConfigError(what, "both say how many GPUs to use", "unset one of them")
+        error = ConfigError(what, "the two disagree", "unset one of them")
         objections.append(Objection(REQUESTED, error))
     if config.gpu != _kind_name(kind) and not request.file:
         objections.append(Objection(GPUS, _other_kind(request, kind, config)))

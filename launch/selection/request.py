@@ -51,6 +51,6 @@ def _requested_gpus(environment: Mapping[str, str]) -> int:
     text = environment.get("DGXNGPU", "")
     if text and (not text.isdecimal() or int(text) < 1):
         raise ConfigError(
-            f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
+            f"invalid DGXNGPU={text}", "DGXNGPU must be a positive integer", "correct or unset it"
         )
     return int(text or 0)

@@ -1,7 +1,8 @@
-"""Command `tune`: search for the fastest config on this machine.
+"""Search for the fastest config on this machine.
 
-It writes a directory in LOGDIR/tune with the journal, the page, the fastest config, and a folder
-with config and output for each measurement.
+Keys that decide convergence and the format of the linear layers stay as they are. A new directory
+in LOGDIR/tune gets the journal, the page, the fastest config, and a folder with config and output
+for each measurement.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ import argparse
 import glob
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from common.atomic_write import write_whole
+from common.command_line import Parser, minutes
 from common.errors import ConfigError, Interrupted, RunError
 from common.known_issues import installed
 from common.paths import ROOT
 from common.repository import commit_of
 from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis, run_directory
-from launch.job import Job, torchrun_command, trainer_environment
+from launch.job import Job, job_from, torchrun_command, trainer_environment
+from launch.job_command import job_parser, job_program, print_header, require_software
 from launch.processes.supervise import kill_processes_of, supervise
+from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import results
 from launch.tune.candidates import Changes, Value, changed, memory_candidates, settings
 from launch.tune.search import Journal, Measurement, Search, as_json, text_of, text_of_value
@@ -31,6 +36,42 @@ from launch.tune.target import Target
 
 WARMUP_STEPS = {"short": 1, "long": 2}
 RESULT = "result.json"
+EXAMPLES = ("{} tune", "{} tune --minutes 60", "{} tune --resume --minutes 90")
+
+
+def parser(benchmark: str) -> Parser:
+    """Return the argument parser of `tune`."""
+    parser = job_parser(benchmark, "tune", __doc__, EXAMPLES, printed="the values to try")
+    parser.add_argument(
+        "--minutes",
+        type=minutes,
+        default=20.0,
+        metavar="N",
+        help="total time limit, including the search that is resumed (default: 20)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the newest search in LOGDIR with the same config, commit, packages and GPUs",
+    )
+    return parser
+
+
+def start(benchmark: str, options: argparse.Namespace) -> int:
+    """Search, print the table, and write page and config; with --print, only name the candidates.
+
+    Return 0. Raises the errors of `job_from` and `fastest`, and ConfigError for a config of several
+    nodes.
+    """
+    job = job_from(benchmark, options, *MEASURED_ANYWAY)
+    print_header(job, None)
+    _require_one_node(job)
+    if options.print:
+        print_candidates(job)
+        return 0
+    require_software(job)
+    fastest(Target.of(job), options.minutes, options.resume, options.command)
+    return 0
 
 
 def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]]:
@@ -45,9 +86,8 @@ def candidates_of(target: Target) -> tuple[list[Changes], dict[str, list[Value]]
     )
 
 
-def print_candidates(job: Job) -> int:
-    """Print what `tune` would try. Return 0. Raises ConfigError for a config of several nodes."""
-    _require_one_node(job)
+def print_candidates(job: Job) -> None:
+    """Print the values that `tune` would try."""
     candidates, values_of_settings = candidates_of(Target.of(job))
     print("memory settings (one candidate per line):")
     for changes in [{}, *candidates]:
@@ -55,17 +95,6 @@ def print_candidates(job: Job) -> int:
     print("other settings (recommended value first):")
     for name, values in values_of_settings.items():
         print(f"  {name}: {', '.join(map(text_of_value, values))}")
-    return 0
-
-
-def tune(job: Job, options: argparse.Namespace) -> int:
-    """Search, print the table, and write page and config. Return 0.
-
-    Raises the errors of `fastest`, and ConfigError for a config of several nodes.
-    """
-    _require_one_node(job)
-    fastest(Target.of(job), options.minutes, options.resume, options.command)
-    return 0
 
 
 def _require_one_node(job: Job) -> None:
@@ -80,7 +109,7 @@ def _require_one_node(job: Job) -> None:
 def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.SearchResult:
     """Search, print the table, and write page and config. Return the result.
 
-    `minutes`: longest time of all measurements. `resume`: whether to continue the newest search
+    `minutes`: total time limit. `resume`: whether to continue the newest search
         for the target. `command`: the user's command line, for page and config.
 
     Raises ConfigError for `resume` without a search to resume, Interrupted after a signal, and the
@@ -219,3 +248,9 @@ def _failure(journal: Journal, folder: Path) -> RunError:
     error.kind = str(errors[0]["kind"])
     error.exit_code = int(str(errors[0]["exit_code"]))
     return error
+
+
+main = job_program("tune", parser, start)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -73,7 +73,9 @@ TYPOS = {
     "llama31_8b prepare fetsh --data-dir x": ("fetsh", "fetch"),
     "llama31_8b prepare verify --data-dir x --ful": ("--ful", "--full"),
     "tuning aply": ("aply", "apply"),
-    "tuning": ("command", "tuning --help"),
+    "system-tuning": ("command", "system-tuning --help"),
+    "llama31_8b tuning": ("tuning", "system-tuning"),
+    "llama31_8b --tune": ("--tune", "--system-tuning"),
     "throughput": ("measurement", "throughput --help"),
     "throughput gem": ("gem", "gemm"),
     "completion fish": ("fish", "choose"),
@@ -109,10 +111,10 @@ def test_the_name_of_a_config(path, meant):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("llama31_8b", "launch.commands run llama31_8b"),
-        ("llama31_8b run --print", "launch.commands run llama31_8b --print"),
-        ("run llama31_8b --print", "launch.commands run llama31_8b --print"),
-        ("bench llama31_8b --steps 3", "launch.commands bench llama31_8b --steps 3"),
+        ("llama31_8b", "launch.run_command llama31_8b"),
+        ("llama31_8b run --print", "launch.run_command llama31_8b --print"),
+        ("run llama31_8b --print", "launch.run_command llama31_8b --print"),
+        ("bench llama31_8b --steps 3", "launch.bench llama31_8b --steps 3"),
         ("llama31_8b prepare fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
         ("prepare llama31_8b fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
         ("preflight --quick", "launch.preflight --quick"),
@@ -122,7 +124,11 @@ def test_the_name_of_a_config(path, meant):
         ("plan llama31_8b --all", "launch.plan.command llama31_8b --all"),
         ("llama31_8b plan --all", "launch.plan.command llama31_8b --all"),
         ("check a b --werror", "submission.check a b --werror"),
+        ("system-tuning check", "system_tuning check"),
         ("tuning check", "system_tuning check"),
+        ("llama31_8b profile --memory", "launch.profile llama31_8b --memory"),
+        ("tune llama31_8b", "launch.tune.command llama31_8b"),
+        ("series status x --series 7", "submission.run_list --series= x --series 7"),
         ("throughput gemm --shape 8x8x8", "throughput gemm --shape 8x8x8"),
         (
             "llama31_8b gemms check --device cpu",
@@ -153,6 +159,7 @@ def test_help_without_a_benchmark_is_that_of_one_with_configs(name, capsys):
         ("llama31_8b plna", "./run_and_time.sh llama31_8b plan?"),
         ("llama31_8b setpu", "./run_and_time.sh setup?"),
         ("ls", "./run_and_time.sh runs?"),
+        ("llama31_8b series", "./run_and_time.sh runs results/llama31_8b?"),
         ("llama31_8b --nexp 10", "NEXP=10 ./run_and_time.sh llama31_8b"),
         ("llama31_8b --seed=1", "SEED=1 ./run_and_time.sh llama31_8b"),
         ("llama31_8b --datadir /data/c4", "DATADIR=/data/c4 ./run_and_time.sh llama31_8b"),
@@ -216,7 +223,8 @@ def test_reading_logs_and_planning_need_fewer_packages_than_a_run():
     assert [
         cli.read(line.split())[0] for line in ("plan --model x", "tuning check", "completion bash")
     ] == ["", "", "requirements-cli.txt"]
-    assert cli.read(["check", "x"])[0] == "requirements-logs.txt"
+    assert cli.read(["check", "x"])[0] == cli.read(["runs"])[0] == "requirements-logs.txt"
+    assert cli.read(["runs", "--series"])[0] == cli.read(["series", "status", "--json"])[0] == ""
     assert cli.read(["llama31_8b"])[0] == "requirements.txt"
 
 
@@ -225,8 +233,7 @@ def test_switches_are_taken_anywhere_and_handed_on(monkeypatch):
         monkeypatch.setenv(name, "")
     assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == [
         "-m",
-        "launch.commands",
-        "run",
+        "launch.run_command",
         "llama31_8b",
         "--print",
     ]
@@ -267,7 +274,6 @@ def test_every_command_has_help_with_its_own_name(name, benchmark, capsys):
         ("package", (20, 2, 17, 18), ("verdict_<ruleset>.json", "result_9.txt")),
         ("describe", (20, 2, 17, 18), ("FILE",)),
         ("runs", (2,), ()),
-        ("series", (2,), ()),
         ("report", (2, 17, 18), ("report.html", "compared_with_B.html")),
     ],
 )

@@ -10,7 +10,7 @@ from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
 from common.machine.hardware import Device, Probe
 from common.records.ledger import SeriesRecord
-from launch import commands, console, job
+from launch import bench, console, job, profile, run_command
 from launch.selection.choose import choose
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
@@ -18,6 +18,12 @@ from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import CLOSED, MINIATURE
 
 pytestmark = pytest.mark.quick
+
+
+def print_command(command, *words: str) -> None:
+    """Start a command of llama31_8b with --print."""
+    options = command.parser("llama31_8b").parse_args(["--print", *words])
+    assert command.start("llama31_8b", options) == 0
 
 
 def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_result():
@@ -87,16 +93,10 @@ def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, ca
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     make_visible(monkeypatch, Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2))
-    for name in ("bench", "profile"):
-        assert (
-            commands.start(
-                "llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])
-            )
-            == 0
-        )
+    for command in (bench, profile):
+        print_command(command)
         assert "--config DIR/NVIDIA_R100_1x2+derived.toml --device cuda" in capsys.readouterr().out
-    options = commands.parser("run", "llama31_8b").parse_args(["--print"])
-    assert commands.start("llama31_8b", "run", options) == 0
+    print_command(run_command)
     screen = capsys.readouterr()
     assert "--config-name NVIDIA_R100_1x2+derived.toml" in screen.out
     assert "derived GPU kind: NVIDIA_R100" in screen.err and "no MFU" in screen.err
@@ -110,19 +110,10 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
         monkeypatch, Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4)
     )
     note = "NOTE       MLPERF_SUBMISSION_ORG is not set: package will refuse these runs"
-    assert (
-        commands.start(
-            "llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])
-        )
-        == 0
-    )
+    print_command(run_command)
     assert note in capsys.readouterr().err.splitlines()
-    for name, arguments in (("bench", []), ("run", ["--device", "cpu"])):
-        commands.start(
-            "llama31_8b",
-            name,
-            commands.parser(name, "llama31_8b").parse_args(["--print", *arguments]),
-        )
+    for command, arguments in ((bench, []), (run_command, ["--device", "cpu"])):
+        print_command(command, *arguments)
         assert "package will refuse" not in capsys.readouterr().err
 
 
@@ -143,20 +134,11 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
             f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))
         ],
     )
-    for name, program in (("run", "llama31_8b.train"), ("bench", "common.measure.bench")):
-        assert (
-            commands.start(
-                "llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])
-            )
-            == 0
-        )
+    for command, program in ((run_command, "llama31_8b.train"), (bench, "common.measure.bench")):
+        print_command(command)
         said = capsys.readouterr()
         assert f"--nproc-per-node 2 -m launch.processes.ranks 0-11/12-23 {program} " in said.out
         assert "CPUs " in said.err and " 12 " in said.err
-    commands.start(
-        "llama31_8b",
-        "run",
-        commands.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]),
-    )
+    print_command(run_command, "--device", "cpu")
     said = capsys.readouterr()
     assert "launch.processes.ranks" not in said.out and "CPUs " not in said.err

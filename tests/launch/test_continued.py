@@ -25,7 +25,7 @@ from common.training.continuation import (
     data_record,
     newest,
 )
-from launch import commands, series
+from launch import job_command, run_command, series
 from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.series import SeriesRequest, request_from
 
@@ -94,14 +94,14 @@ def test_the_seed_is_that_of_the_run_before_and_the_ranks_get_both_options(befor
 def test_a_series_is_refused_even_if_there_is_no_run_to_continue(
     before, tmp_path, monkeypatch, capsys, arguments, environment
 ):
-    monkeypatch.setattr(commands, "outlive_readers", lambda: None)
-    monkeypatch.setattr(commands, "raise_at_signals", lambda: None)
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setenv("LOGDIR", str(tmp_path / "empty"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     words = ["--miniature", "--device", "cpu", "--print", "--checkpoint", "1", *arguments]
     for run in (str(before), "auto"):
-        assert commands.main(["run", "llama31_8b", *words, "--continue", run]) == 2
+        assert run_command.main(["llama31_8b", *words, "--continue", run]) == 2
         assert "for a single run" in capsys.readouterr().err
 
 
@@ -380,14 +380,14 @@ LAST = "2026-11-23T12:00:00Z"
 def test_auto_follows_the_records_and_not_the_names(
     before, log_dir, monkeypatch, capsys, runs, expected, with_ledger
 ):
-    monkeypatch.setattr(commands, "outlive_readers", lambda: None)
-    monkeypatch.setattr(commands, "raise_at_signals", lambda: None)
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     for name, continues, step, started in runs:
         add_run(before, log_dir, name, continues, step, started)
     if not with_ledger:
         (log_dir / "llama31_8b" / ledger.NAME).unlink()
     words = ["--device", "cpu", "--print", "--checkpoint", "1", "--continue", "auto"]
-    assert commands.main(["run", "llama31_8b", "--miniature", *words]) == 0
+    assert run_command.main(["llama31_8b", "--miniature", *words]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert Path(command[command.index("--continue") + 1]).name == expected
 

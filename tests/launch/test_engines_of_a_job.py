@@ -10,7 +10,7 @@ from common import engines
 from common.errors import ConfigError
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
-from launch import commands, run, series
+from launch import job_command, run, series
 from launch.job import Job, Node
 from launch.selection.check import Choice
 from launch.selection.machine import NO_GPUS, Machine
@@ -66,7 +66,7 @@ def test_the_launcher_refuses_an_engine_that_is_pinned_on_a_cpu(job, variable):
     selection = replace(job.selection, device="cpu", config=config)
     on_a_cpu = replace(job, selection=selection, machine=NO_GPUS, environment={variable: pinned})
     with pytest.raises(ConfigError, match=f"{variable}={pinned} cannot be used here"):
-        commands._print_engines(on_a_cpu)
+        job_command._print_engines(on_a_cpu)
 
 
 def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):

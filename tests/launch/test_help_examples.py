@@ -23,9 +23,12 @@ RUN_IN_PROCESS = (
     "submission.report",
     "submission.run_list",
     "submission.score",
-    "submission.series_status",
 )
-RUN_ALONE = ("launch.completion", "launch.commands", "launch.plan.command")
+RUN_ALONE = (
+    "launch.completion",
+    "launch.plan.command",
+    "launch.run_command",
+)
 
 
 def parsers(parser: Parser):
@@ -91,7 +94,7 @@ def test_the_config_that_an_example_names_exists(example):
 @pytest.mark.quick
 def test_examples_of_all_kinds_are_found():
     assert {'score "AMD MI300X 5.1" --against "AMD MI300X 5.0"', "completion bash"} <= {*EXAMPLES}
-    assert {"preflight --quick", "series status", NAME} <= {*EXAMPLES}
+    assert {"preflight --quick", "runs results/llama31_8b --series", NAME} <= {*EXAMPLES}
 
 
 def runs_in_process(example: str) -> bool:
@@ -102,7 +105,7 @@ def runs_in_process(example: str) -> bool:
 def runs_alone(example: str) -> bool:
     """Return whether the example starts no training."""
     module = arguments_of(example)[1]
-    return module in RUN_ALONE and (module != "launch.commands" or "--print" in example)
+    return module in RUN_ALONE and (module != "launch.run_command" or "--print" in example)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.paths import ROOT
 
 FAULTS = ROOT / "tests/helpers/faults"
-LAUNCHER = "launch.commands"
+LAUNCHER = "launch.run_command"
 RANK = "open_llama.train"
 MODEL = {
     "model_type": "llama",

@@ -19,8 +19,7 @@ from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
 from common.machine import hardware
 from common.paths import ROOT
-from launch import commands as program
-from launch import diagnosis, job
+from launch import diagnosis, job, job_command, run_command
 from launch.cli import version
 from launch.job import ensure_data
 
@@ -61,15 +60,15 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
     def job_from(*_, **__):
         raise error
 
-    monkeypatch.setattr(program, "job_from", job_from)
-    monkeypatch.setattr(program, "outlive_readers", lambda: None)
-    monkeypatch.setattr(program, "raise_at_signals", lambda: None)
+    monkeypatch.setattr(run_command, "job_from", job_from)
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     if code is None:
         with pytest.raises(ValueError, match="a defect"):
-            program.main(["run", "llama31_8b"])
+            run_command.main(["llama31_8b"])
     else:
         assert (
-            program.main(["run", "llama31_8b"]) == code
+            run_command.main(["llama31_8b"]) == code
             and len(capsys.readouterr().err.splitlines()) == 3
         )
 

@@ -13,8 +13,7 @@ import pytest
 
 from common.errors import ConfigError, PreflightError
 from common.paths import ROOT
-from launch import commands as program
-from launch import profilers
+from launch import job_command, profile, profilers
 
 TORCHRUN = [
     sys.executable,
@@ -157,10 +156,10 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
 @pytest.fixture
 def profile_command(tmp_path, monkeypatch):
     """The command in this process."""
-    monkeypatch.setattr(program, "outlive_readers", lambda: None)
-    monkeypatch.setattr(program, "raise_at_signals", lambda: None)
-    return lambda *arguments: program.main(
-        ["profile", "llama31_8b", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
+    return lambda *arguments: profile.main(
+        ["llama31_8b", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]
     )
 
 

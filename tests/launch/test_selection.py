@@ -17,13 +17,14 @@ from common.errors import ConfigError, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
-from launch import commands
+from launch import bench, profile, run_command
 from launch.plan import command as plan
 from launch.preflight import __main__ as preflight
 from launch.selection.check import DERIVED, FILE, FITTED, MEASURED_ANYWAY, MINIATURE
 from launch.selection.choose import choose, nearest_config
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
+from launch.tune import command as tune
 from submission.own_log import CONFIG_NAME
 from throughput.gemm_tuning import cli as gemms
 
@@ -185,7 +186,7 @@ def require_expected(choice, expected: Expected) -> None:
 def test_every_request_on_every_machine(name, kind, benchmark, files):
     for count in COUNTS:
         words, environment = asked(ROWS[name], benchmark, kind, count, files)
-        options = commands.parser("run", benchmark).parse_args(words)
+        options = run_command.parser(benchmark).parse_args(words)
         request = Request.of(benchmark, options, environment)
         expected = expected_of(name, benchmark, kind, count)
         if expected.error and not expected.is_objection:
@@ -200,7 +201,8 @@ def test_every_request_on_every_machine(name, kind, benchmark, files):
 
 
 # Machines on which each command is asked itself.
-COMMANDS = ("run", "bench", "profile", "tune", "plan", "preflight", "gemms")
+STARTS_A_JOB = {"run": run_command, "bench": bench, "profile": profile, "tune": tune}
+COMMANDS = (*STARTS_A_JOB, "plan", "preflight", "gemms")
 SOME = (("MI300X", 2), ("H100", 1), ("H200", 6), ("B200", 8), ("CPU", 1))
 VARIABLES = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "DATADIR", "MODEL", "NEXP", "SEED")
 
@@ -213,10 +215,11 @@ def found(monkeypatch, tmp_path) -> list:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr("common.known_issues.installed", lambda driver: {})
-    monkeypatch.setattr(commands, "refusal_reasons", lambda root, environment: [])
-    monkeypatch.setattr(
-        commands, "_print_header", lambda job, places: configs_found.append(job.config)
-    )
+    monkeypatch.setattr(run_command, "refusal_reasons", lambda root, environment: [])
+    for module in (run_command, bench, tune):  # `profile` prints by `bench`
+        monkeypatch.setattr(
+            module, "print_header", lambda job, places: configs_found.append(job.config)
+        )
     monkeypatch.setattr(
         gemms, "check", lambda benchmark, config, options: configs_found.append(config) or 0
     )
@@ -224,7 +227,7 @@ def found(monkeypatch, tmp_path) -> list:
         preflight, "host_rows", lambda name, run, variables: configs_found.append(run.config) or []
     )
     monkeypatch.setattr(preflight, "run_ranks", lambda *arguments: [])
-    monkeypatch.setattr(commands, "print_candidates", lambda job: 0)
+    monkeypatch.setattr(tune, "print_candidates", lambda job: None)
     return configs_found
 
 
@@ -240,8 +243,8 @@ def ask(command: str, benchmark: str, words: list[str], capsys) -> list[dict]:
     elif command == "gemms":
         gemms.work(benchmark, "check", *words)
     else:
-        options = commands.parser(command, benchmark).parse_args([*words, "--print"])
-        commands.start(benchmark, command, options)
+        module = STARTS_A_JOB[command]
+        module.start(benchmark, module.parser(benchmark).parse_args([*words, "--print"]))
     return []
 
 
@@ -275,7 +278,7 @@ def test_every_command_gets_the_same_config(command, benchmark, files, found, mo
         else:
             assert error == (None if is_ignored else expected.error), (kind, count, name)
         if expected.error is None or is_ignored:
-            options = commands.parser("run", benchmark).parse_args(words)
+            options = run_command.parser(benchmark).parse_args(words)
             config = choose(Request.of(benchmark, options, environment), machine).config
             assert (planned or [asdict(each) for each in found]) == [asdict(config)]
 
@@ -581,8 +584,8 @@ def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a
 def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
     benchmark, notes, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(commands, "refusal_reasons", lambda root, environment: ["a reason"])
-    monkeypatch.setattr(commands.system_settings, "advice", lambda: "advice")
+    monkeypatch.setattr(run_command, "refusal_reasons", lambda root, environment: ["a reason"])
+    monkeypatch.setattr(run_command.system_settings, "advice", lambda: "advice")
     example = str(ROOT / "open_llama/examples/stdlib_10m.toml")
     change = f"submission_benchmark={benchmark}"
     choice = chosen(NOTHING, benchmark=OPEN, config=example, set=[change])
@@ -590,7 +593,7 @@ def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
     words = ["--config", example, "--set", change, "--print"]
     for name in ("DATADIR", "LOGDIR"):
         monkeypatch.setenv(name, str(tmp_path))
-    parsed = commands.parser("run", OPEN).parse_args(words)
-    assert commands.start(OPEN, "run", parsed) == 0
+    parsed = run_command.parser(OPEN).parse_args(words)
+    assert run_command.start(OPEN, parsed) == 0
     text = capsys.readouterr().err
     assert text.count("NOTE") == 3 * notes

@@ -1,6 +1,6 @@
-"""`--tune` applies settings before the first run and restores them, however the launcher ends.
+"""--system-tuning applies settings before the first run and restores them at the end.
 
-The tests use a copy of a host's files.
+They are restored however the launcher ends. The tests use a copy of a host's files.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ import pytest
 from common.errors import PreflightError
 from common.machine.hardware import Probe
 from common.paths import ROOT
-from launch import commands as program
-from launch import run_directory, system_settings
+from launch import job_command, run_command, run_directory, system_settings
 from launch.job import Node
 from system_tuning.settings import KERNEL, value_of
 
@@ -68,11 +67,11 @@ def test_settings_hold_inside_and_are_put_back_after_an_error(host):
 
 def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host, monkeypatch):
     (host / "run").rmdir()
-    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
+    with pytest.raises(PreflightError, match="--system-tuning"), system_settings.applied(ROOT):
         pytest.fail("the run started")
     assert values(host) == ["1", "0"]
     monkeypatch.setattr(system_settings, "HOLD", ["no-such-program"])
-    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
+    with pytest.raises(PreflightError, match="--system-tuning"), system_settings.applied(ROOT):
         pytest.fail("the run started")
 
 
@@ -88,13 +87,13 @@ def test_files_that_cannot_be_set_or_restored_are_named(host, monkeypatch, capfd
     assert "/proc/x: read-only" in capfd.readouterr().err
 
 
-def test_in_a_container_a_run_with_tune_ends_and_the_advice_does_not_name_tune(host, capfd):
-    assert "--tune" in system_settings.remedy(host)
+def test_in_a_container_system_tuning_is_refused_and_the_advice_does_not_name_it(host, capfd):
+    assert "--system-tuning" in system_settings.remedy(host)
     (host / ".dockerenv").touch()
-    with pytest.raises(PreflightError, match="--tune"), system_settings.applied(ROOT):
+    with pytest.raises(PreflightError, match="--system-tuning"), system_settings.applied(ROOT):
         pytest.fail("the run started")
     assert values(host) == ["1", "0"] and "refused in a container" in capfd.readouterr().err
-    assert "--tune" not in system_settings.remedy(host)
+    assert "--system-tuning" not in system_settings.remedy(host)
 
 
 def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_better(
@@ -121,25 +120,22 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         cpus=(),
         engines=Namespace(),
     )
-    for name, value in {
-        "job_from": lambda *_, **__: given,
-        "header": lambda *_: [],
-        "refusal_reasons": lambda *_: [],
-        "run_all": lambda *_: order.append("runs") or 0,
-        "outlive_readers": lambda: None,
-        "raise_at_signals": lambda: None,
-    }.items():
-        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(run_command, "job_from", lambda *_, **__: given)
+    monkeypatch.setattr(run_command, "refusal_reasons", lambda *_: [])
+    monkeypatch.setattr(run_command, "run_all", lambda *_: order.append("runs") or 0)
+    monkeypatch.setattr(job_command, "header", lambda *_: [])
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setattr(system_settings, "applied", tuned)
     monkeypatch.setattr(system_settings, "advice", lambda: "governor could be better")
-    assert program.main(["run", "llama31_8b", "--tune"]) == 0 and order == [
+    assert run_command.main(["llama31_8b", "--system-tuning"]) == 0 and order == [
         "made",
         "runs",
         "put back",
     ]
     assert "could be better" not in capsys.readouterr().err
-    assert program.main(["run", "llama31_8b"]) == 0 and order[3:] == ["runs"]
-    assert "tuning check" in capsys.readouterr().err
+    assert run_command.main(["llama31_8b"]) == 0 and order[3:] == ["runs"]
+    assert "system-tuning check" in capsys.readouterr().err
 
 
 def test_the_record_of_a_run_says_what_was_set(monkeypatch):

@@ -5,7 +5,7 @@ from ranks import start_ranks
 from tiny import lora_config, run_config
 
 from common.errors import ConfigError
-from launch.commands import main, parser
+from launch import bench, profile
 
 
 @pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
@@ -53,12 +53,12 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
 @pytest.mark.parametrize("value", ["0", "-3", "x", "1.5"])
 def test_numbers_that_make_no_sense_are_refused(option, value):
     with pytest.raises(ConfigError, match=option):
-        parser("bench", "llama31_8b").parse_args([option, value])
+        bench.parser("llama31_8b").parse_args([option, value])
 
 
-@pytest.mark.parametrize("name", ["bench", "profile"])
-def test_the_launcher_refuses_more_layers_than_the_model_has(name, capsys):
-    assert main([name, "llama31_8b", "--miniature", "--device", "cpu", "--layers", "99"]) == 2
+@pytest.mark.parametrize("command", [bench, profile])
+def test_the_launcher_refuses_more_layers_than_the_model_has(command, capsys):
+    assert command.main(["llama31_8b", "--miniature", "--device", "cpu", "--layers", "99"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert line.startswith("error: --layers 99")
 

@@ -140,7 +140,7 @@ def test_eval_takes_the_sequence_length_of_the_run(folder, tmp_path, capsys):
     (run / "config.toml").write_text(config_of(folder, sequence_length=48).as_toml())
     assert default_length(folder, run / "adapter") == 48
     assert default_length(folder.rename(run / "model")) == 48
-    assert f"48: that of the run ({run / 'config.toml'})" in capsys.readouterr().err
+    assert f"48: the length used by the run ({run / 'config.toml'})" in capsys.readouterr().err
 
 
 def loss_of(model, processes) -> float:

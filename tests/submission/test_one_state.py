@@ -1,4 +1,4 @@
-"""Test that `runs`, `series status`, `report` and `score` show one state and one duration."""
+"""Test that `runs`, its series view, `report` and `score` show one state and one duration."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import synthetic_series as synthetic
 from synthetic_run import LORA
 
 from common.records.run_states import words
-from submission import report, run_list, score, series_status
+from submission import report, run_list, score
 
 # State, what the log claims at run_stop (and whether it reaches the target), the exit code in the
 # ledger (None: no end), and what failed after run_stop.
@@ -61,11 +61,11 @@ def test_four_commands_show_one_state_and_one_duration(attempt, capsys):
         return capsys.readouterr().out
 
     (listed,) = json.loads(printed(run_list.main, folder, "--json"))
-    (status,) = json.loads(printed(series_status.main, "status", folder, "--json"))
+    (status,) = json.loads(printed(run_list.main, folder, "--series", "--json"))
     scored = json.loads(printed(score.main, folder, "--json", codes=(20,)))
     found = {
         "runs": listed,
-        "series status": status["attempts"][0],
+        "runs --series": status["attempts"][0],
         "score": scored["runs"][0],
     }
     assert {name: each["state"] for name, each in found.items()} == dict.fromkeys(found, state)
@@ -75,7 +75,7 @@ def test_four_commands_show_one_state_and_one_duration(attempt, capsys):
         assert late in each["reason"] and bool(each["reason"]) == bool(late or state != "success")
     assert scored["runs"][0]["converged"] == (state in ("success", "check_failed"))
 
-    for main, arguments in ((run_list.main, [folder]), (series_status.main, ["status", folder])):
+    for main, arguments in ((run_list.main, [folder]), (run_list.main, [folder, "--series"])):
         text = printed(main, *arguments)
         assert words(state) in text and f"{minutes:,.3f}" in text
     text = printed(score.main, folder, codes=(20,))

@@ -65,7 +65,7 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     found = list(settings.kernel_lines(SIZES, torch.device("cpu"), "RoPE backward"))
     assert (
         found[0].startswith("RoPE backward")
-        and "10.0 us" in found[1]
+        and "10.0 µs" in found[1]
         and found[1].endswith("shipped")
     )
     assert (

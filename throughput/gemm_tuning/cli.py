@@ -126,7 +126,7 @@ def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace
     The bench runs two layers, because all layers have the same GEMMs. It runs two micro-batches per
     step, because the first may differ from the others.
     """
-    command = [sys.executable, "-m", "launch.commands", "bench", benchmark]
+    command = [sys.executable, "-m", "launch.bench", benchmark]
     command += ["--layers", "2", "--warmup", "1", "--steps", "1"]
     command += ["--eval-sequences", str(config.eval_micro_batch_size * config.world_size)]
     if options.config:

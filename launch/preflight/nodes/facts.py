@@ -77,14 +77,14 @@ def versions(found: Probe) -> dict[str, str]:
 
 
 def settings(root: Path) -> dict[str, str]:
-    """Return settings of the kernel and of `tuning`, which should be equal on all nodes."""
+    """Return settings of the kernel and of `system-tuning`, which should be equal on all nodes."""
     boot = [word for word in read_text(root / "proc/cmdline").split() if BOOT_WORDS.search(word)]
     return {
         "kernel": platform.release(),
         **{name: " ".join(read_text(root / path).split()) for name, path in SETTINGS.items()},
         "kernel command line": " ".join(sorted(boot)),
         "nvidia_peermem": str((root / "sys/module/nvidia_peermem").exists()),
-        **{f"tuning {name}": state for name, state in system_settings.state(root).items()},
+        **{f"system-tuning {name}": state for name, state in system_settings.state(root).items()},
     }
 
 

@@ -1070,4 +1070,4 @@ def test_host_settings_never_refuse(tmp_path):
     file.parent.mkdir(parents=True)
     for text, verdict in (("1", "warn"), ("0", "ok")):
         file.write_text(f"{text}\n")
-        assert host.judge_tuning(tmp_path).verdict == verdict
+        assert host.judge_system_tuning(tmp_path).verdict == verdict

@@ -7,7 +7,6 @@ import pytest
 from common import config as configs
 from common.benchmarks import config_class
 from common.paths import ROOT
-from launch import commands
 from launch.job import job_from
 from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import command
@@ -58,7 +57,7 @@ def benchmark_name(request, tmp_path, monkeypatch):
 
 def tune(benchmark: str, tmp_path, *options: str) -> int:
     words = ["--config", str(tmp_path / "bad.toml"), "--device", "cpu", *options]
-    return commands.main(["tune", benchmark, *words])
+    return command.main([benchmark, *words])
 
 
 def test_the_config_is_what_the_journal_says(benchmark_name, tmp_path, capsys):
@@ -153,13 +152,13 @@ def test_print_starts_nothing(benchmark_name, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "x"])
 def test_minutes_that_make_no_sense_are_refused(minutes):
-    assert commands.main(["tune", "llama31_8b", "--minutes", minutes]) == 2
+    assert command.main(["llama31_8b", "--minutes", minutes]) == 2
 
 
 def test_results_that_cannot_be_written_name_the_variable(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOGDIR", str(tmp_path / "file/logs"))
-    assert commands.main(["tune", "llama31_8b", "--miniature", "--device", "cpu"]) == 17
+    assert command.main(["llama31_8b", "--miniature", "--device", "cpu"]) == 17
     assert "LOGDIR" in capsys.readouterr().err
 
 
@@ -170,7 +169,7 @@ def test_several_nodes_are_refused(monkeypatch, tmp_path, capsys):
     words = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--device", "cpu"]
     words += ["--set", "nodes=2", "--set", "micro_batch_size=8"]
     for more in ([], ["--print"]):
-        assert commands.main(["tune", "llama31_8b", *words, *more]) == 2
+        assert command.main(["llama31_8b", *words, *more]) == 2
         assert "2 nodes" in capsys.readouterr().err
 
 
@@ -178,7 +177,7 @@ def test_a_measurement_is_a_bench_in_processes_of_its_own(tmp_path):
     """Steps, a failure of the ranks, and the end that the search asks for."""
     (tmp_path / "bad.toml").write_text(BAD + OWN["llama31_8b"])
     words = ["--config", str(tmp_path / "bad.toml"), "--device", "cpu"]
-    options = commands.parser("tune", "llama31_8b").parse_args(words)
+    options = command.parser("llama31_8b").parse_args(words)
     job = job_from("llama31_8b", options, *MEASURED_ANYWAY)
     journal = Journal(tmp_path)
     measure = command._measure(Target.of(job), tmp_path, journal)

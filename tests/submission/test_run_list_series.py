@@ -1,4 +1,4 @@
-"""`series status`, read from another process than the launcher of the series."""
+"""`runs --series`, read from another process than the launcher of the series."""
 
 import fcntl
 import json
@@ -11,7 +11,7 @@ import synthetic_series as synthetic
 from synthetic_run import PRETRAINING, step_event, write_json_lines
 
 from common.records import ledger
-from submission import series_status
+from submission import run_list
 
 NAME = PRETRAINING.rules.BENCHMARK
 
@@ -65,7 +65,7 @@ def locked(folder):
 
 
 def printed(capsys, *arguments, code: int = 0) -> str:
-    assert series_status.main(["status", *map(str, arguments)]) == code
+    assert run_list.main(["--series=", *map(str, arguments)]) == code
     return capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_the_time_that_is_left(locked):
     """Nine runs of an hour each, of which the running one has been going for half an hour."""
     (record,) = ledger.read(locked / ledger.NAME)
     now = datetime.fromisoformat(at(150))
-    assert series_status.read_status(locked, record, now).seconds_left == 8.5 * 3600
+    assert run_list.read_status(locked, record, now).seconds_left == 8.5 * 3600
 
 
 def test_a_series_whose_launcher_was_killed(folder, capsys):
@@ -141,8 +141,21 @@ def test_a_wrong_directory_or_id(folder, tmp_path, capsys):
     assert not printed(capsys, tmp_path / "empty", code=2)
 
 
-@pytest.mark.parametrize("order", [("status", "DIR", "--json"), ("status", "--json", "DIR")])
-def test_options_may_come_before_the_directory(folder, capsys, order):
-    words = [str(folder) if word == "DIR" else word for word in order]
-    assert series_status.main(words) == 0
-    assert json.loads(capsys.readouterr().out)[0]["benchmark"] == NAME
+@pytest.mark.parametrize("line", ["DIR --series", "DIR --series --json", "--series --json DIR"])
+def test_the_id_may_be_left_out(folder, capsys, line):
+    words = [str(folder) if word == "DIR" else word for word in line.split()]
+    assert run_list.main(words) == 0
+    assert "1 of 10" in (out := capsys.readouterr().out) or json.loads(out)[0]["good"] == 1
+
+
+def test_a_directory_is_no_id(folder, capsys):
+    assert run_list.main(["--series", str(folder)]) == 2
+    assert "directory" in capsys.readouterr().err
+
+
+def test_an_id_selects_its_ledger_of_several(folder, tmp_path, capsys):
+    other = {"event": "series", "series": "20270101-000000-f", "goal": 1, "facts": {}}
+    ledger.append(tmp_path / "other" / ledger.NAME, other)
+    for name, series in ((NAME, synthetic.SERIES), ("other", "2027")):
+        assert as_json(capsys, tmp_path, "--series", series)["benchmark"] == name
+    assert len(json.loads(printed(capsys, tmp_path, "--json"))) == 2

@@ -1,0 +1,133 @@
+"""Options and first steps that `run`, `bench`, `profile` and `tune` share.
+
+Each of these commands has a module with `parser`, `start` and `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.benchmarks import config_keys, example_config
+from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of
+from common.known_issues import installed
+from common.machine.hardware import config_names
+from common.paths import ROOT
+from common.terminal import inform, outlive_readers
+from launch.console import header
+from launch.job import Job, note_on_one_node
+from launch.processes.supervise import raise_at_signals
+from launch.torch_build import missing_compiler, require_fitting_torch
+
+
+def job_parser(
+    benchmark: str,
+    name: str,
+    about: str | None,
+    examples: Sequence[str],
+    set_note: str = "",
+    printed: str = "the command",
+) -> Parser:
+    """Return a parser of command `name` with the options that all these commands have.
+
+    `examples`: command lines with {} for the benchmark, and a second {} for one of its configs.
+    `set_note`: added to the help of --set. `printed`: what --print prints besides the config.
+    """
+    shipped = ships_configs(benchmark)
+    parser = Parser(f"{benchmark} {name}", about, _filled(examples, benchmark, shipped))
+    which = parser.add_mutually_exclusive_group()
+    default = "required; relative paths in it start at the current directory"
+    if shipped:
+        default = "default: selected for the GPUs found"
+    which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
+    which.add_argument(
+        "--miniature",
+        action="store_true",
+        help="use the toy model, on one GPU of any kind or on the CPU"
+        if shipped
+        else argparse.SUPPRESS,  # only a benchmark with configs has one
+    )
+    add_set_option(parser, config_keys(benchmark), set_note)
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help=f"print the name of the config and {printed}, and start nothing",
+    )
+    return parser
+
+
+def ships_configs(benchmark: str) -> bool:
+    """Return whether the benchmark has configs, or else each run needs one of the user's own."""
+    return bool(config_names(ROOT, benchmark))
+
+
+def _filled(examples: Sequence[str], benchmark: str, shipped: bool) -> list[str]:
+    """Return the examples of a help. A benchmark without configs needs --config in each line."""
+    config = example_config(benchmark, "CPU_1x1", "stdlib_10m")
+    lines = []
+    for example in examples:
+        line = example.format(benchmark, config)
+        if not shipped and "--config" not in line:
+            line += f" --config {config}"
+        lines.append(line)
+    return lines
+
+
+def job_program(
+    name: str,
+    parser: Callable[[str], Parser],
+    start: Callable[[str, argparse.Namespace], int],
+) -> Callable[[list[str]], int]:
+    """Return the `main` of command `name`, whose arguments are the benchmark and the options.
+
+    It parses them and returns the exit code of `start(benchmark, options)`.
+    """
+
+    def main(arguments: list[str]) -> int:
+        outlive_readers()
+        raise_at_signals()
+        benchmark, *rest = arguments
+
+        def work() -> int:
+            options = parser(benchmark).parse_args(rest)
+            options.command = shlex.join([PROGRAM, benchmark, name, *rest])
+            return start(benchmark, options)
+
+        return exit_code_of(work)
+
+    return main
+
+
+def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
+    """Print the lines of `header`, notes, and the engines. Raise as `_print_engines` does."""
+    inform(*header(job.benchmark, job.selection, job.rules, directories, job.cpus))
+    if job.node.count == 1 and (note := note_on_one_node(job.environment)):
+        inform(f"NOTE       {note}")
+    _print_engines(job)
+
+
+def _print_engines(job: Job) -> None:
+    """Print the engines that a job on GPUs uses, and why faster ones are not used.
+
+    Raise ConfigError if a pinned engine cannot be used, also on a CPU.
+    """
+    in_use = job.engines
+    if job.selection.device == "cuda":
+        inform(*in_use.lines())
+
+
+def require_software(job: Job) -> None:
+    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler."""
+    if job.selection.device != "cuda":
+        return
+    require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
+    if missing := missing_compiler():
+        inform(f"NOTE       {missing}")

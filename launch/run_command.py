@@ -1,0 +1,162 @@
+"""Train to the target, then check the log.
+
+NEXP=10 makes ten good runs. A run is good if it reaches the target and its log passes the checks.
+After a failed attempt another one starts, until more than --max-failures have failed. Every attempt
+has its own directory and a random seed, and starts with an empty page cache. SEED sets the seed of
+a single run, for debugging. LOGDIR/<benchmark>/attempts.jsonl records the start and end of every
+attempt. No result is ever overwritten.
+
+--checkpoint saves the training state in checkpoints/ of the run's directory and keeps the newest
+one. --continue resumes from there in a new directory, with the same seed and config, on any number
+of GPUs. The clock starts again from zero, so `package` refuses the run. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from common.benchmarks import names_mlperf
+from common.command_line import Parser, refuse_without
+from common.errors import ConfigError
+from common.paths import ROOT
+from common.records.trackers import TRACKERS
+from common.repository import refusal_reasons
+from common.terminal import inform
+from common.training.log_keys import submission_status
+from launch import series, system_settings
+from launch.job import AUTO, job_from, trainer_command
+from launch.job_command import (
+    job_parser,
+    job_program,
+    print_header,
+    require_software,
+    ships_configs,
+)
+from launch.run import run_all
+
+EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
+
+
+def parser(benchmark: str) -> Parser:
+    """Return the argument parser of `run`."""
+    shipped = ships_configs(benchmark)
+    note = "; such a run cannot be submitted" if shipped else ""
+    parser = job_parser(benchmark, "run", __doc__, EXAMPLES, note)
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        metavar="N",
+        help="end the series after more than N failed attempts "
+        f"(default: {series.MAX_FAILURES}; 0 for a single run)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the last unfinished series in LOGDIR, with the same config, code, data and "
+        "GPUs; a larger NEXP adds runs",
+    )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --resume, also if the series' launcher is on another machine or in another "
+        "container and has not been heard of for ten minutes",
+    )
+    _add_options_of_one_run(parser, shipped)
+    return parser
+
+
+def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="after the clock stops, save the trained model for transformers in model/ of the "
+        "run's directory"
+        if shipped
+        else argparse.SUPPRESS,  # such a run always saves it
+    )
+    parser.add_argument(
+        "--system-tuning",
+        action="store_true",
+        help="apply the settings of `system-tuning apply` for the duration of the run (needs sudo) "
+        "and restore them afterwards",
+    )
+    parser.add_argument("--tune", action=_FormerTune, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        choices=TRACKERS,
+        help="send losses, speed, GPU samples and config to this package during the run",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHEN",
+        help="save the training state: 2 for every second evaluation, 600s for every ten minutes",
+    )
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        type=_run_to_continue,
+        metavar="RUN",
+        help="resume from the checkpoint in this run's directory; auto: from that of the last "
+        "unfinished run with this config, if there is one (for research only; cannot be "
+        "submitted)",
+    )
+
+
+def _run_to_continue(run: str) -> Path:
+    """Parse the value of --continue: the path of a run, or AUTO."""
+    return AUTO if run == str(AUTO) else Path(run).absolute()
+
+
+class _FormerTune(argparse.Action):
+    """The former name of --system-tuning, which is refused."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        run = parser.prog.removesuffix(" run")
+        raise ConfigError(
+            "--tune is now --system-tuning",
+            "tune is the command that searches for the fastest config",
+            f"{run} --system-tuning, or {run} tune",
+        )
+
+
+def start(benchmark: str, options: argparse.Namespace) -> int:
+    """Start one timed run or a series, or print its command with --print. Return the exit code.
+
+    Raises the errors of `job_from`, and ConfigError for options that conflict.
+    """
+    if not options.resume:
+        refuse_without("--resume", {"--take-over": options.take_over})
+    request = series.request_from(
+        os.environ, options.max_failures, options.resume, options.take_over
+    )
+    submission_status(os.environ)  # raises ConfigError now, instead of in the ranks
+    if options.continues:  # also if --continue auto finds no run
+        series.require_single_run(request)
+    job = job_from(benchmark, options)
+    if job.continues:
+        request = series.continued(request, job.continues, benchmark, job.config)
+    print_header(job, (job.data_dir, job.log_dir))
+    if not job.config.miniature and names_mlperf(benchmark, job.config):
+        for reason in refusal_reasons(ROOT, os.environ):
+            inform(f"NOTE       {reason}: package will refuse these runs")
+        if not options.system_tuning and (advice := system_settings.advice()):
+            inform(f"NOTE       {advice}: {system_settings.remedy()}")
+    if options.print:
+        print(shlex.join(trainer_command(job, Path("DIR"), 0)))
+        return 0
+    require_software(job)
+    with system_settings.applied(ROOT) if options.system_tuning else contextlib.nullcontext():
+        return run_all(job, request)
+
+
+main = job_program("run", parser, start)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
