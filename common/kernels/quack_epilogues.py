@@ -29,8 +29,12 @@ from torch import Tensor
 
 from common.kernels.fp8 import QuantizedTensor
 
-# The fastest tiles of an H200 at the 8B's sizes (docs/log.md).
+# The fastest tiles of an H200. For 8,192 tokens of the 8B, both products of a layer are 0.065 and
+# 0.117 ms faster than cuBLASLt and a separate kernel. Without SwiGLU they take 1.446 and 0.724 ms,
+# as in cuBLASLt. With gate and up in alternate columns they would be 0.078 and 0.136 ms faster, but
+# weights and checkpoints would need another order.
 FORWARD_COLUMNS = 192
+# From 8-bit gate_up, 336 bytes of registers spill on an H100. Smaller tiles were not tried.
 BACKWARD_COLUMNS = 160
 
 # FP8 products sum in the tensor cores' own precision, with the registers that QuACK's class for
@@ -73,7 +77,10 @@ def largest_of(a, b):
 
 @dsl_user_op
 def rounded(a, b, *, loc=None, ip=None):
-    """Return (a, b) in fp32, rounded to bf16. One instruction rounds both."""
+    """Return (a, b) in fp32, rounded to bf16. One instruction rounds both.
+
+    The DSL's conversion of one value would load the unit that also computes exp2 twice as much.
+    """
     operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b)]
     packed = llvm.inline_asm(
         T.i32(),
@@ -98,7 +105,10 @@ def sigmoid(z):
 
 
 def gate_and_up(acc, alpha):
-    """Return gate and up of a pair of sums, rounded to bf16."""
+    """Return gate and up of a pair of sums, rounded to bf16 as the separate kernel does.
+
+    Unrounded, 14 pairs of 500 steps on H200s needed 0.53 ± 0.43 % more samples. The limit is 0.3 %.
+    """
     gate, up = unpack(acc)
     return rounded(gate * alpha, up * alpha)
 

@@ -175,6 +175,8 @@ class FusedBlock(nn.Module):
         )
         del branch
         gate_up, h = linear.gate_up_swiglu(ops, n_2, weights["gate_up"], quantizers.h, keep=keep)
+        # The next block's norm could add these two: 2.6 of 2,040 ms a step (8B, two H200), but two
+        # tensors would pass through autograd, recomputation and sharding.
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
 
         if not keep:

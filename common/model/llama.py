@@ -40,6 +40,10 @@ class OutputProjection(torch.autograd.Function):
     `weight`: [vocab, D].
 
     Returns [tokens, vocab].
+
+    The 8B's head is not in FP8. With all three products in FP8, a step on two H200s was 2.5 %
+    faster, and the loss after 500 steps 0.46 % higher (four seeds). With FP8 in the backward only,
+    and the label's p - 1 exact, the gain was 1.6 % of a step for 4.9 ± 1.2 % more samples (eight).
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ def compile_kernels_in_background(
 ) -> AbstractContextManager[None]:
     """Compile the kernels of `kernel_checks` during the block.
 
-    At a machine's first start, they would take 12 s one after another (docs/log.md).
+    At a machine's first start, they would take 12 s one after another (H100).
     """
     if sizes.kernels != "triton" or device.type != "cuda":
         return nullcontext()

@@ -9,6 +9,9 @@ scale. `storage` defines what each rank stores:
     replicated        W of every layer; the W^T of a layer is computed shortly before its backward
     replicated_both   W and W^T of every layer
 
+On two H200s, replicated trained the 70B at 3,012 tok/s/GPU and sharded at 2,939. Gathers by copy
+engines reached 2,968 and were deleted. Computing W^T takes 0.45 ms of a layer's 33.
+
 In bf16 and fp32, the products of both passes read W, and W^T does not exist. Neither does it in FP8
 on a GPU whose products accept every layout (kernels/fp8.py).
 

@@ -86,7 +86,8 @@ class Screen:
             self.unit = "tok/s"
         # Both files are closed by __exit__.
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115
-        # A file in memory still works for the ranks if the disk is full.
+        # A file in memory still works for the ranks if the disk is full. A pipe would break if the
+        # launcher is killed.
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115
         # A pipe such as | tee may end on the same terminal.
         redraws = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode) and has_rich()

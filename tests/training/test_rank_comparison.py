@@ -45,7 +45,7 @@ def test_slow_ranks_are_named_after_enough_comparisons(times_ms, slow):
 
 
 def test_a_slowdown_of_three_percent_is_seen_within_five_comparisons():
-    """Ranks differ by 1 % with the noise of two H200s (docs/log.md). Later the rank recovers."""
+    """Ranks differ by 1 % with the noise of two H200s. Later the rank recovers."""
     noise = random.Random(0)
 
     def look(late: float) -> list[float]:
@@ -118,7 +118,7 @@ def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_mo
 
 
 def test_a_rank_near_the_limit_is_shown_once(tmp_path):
-    """The noise is that of two H200s in a run of the 8B (docs/log.md)."""
+    """The noise is that of two H200s in a run of the 8B."""
     noise = random.Random(0)
     screen = io.StringIO()
     ranks = RankComparison(EightRanks(), Events(None), ProgressLog(True, screen), lambda: 0.2)
