@@ -205,6 +205,12 @@ def has_command(benchmark: str, name: str) -> bool:
     return (ROOT / benchmark / f"{name}.py").is_file()
 
 
+def commands_of(benchmark: str) -> list[str]:
+    """Return the commands that go with `benchmark`."""
+    names = [name for name, command in COMMANDS.items() if command.benchmark != NEVER]
+    return [name for name in names if has_command(benchmark, name)]
+
+
 def _module_of(name: str, benchmark: str) -> str:
     module = COMMANDS[name].module
     return f"{benchmark}.{name}" if module == IN_BENCHMARK else module
@@ -282,8 +288,7 @@ def _unknown_command(name: str, benchmark: str) -> ConfigError:
             line = f"{benchmark} {intended}"
         do = f"did you mean {PROGRAM} {line}?"
     else:
-        commands = [each for each in known if COMMANDS[each].benchmark != NEVER]
-        do = f"choose one of: {', '.join(commands)}"
+        do = f"choose one of: {', '.join(commands_of(benchmark))}"
     return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
 
 
@@ -361,17 +366,9 @@ def parser_of(name: str, benchmark: str) -> Parser | None:
         return parser
     parser = command.parser() if COMMANDS[name].benchmark == NEVER else command.parser(benchmark)
     if name == "run":
-        parser.description += f"\n\n{_other_commands(benchmark)}"
+        others = ", ".join(each for each in commands_of(benchmark) if each != name)
+        parser.description += f"\n\nOther commands of {benchmark}, each with --help: {others}."
     return parser
-
-
-def _other_commands(benchmark: str) -> str:
-    """Return a sentence of the help of `run`, which is the default command."""
-    others = []
-    for name, command in COMMANDS.items():
-        if name != "run" and command.benchmark != NEVER and has_command(benchmark, name):
-            others.append(name)
-    return f"Other commands of {benchmark}, each with --help: {', '.join(others)}."
 
 
 def overview() -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
+from common.paths import ROOT
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
-from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
 from submission.run import Run, read_attempt, read_attempts
 
@@ -208,10 +209,8 @@ def read_series(folder: Path, wanted: str, now: datetime) -> list[SeriesStatus]:
     no ledger has one.
     """
     paths = ledger.ledgers(folder)
-    having = []
-    for path in paths:
-        if any(record.id.startswith(wanted) for record in ledger.read(path)):
-            having.append(path)
+    ids = {path: [record.id for record in ledger.read(path)] for path in paths}
+    having = [path for path in paths if any(name.startswith(wanted) for name in ids[path])]
     found = []
     for path in having or paths:
         if record := ledger.choose(path, wanted):
@@ -274,21 +273,16 @@ def _seconds_left(
 
     Return None before the second attempt.
     """
-    starts = [_time(attempt.started) for attempt in attempts]
-    times = [start for start in starts if start is not None]
+    times = []
+    for attempt in attempts:
+        with contextlib.suppress(ValueError):
+            times.append(datetime.strptime(attempt.started, ledger.TIME).replace(tzinfo=UTC))
     if len(times) < 2:
         return None
     each = median((after - before).total_seconds() for before, after in pairwise(times))
     remaining = record.goal - len(record.good)
     elapsed = (now - times[-1]).total_seconds() if record.open_starts else 0.0
     return max(0.0, each * remaining - min(elapsed, each))
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        return datetime.strptime(text, ledger.TIME).replace(tzinfo=UTC)
-    except ValueError:
-        return None
 
 
 def series_lines(status: SeriesStatus) -> list[str]:
@@ -323,14 +317,8 @@ def series_lines(status: SeriesStatus) -> list[str]:
         )
     if status.attempts:
         text += ["", *table(rows, "<<>>><<")]
-    reasons = [
-        f"attempt {attempt.number}: {attempt.reason}"
-        for attempt in status.attempts
-        if attempt.reason
-    ]
-    if reasons:
-        text += ["", *reasons]
-    return text
+    reasons = [f"attempt {each.number}: {each.reason}" for each in status.attempts if each.reason]
+    return [*text, "", *reasons] if reasons else text
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -343,7 +331,13 @@ def parser() -> Parser:
         __doc__,
         ["runs", "runs results/llama31_8b", "runs --json", "runs results/llama31_8b --series"],
     )
-    add_log_dir_argument(parser)
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
+    )
     parser.add_argument(
         "--series",
         nargs="?",
@@ -364,7 +358,7 @@ def _series_id(text: str) -> str:
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or default_log_dir()
+    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:
         found = read_series(folder, options.series, datetime.now(UTC))

@@ -66,7 +66,7 @@ def test_the_launcher_refuses_an_engine_that_is_pinned_on_a_cpu(job, variable):
     selection = replace(job.selection, device="cpu", config=config)
     on_a_cpu = replace(job, selection=selection, machine=NO_GPUS, environment={variable: pinned})
     with pytest.raises(ConfigError, match=f"{variable}={pinned} cannot be used here"):
-        job_command._print_engines(on_a_cpu)
+        job_command.print_header(on_a_cpu, None)
 
 
 def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):
