@@ -71,8 +71,6 @@ class Rules(benchmarks.Rules):
     """Rules of one division of this benchmark."""
 
     train_samples: int  # packed sequences in the training set; one pass is an epoch
-    lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
-    lora_dropout: float = 0.1  # applied to the adapter's input
     warmup_factor: float = 0.0  # the reference has no warm-up
     # files of the base weights, if they are under DATADIR and not in $MODEL
     base_files: tuple[str, ...] = ()
@@ -135,6 +133,8 @@ CLOSED = Rules(
     weight_decay=1e-4,
     gradient_clip_norm=0.3,
     lora_rank=16,
+    lora_alpha=32,
+    lora_dropout=0.1,
     throughput_mode="lora",
     missing_weights_help="set MODEL, or see ./run_and_time.sh llama2_70b_lora prepare --help",
     # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json,

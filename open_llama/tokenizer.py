@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.data import corpus
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, listed
 from common.model.families import TOKENS
+from common.training.continuation import data_record
 
 # File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
 RECORD = "text.json"
@@ -108,6 +109,21 @@ def tokenizer_files(folder: Path) -> tuple[str, ...]:
     if not any((folder / name).is_file() for name in NAMES):
         return ()
     return tuple(files_of_tokenizer(tokenizer_file(folder)))
+
+
+def require_same_tokenizer(before: dict[str, list], data_dir: Path, model: Path) -> None:
+    """Raise DataError if the tokenizer in `data_dir` is not the one that the run began with.
+
+    `before`: record of its files. `model`: folder of the saved model, for the error.
+    """
+    now = data_record(data_dir, tokenizer_files(data_dir))
+    if now != before:
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        raise DataError(
+            f"the tokenizer in {data_dir} changed during the run: {listed(changed)}",
+            f"the data were made with the earlier one, so {model} was saved without a tokenizer",
+            f"copy the tokenizer of the data to {model}",
+        )
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:

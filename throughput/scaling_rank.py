@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common import config as configs
-from common.benchmarks import Rules, config_class, divisions, measured_in, trainer_of
+from common.benchmarks import Rules, config_class, divisions, measured_in
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.machine.hardware import config_path
@@ -30,6 +30,7 @@ from common.sharding.zero import ZeroOptimizer
 from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
 from common.training.metrics import peak_bytes
+from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches
 from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
 from throughput.memory import free_memory
@@ -133,7 +134,7 @@ def measure_zero_2(request: ScalingRequest, processes: Processes) -> dict:
         eval_micro_batch_size=1,
         linear="fp8" if request.fp8 else "bf16",
     )
-    assembly = trainer_of(benchmark).assemble_random(config, rules, processes, seed=1)
+    assembly = assemble_random(config, rules, processes, seed=1)
     optimizer = assembly.optimizer
     assert isinstance(optimizer, ZeroOptimizer)
     batches = synthetic_batches(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from ranks import call_on_ranks
 
-from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
 from common.measure import page, report
@@ -141,8 +140,7 @@ def test_a_rank_keeps_its_own_rows_of_its_own_gradient(tmp_path):
 
 def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
     left = []
-    trainer = trainer_of(measured_in("full"))
-    assemble = trainer.assemble_random
+    assemble = scaling_rank.assemble_random
 
     def watch(*arguments, **keywords):
         assembly = assemble(*arguments, **keywords)
@@ -152,7 +150,7 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
         )
         return assembly
 
-    monkeypatch.setattr(trainer, "assemble_random", watch)
+    monkeypatch.setattr(scaling_rank, "assemble_random", watch)
     scaling_rank.measure_zero_2(REQUEST, start_processes("cpu", 60.0))
     gc.collect()
     assert len(left) > 20 and not any(reference() is not None for reference in left)

@@ -28,8 +28,8 @@ from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
+from common.training.pretraining import assemble_random
 from llama31_8b.rules import Config, Rules
-from llama31_8b.train import assemble
 
 MOMENTUM = 0.5
 
@@ -139,7 +139,9 @@ def plugged():
 
 def one_step(processes):
     """Weights before and after one step with known gradients, and the norm of these."""
-    assembly = assemble(run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7)
+    assembly = assemble_random(
+        run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7
+    )
     before = whole(assembly.model)
     products = [
         (parameter * known_gradient(name, parameter.shape)).sum()

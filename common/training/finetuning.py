@@ -1,8 +1,11 @@
-"""Assemble a Llama with adapters that train on a frozen base, and save the adapters."""
+"""Fine-tune a Llama by LoRA: adapters train on a frozen base, and are saved at the end.
+
+A benchmark calls `start` and `log_submission` of timed_run.py, and then `finetune`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,22 +20,59 @@ from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
+from common.model.precision import DTYPES
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
+from common.training import timed_run
 from common.training.assembly import Assembly
-from common.training.build import DTYPES, build
+from common.training.build import build
 from common.training.digest import fingerprint
 from common.training.reports import Reports
-from common.training.run import Run
+from common.training.run import Run, frozen_weights_folder
+
+
+def finetune(
+    run: Run,
+    reports: Reports,
+    rules: Rules,
+    processes: Processes,
+    load: Callable[[Path, Llama, FrozenBase], Mapping[str, float]],
+    lr_at: Callable[[int], float],
+    open_data: timed_run.OpenData,
+    padding: float = 0.0,
+) -> None:
+    """Load the base, train adapters and save them: the stages of a run after `log_submission`.
+
+    `load`: fills the frozen weights from the folder of the base, and returns facts for the event
+        of the phase init.
+    `lr_at`, `open_data`, `padding`: see `timed_run.train`.
+    """
+    folder = frozen_weights_folder(run)
+    assert folder is not None, "adapters have a frozen base"
+    facts: dict[str, float] = {}
+
+    def load_frozen(model: Llama, base: FrozenBase) -> None:
+        facts.update(load(folder, model, base))
+
+    with timed_run.self_tested(run, reports, rules, processes):
+        assembly, base = assemble_lora(run.config, rules, processes, run.seed, load_frozen)
+        before = base_fingerprints(assembly.model, base)
+        reports.phase_done("init", **facts)
+        save = partial(save_adapter, run, reports, rules, assembly.model, base, before, folder)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_data, save, padding)
+
+
+def assemble_random(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> Assembly:
+    """Assemble adapters on a random base, to measure the speed of steps."""
+    return assemble_lora(config, rules, processes, seed, load_random)[0]
 
 
 def assemble_lora(
     config: RunConfig,
     rules: Rules,
-    adapters: AdapterSettings,
     processes: Processes,
     seed: int,
     load_frozen: Callable[[Llama, FrozenBase], object],
@@ -48,6 +88,7 @@ def assemble_lora(
     """
     shape = rules.shape
     kernels = config.kernels
+    adapters = AdapterSettings(rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
     base = _frozen_base(config, rules, processes)
     linear = linear_layers(config.linear_format)
     frozen_weights = linear.frozen_base(base)
@@ -152,8 +193,8 @@ def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
 def save_adapter(
     run: Run,
     reports: Reports,
+    rules: Rules,
     model: Llama,
-    adapters: AdapterSettings,
     base: FrozenBase,
     base_before: list[int],
     base_folder: Path,
@@ -174,7 +215,7 @@ def save_adapter(
             "this is an internal error: please report it",
         )
     if run.rank == 0:
-        reports.heartbeat.write(reports.step, "save")
+        reports.saving()
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
@@ -182,8 +223,8 @@ def save_adapter(
             run.run_dir / "adapter",
             tensors,
             model.shape,
-            adapters.rank,
-            adapters.alpha,
-            adapters.dropout,
+            rules.lora_rank,
+            rules.lora_alpha,
+            rules.lora_dropout,
             base_folder,
         )
