@@ -54,8 +54,9 @@ def high_priority_compute(config: RunConfig, rules: Rules) -> bool:
 
     They do if no NCCL kernel runs at the same time, because NCCL must not wait for compute. With
     copy engines, or on one GPU, only kernels that add gradients run at the same time. There, high
-    priority saved 10 of 2,120 ms a step (copy engines) and 12 of 5,440 ms (one GPU) on H200s. With a frozen base they never do: the gathers of a sharded base and the transposes
-    of a replicated one run at the same time.
+    priority saved 10 of 2,120 ms a step (copy engines) and 12 of 5,440 ms (one GPU) on H200s. With
+    a frozen base they never do: the gathers of a sharded base and the transposes of a replicated
+    one run at the same time.
     """
     if rules.lora_rank:
         return False
