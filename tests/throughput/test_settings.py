@@ -82,7 +82,7 @@ def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
     title, flash, efficient, cudnn, *optional = settings.attention_lines(SIZES, torch.device("cpu"))
     assert title == "attention [1, 16, 4/2]"
     assert (
-        flash.split()[:2] == ["10.0", "us"]
+        flash.split()[:2] == ["10.0", "µs"]
         and flash.endswith("flash_attention")
         and flash.count("/") == 3
         and "nan" not in flash
