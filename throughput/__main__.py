@@ -40,7 +40,7 @@ MEASUREMENTS = {
 WITHOUT_RESULT = {
     "suite": "all measurements above on one page, with a comparison to a baseline",
     "compare": "results of the same measurement, or two profiles, side by side",
-    "settings": "alternative launch settings of each Triton kernel, for kernel authors",
+    "tiles": "alternative launch settings of each Triton kernel, for kernel authors",
 }
 SUBCOMMANDS = MEASUREMENTS | WITHOUT_RESULT
 
@@ -75,7 +75,7 @@ def parser_of(name: str) -> Parser:
     module = importlib.import_module(f"throughput.{name}")
     parser = Parser(f"throughput {name}", module.__doc__)
     module.add_arguments(parser)
-    if name != "settings":  # it only prints
+    if name != "tiles":  # it only prints
         parser.add_argument(
             "--out",
             type=Path,

@@ -238,7 +238,7 @@ def report(kernels: Iterator[TimedKernel], title: str, copy: float, only: str) -
             seconds = median_s(launch, GPU, SECONDS)
             rate = moved / seconds
             speed = f"{rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy"
-            print(f"{title} {name:42} {1e6 * seconds:8.1f} us  {speed}", flush=True)
+            print(f"{title} {name:42} {1e6 * seconds:8.1f} µs  {speed}", flush=True)
 
 
 def main() -> None:

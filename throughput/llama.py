@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shared_options.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
     parser.add_argument(
-        "--tune",
+        "--search",
         type=minutes,
         metavar="MINUTES",
         help="first search for the fastest settings of the same step, for at most MINUTES",
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="with --tune: continue the newest search in LOGDIR for the same model, commit, "
+        help="with --search: continue the newest search in LOGDIR for the same model, commit, "
         "packages and GPUs",
     )
 
@@ -141,13 +141,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     by calculation.
     """
     kind = gpu_kind() if options.device == "cuda" else None
-    if options.resume and not options.tune:
+    if options.resume and not options.search:
         raise ConfigError(
-            "--resume without --tune", "only a search can be resumed", "add --tune MINUTES"
+            "--resume without --search", "only a search can be resumed", "add --search MINUTES"
         )
-    starting_case = case_to_tune if options.tune else case_of
+    starting_case = case_to_tune if options.search else case_of
     for case in [starting_case(options, kind, gpus) for gpus in options.gpus]:
-        if options.tune:
+        if options.search:
             case = tuned(case, options, result)
         while not attempt(case, options, result):
             smaller = case.config.micro_batch_size - 1
@@ -179,7 +179,7 @@ def tuned(case: LlamaCase, options: argparse.Namespace, result: Result) -> Llama
         cpus=cpus_of_ranks(here.probe, config.gpus_per_node) if case.kind else (),
     )
     target = Target(job, case.work, tuple(model_arguments(case)))
-    found = fastest(target, options.tune, options.resume, result.data["command"])
+    found = fastest(target, options.search, options.resume, result.data["command"])
     note = "; ".join(filter(None, [case.source, f"tuned: {text_of(found.best)}"]))
     return replace(case, config=found.config, source=note)
 

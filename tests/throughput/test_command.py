@@ -39,7 +39,7 @@ def three_lines(capsys) -> list[str]:
         (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
         (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
-        (["settings", "--out", "ignored"], "--out"),
+        (["tiles", "--out", "ignored"], "--out"),
     ],
 )
 def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
@@ -48,6 +48,15 @@ def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said
         == 2
     )
     assert said in three_lines(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "new"), [(["settings"], "tiles"), (["llama", "--tune", "1"], "--search")]
+)
+def test_a_word_of_earlier_versions_is_refused_with_the_new_one(capsys, words, new):
+    assert main(words) == 2
+    what, why, do = three_lines(capsys)
+    assert words[:2][-1] in what and new in why + do
 
 
 def test_without_words_it_lists_the_measurements(capsys):

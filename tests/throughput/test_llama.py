@@ -38,7 +38,7 @@ def options(**changes) -> argparse.Namespace:
         device="cuda",
         steps=2,
         warmup=1,
-        tune=None,
+        search=None,
         resume=False,
     )
     return argparse.Namespace(**default | changes)

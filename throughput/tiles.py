@@ -1,6 +1,6 @@
 """Time alternative launch settings of each Triton kernel on this GPU, at a benchmark's shapes.
 
-    ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
+    ./run_and_time.sh throughput tiles [--benchmark llama2_70b_lora] [--only RoPE]
 
 For authors of common/kernels. The results of the kernels are compared with the reference.
 
@@ -153,7 +153,7 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                 checks = attention.attention_checks(sizes, Draw(device), SelfTestResult())
                 errors = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks)
                 microseconds = attention_us(sizes, device, backend)
-                outcome = f"{microseconds:8.1f} us  {errors} dB (out, dQ, dK, dV)"
+                outcome = f"{microseconds:8.1f} µs  {errors} dB (out, dQ, dK, dV)"
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             outcome = f"fails: {type(error).__name__}: {first_line[:80]}"
@@ -259,6 +259,6 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
         median_ms = do_bench_cudagraph(
             lambda: case("triton", quantizers), rep=int(1e3 * SECONDS), return_mode="median"
         )
-        return f"{1e3 * median_ms:8.1f} us"
+        return f"{1e3 * median_ms:8.1f} µs"
     except Exception as error:  # compiler errors have no common class
         return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
