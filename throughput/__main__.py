@@ -97,16 +97,12 @@ def start(name: str, rest: list[str]) -> int:
     if name in WITHOUT_RESULT:
         return module.main(options)
     here = Machine.of(os.environ)
-    detected = here.probe
-    options.device = shared_options.device_of(options.device, detected)
-    shared_options.check_torch(options.device, detected)
-    if getattr(options, "gpus", None):
-        shared_options.check_gpus(options.gpus, options.device, detected)
+    shared_options.settle(options, here.probe)
     # These import torch, which --help must not need.
     from throughput import machine, result
 
     facts = machine.facts(here, options.device)
-    versions = machine.versions(detected)
+    versions = machine.versions(here.probe)
     folder = options.out or result.default_directory(name)
     recorded = result.Result(name, module.TABLES, folder, options.device, facts, versions)
     try:

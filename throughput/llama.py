@@ -9,11 +9,12 @@ import argparse
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.command_line import complete, count, minutes
-from common.errors import ConfigError, OutOfMemory, RunError
+from common.errors import ConfigError
 from common.estimate.memory import gib, with_micro_batch
 from common.gpu_kinds import KINDS, GpuKind
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
@@ -29,7 +30,7 @@ from throughput import machine, shared_options
 from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow
-from throughput.timing import spread
+from throughput.timing import per_second
 
 TABLES = (
     Table(
@@ -113,7 +114,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared_options.add(
         parser,
         "precision",
-        seq={"help": "tokens per sequence (default: 8192, on a CPU 128)"},
+        seq={
+            "default": shared_options.ByDevice(8192, 128),
+            "help": "tokens per sequence (default: %(default)s)",
+        },
         batch={
             "help": "sequences per GPU and step, or max for the largest that fits "
             "(default: that of the benchmark, or max)"
@@ -149,7 +153,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     for case in [starting_case(options, kind, gpus) for gpus in options.gpus]:
         if options.search:
             case = tuned(case, options, result)
-        while not attempt(case, options, result):
+        while not result.attempt(case.row(), partial(run, case, options, result)):
             smaller = case.config.micro_batch_size - 1
             if not case.largest or not smaller:
                 break
@@ -200,23 +204,6 @@ def gpu_kind() -> GpuKind:
     )
 
 
-def attempt(case: LlamaCase, options: argparse.Namespace, result: Result) -> bool:
-    """Run the case and add its row. Return False if memory ran out.
-
-    Raises RunError for any other failure.
-    """
-    row = case.row()
-    try:
-        timed = run(case, options, result)
-    except RunError as error:
-        if error.exit_code != OutOfMemory.exit_code:
-            raise
-        result.add(row | {"error": "out of memory"})
-        return False
-    result.add(row | timed.values, timed.samples_ms)
-    return True
-
-
 def model_arguments(case: LlamaCase) -> list[str]:
     """Return the options of common.measure.bench for the model and its sequence length."""
     arguments = ["--seq", str(case.work.sequence_length)]
@@ -253,8 +240,7 @@ def values_of(
     shape = case.work.shape
     length = case.work.sequence_length
     config = case.config
-    seconds = spread(measured["times_ms"])["ms"] / 1e3
-    rate = config.global_batch_size * length / seconds
+    rate = per_second(measured["times_ms"], config.global_batch_size * length)
     rate_per_gpu = rate / config.world_size
     flops = shape.training_flops_per_token(length)
     if case.work.lora_rank:

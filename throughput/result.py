@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError, RunError, StorageError
+from common.errors import ConfigError, OutOfMemory, RunError, StorageError
 from common.measure import report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Table
@@ -125,14 +125,14 @@ class Result:
         """Add `row` with the values of `work`, or with its error. Return whether it succeeded.
 
         The measurement continues after a failure, such as out of memory or a product that the
-        device or torch does not support. Raises RunError if `work` does, because its text is for
-        the user.
+        device or torch does not support. Any other RunError of `work` is raised, because its text
+        is for the user.
         """
         try:
             timed = work()
-        except RunError:
-            raise
         except Exception as error:  # libraries and drivers raise exceptions of any class
+            if isinstance(error, RunError) and error.kind != OutOfMemory.kind:
+                raise
             self.add(row | {"error": why_failed(error)})
             return False
         self.add(row | timed.values, timed.samples_ms)
@@ -176,7 +176,7 @@ class Result:
 
 def why_failed(error: Exception) -> str:
     """Return the error of a row as one line."""
-    if ran_out_of_memory(error):
+    if ran_out_of_memory(error) or getattr(error, "kind", "") == OutOfMemory.kind:
         return "out of memory"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 

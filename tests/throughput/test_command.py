@@ -39,6 +39,9 @@ def three_lines(capsys) -> list[str]:
         (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
         (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
+        (["gpt", "--device", "cpu", "--batch", "max"], "--batch max"),
+        (["flux", "--device", "cpu", "--batch", "max"], "--batch max"),
+        (["llama", "--device", "cpu", "--batch", "max"], "--batch max"),
         (["tiles", "--out", "ignored"], "--out"),
     ],
 )
@@ -187,6 +190,18 @@ def test_the_help_of_batch_names_max_only_if_it_is_accepted(what):
     ] or [None]
     if batch is not None:
         assert ("max" in batch.help) == (batch.type is shared_options.count_or_max)
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cuda", 100), ("cpu", 5)])
+def test_a_default_may_depend_on_the_device(device, steps):
+    parser = parser_of("mlp")
+    assert "100, on a CPU 5" in parser.format_help()
+    chosen = parser.parse_args(["--device", device])
+    shared_options.use_defaults(chosen)
+    assert chosen.steps == steps
+    chosen = parser.parse_args(["--device", device, "--steps", "7"])
+    shared_options.use_defaults(chosen)
+    assert chosen.steps == 7
 
 
 def test_gpus_and_device_must_be_there():

@@ -15,12 +15,13 @@ from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
 from common.measure import report
+from common.measure.files import write_json
 from common.sharding.processes import start_processes
 from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
-from throughput.ranks import LocalReduceScatter
+from throughput.ranks import LocalReduceScatter, read_request, run_request
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
 
@@ -44,7 +45,7 @@ def result(tmp_path):
 
 
 def test_two_ranks_measure_all_parts():
-    found, error = scaling.run_request(REQUEST, 2)
+    found, error = run_request("throughput.scaling_rank", REQUEST, 2, {}, scaling.LIMIT_S)
     assert error is None
     for part in ("DDP", "ZeRO-2"):
         assert (
@@ -61,7 +62,8 @@ def test_two_ranks_measure_all_parts():
 @pytest.mark.slow
 def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
-    found, error = scaling.run_request(replace(REQUEST, gpt=impossible), 1)
+    request = replace(REQUEST, gpt=impossible)
+    found, error = run_request("throughput.scaling_rank", request, 1, {}, scaling.LIMIT_S)
     assert found.keys() == {"collectives", "ZeRO-2"} and isinstance(error, RunError)
     # One rank sends nothing.
     assert found["collectives"] == [] and found["ZeRO-2"]["alone_ms"] == []
@@ -278,11 +280,8 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
 
 
 def test_a_request_survives_its_file(tmp_path):
-    REQUEST.write(tmp_path / "request.json")
-    assert asdict(ScalingRequest.read(tmp_path / "request.json")) == {
-        **asdict(REQUEST),
-        "collective_bytes": [2**12, 2**13],
-    }
+    write_json(tmp_path / "request.json", asdict(REQUEST))
+    assert read_request(tmp_path, ScalingRequest) == REQUEST
 
 
 def options(**changes) -> argparse.Namespace:
@@ -334,11 +333,11 @@ def test_the_counts_are_measured_one_after_the_other(result, monkeypatch):
     counts = []
     times = itertools.count(100)
 
-    def run_request(request, count):
+    def run_request(module, request, count, *_):
         counts.append(count)
         return found_in(next(times)) | {"collectives": []}, None
 
-    monkeypatch.setattr(scaling, "run_request", run_request)
+    monkeypatch.setattr(scaling.ranks, "run_request", run_request)
     scaling.measure(options(gpus=[2, 1, 2]), result)
     assert counts == [1, 2] and [(row["strategy"], row["gpus"]) for row in result.rows] == [
         *(("DDP", 1), ("ZeRO-2", 1), ("DDP", 2), ("ZeRO-2", 2))
