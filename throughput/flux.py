@@ -19,7 +19,7 @@ from common.measure.tables import Column, Plot, PublishedValues, Table, time_col
 from throughput import ranks, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
-from throughput.memory import require_host_memory
+from throughput.memory import OUT_OF_MEMORY, require_host_memory
 from throughput.result import Result
 from throughput.timing import per_second, spread
 
@@ -180,7 +180,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     # A batch that fits two steps may still run out of memory in the timed ones. With --batch max,
     # the next smaller batch is then timed.
     while "times_ms" not in measured:
-        error = "out of memory"
+        error = OUT_OF_MEMORY
         if measured.get("batch"):
             error = "out of memory in the timed steps"
         result.add(row | {"batch": batch, "error": error})
@@ -208,7 +208,7 @@ def add_batches(
             "batch": batch,
         }
         if peak is None:
-            result.add(attempt | {"error": "out of memory"})
+            result.add(attempt | {"error": OUT_OF_MEMORY})
         else:
             result.add(attempt | {"memory_gib": peak / GIB})
 

@@ -28,6 +28,7 @@ from launch.tune.search import text_of
 from launch.tune.target import Target
 from throughput import machine, shared_options
 from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
+from throughput.memory import OUT_OF_MEMORY
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow
 from throughput.timing import per_second
@@ -154,8 +155,9 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         if options.search:
             case = tuned(case, options, result)
         while not result.attempt(case.row(), partial(run, case, options, result)):
+            is_full = case.largest and result.rows[-1]["error"] == OUT_OF_MEMORY
             smaller = case.config.micro_batch_size - 1
-            if not case.largest or not smaller:
+            if not is_full or not smaller:
                 break
             case = replace(case, config=with_micro_batch(case.config, smaller))
 

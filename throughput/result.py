@@ -26,12 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError, OutOfMemory, RunError, StorageError
+from common.errors import ConfigError, RunError, StorageError
 from common.measure import report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Table
 from launch import run_directory
-from throughput.memory import ran_out_of_memory
+from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.timing import spread
 
 NAME = "result.json"
@@ -131,7 +131,7 @@ class Result:
         try:
             timed = work()
         except Exception as error:  # libraries and drivers raise exceptions of any class
-            if isinstance(error, RunError) and error.kind != OutOfMemory.kind:
+            if isinstance(error, RunError) and not ran_out_of_memory(error):
                 raise
             self.add(row | {"error": why_failed(error)})
             return False
@@ -176,8 +176,8 @@ class Result:
 
 def why_failed(error: Exception) -> str:
     """Return the error of a row as one line."""
-    if ran_out_of_memory(error) or getattr(error, "kind", "") == OutOfMemory.kind:
-        return "out of memory"
+    if ran_out_of_memory(error):
+        return OUT_OF_MEMORY
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 

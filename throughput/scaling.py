@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from common.command_line import complete, count
-from common.errors import Interrupted, OutOfMemory, RunError
+from common.errors import Interrupted, RunError
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
 from throughput.gpt_model import SIZES, STAND_INS, STEPS
+from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.result import Result
 from throughput.scaling_rank import DDP, STRATEGIES, ScalingRequest
 from throughput.timing import per_second, spread
@@ -275,9 +276,7 @@ def reason(error: RunError | None) -> str:
     """Return why a part was not measured. `error`: the error that ended the ranks."""
     if error is None:
         return "not measured"
-    if error.kind == OutOfMemory.kind or "out of memory" in error.what:
-        return "out of memory"
-    return error.what
+    return OUT_OF_MEMORY if ran_out_of_memory(error) else error.what
 
 
 def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:

@@ -252,6 +252,9 @@ def test_a_given_batch_is_tried_once_and_another_failure_ends_the_measurement(re
     runs_up_to(0, monkeypatch)
     llama.measure(options(model="qwen3-4b", batch=2, seq=4096), result)
     assert [row["error"] for row in result.rows] == ["out of memory"]
+    runs_up_to(0, monkeypatch, fails=ValueError)  # such an error is a row, and not tried again
+    llama.measure(options(model="qwen3-4b", batch="max", seq=4096), result)
+    assert len(result.rows) == 2 and "ValueError" in result.rows[1]["error"]
     runs_up_to(0, monkeypatch, fails=DataError)
     with pytest.raises(DataError):
         llama.measure(options(model="qwen3-4b", batch=2, seq=4096), result)
