@@ -7,7 +7,7 @@ bytes. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
@@ -62,11 +62,14 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
     return memory.needed <= usable_bytes(kind)
 
 
-def memory_peak(config: RunConfig, work: Workload) -> Memory:
+def memory_peak(
+    config: RunConfig, work: Workload, other_state: Mapping[str, float] | None = None
+) -> Memory:
     """Return the memory at the moment of its peak.
 
     Four moments are compared: the head's backward, the last block's forward, its backward, and an
-    evaluation.
+    evaluation. `other_state`: bytes by kind of tensor that replace the config's, in a layout that
+    this package does not train.
     """
     shape = work.shape
     element = BYTES[config.precision]
@@ -107,6 +110,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
         "an evaluation": state | in_evaluation,
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    parts |= other_state or {}
     return Memory(moment, {name: size for name, size in parts.items() if size})
 
 
@@ -315,12 +319,19 @@ def host_bytes(config: RunConfig, work: Workload) -> int:
     return offloaded_layers(config, work) * (1 << (layer - 1).bit_length())
 
 
-def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
+def largest_micro_batch(
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    other_state: Mapping[str, float] | None = None,
+) -> int:
     """Return the largest micro-batch that fits if nothing else changes, or 0 if none does.
 
-    It need not divide the global batch.
+    It need not divide the global batch. `other_state`: see `memory_peak`.
     """
-    return largest(lambda size: fits(memory_peak(with_micro_batch(config, size), work), kind))
+    return largest(
+        lambda size: fits(memory_peak(with_micro_batch(config, size), work, other_state), kind)
+    )
 
 
 def largest(good: Callable[[int], bool]) -> int:
