@@ -38,7 +38,7 @@ ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
-    # As logged: "closed", "open", or "miniature" for the toy model, which cannot be submitted.
+    # In the log: "closed", "open", or "miniature" for the toy model, which cannot be submitted.
     division: str
     shape: ModelShape
     sequence_length: int  # tokens

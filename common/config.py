@@ -19,7 +19,7 @@ from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 
 FORMER_KEYS = ("fp8", "block_format", "healing")  # removed keys, now parts of the key linear
-# Largest value of a key. The limit of all other keys is that of a C int, 2^31 - 1.
+# Largest value of a key. The limit of all other keys is 2^31 - 1, the largest C int.
 LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes per sample

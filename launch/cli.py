@@ -160,8 +160,8 @@ OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 def read(arguments: list[str]) -> tuple[str, list[str]]:
     """Parse a command line: return its requirements file and Python's arguments for its module.
 
-    The requirements file is that of Command.needs, "" for none. Raise ConfigError for a line
-    that is not valid. Raise SystemExit after printing the help or the version.
+    The requirements file is Command.needs, "" for none. Raise ConfigError for a line that is not
+    valid. Raise SystemExit after printing the help or the version.
     """
     words: list[str] = []
     asks_for_help = False
@@ -396,7 +396,7 @@ def overview() -> str:
 def version() -> str:
     """Return the program's name and version, followed by the commit in a git repository.
 
-    Name and version are those of pyproject.toml, or else of the installed package.
+    Name and version come from pyproject.toml, or else from the installed package.
     """
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -182,7 +182,7 @@ def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
             "fix the cause that the message names",
         )
         for family in RunError.__subclasses__():
-            # A family without a code of its own, such as Interrupted, has that of RunError.
+            # A family without its own code, such as Interrupted, has RunError's.
             if family.exit_code == code != RunError.exit_code:
                 error.kind = family.kind
         error.exit_code = code

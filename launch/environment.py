@@ -60,8 +60,8 @@ CUDA12_LOCK = "requirements-cuda12.lock"
 HOPPER = "requirements-hopper.txt"
 HOPPER_LOCK = "requirements-hopper.lock"
 INDEX = "https://pypi.org/simple"
-# A stamp is a file in .venv that records one complete installation (see _read_stamp). Its builds of
-# torch, besides those of launch.torch_build: no torch is listed, or the running Python's is used.
+# A stamp is a file in .venv that records one complete installation (see _read_stamp). Its build of
+# torch is from launch.torch_build, NO_TORCH if none is listed, or OWN_TORCH, the running Python's.
 NO_TORCH = "none"
 OWN_TORCH = "own"
 PIP_LOG = "pip.log"
@@ -366,7 +366,7 @@ def _run_pip(folder: Path, lock: Path, log_path: Path, options: list[str]) -> in
     bar = "raw" if _pip_version(folder) >= RAW_PROGRESS else "off"
     # -P: a pip.py in the user's directory is not pip.
     installer = [str(python), "-Pm", "pip", "install", "--progress-bar", bar]
-    if uv := shutil.which("uv"):  # ten times as fast; the strategy is that of pip
+    if uv := shutil.which("uv"):  # ten times as fast; unsafe-best-match is pip's strategy
         installer = [uv, "pip", "install", "--python", str(python)]
         installer += ["--index-strategy", "unsafe-best-match"]
     command = [*installer, "--require-hashes", "--no-deps", *options, "-r", str(lock)]

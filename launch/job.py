@@ -311,11 +311,11 @@ def directories(
 
 
 def ensure_data(job: Job) -> None:
-    """Make sure that a run has data and weights. Build those of the miniature if necessary.
+    """Make sure that a run has data and weights. Build the miniature's if necessary.
 
     Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
     if the weights are missing. For a full benchmark, the error says how to get them. Raises
-    ConfigError if data or a frozen base are not those of the run that --continue names.
+    ConfigError if data or a frozen base differ from the record of the continued run.
     """
     _ensure_data_files(job)
     job.rules.require_data(job.config, job.data_dir)
@@ -368,9 +368,9 @@ def _require_weights(job: Job) -> None:
 
 
 def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
-    """Raise ConfigError if the job's data or frozen base are not those of the checkpoint `folder`.
+    """Raise ConfigError if the job's data or frozen base differ from the record in `folder`.
 
-    A checkpoint without a record of them is accepted with a note.
+    A checkpoint without such a record is accepted with a note.
     """
     rules = job.rules
     if DATA_FILES in facts:

@@ -138,7 +138,7 @@ def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.RunOutcome:
     """Make one timed run in `run_dir`.
 
-    It is good if it reached the target and its log did not fail the checks. What fails after
+    It is good if it reached the target and its log did not fail the checks. A failure after
     run_stop is a late error of a good run.
     """
     nodes.announce(run_dir.name, seed)

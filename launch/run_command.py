@@ -97,7 +97,7 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
         dest="continues",
         type=_run_to_continue,
         metavar="RUN",
-        help="resume from the checkpoint in this run's directory; auto: from that of the last "
+        help="resume from the checkpoint in this run's directory; auto: continue the last "
         "unfinished run with this config, if there is one (for research only; cannot be "
         "submitted)",
     )

@@ -39,7 +39,7 @@ def create(folder: Path, config_stem: str, seed: int) -> Path:
 
 
 def date() -> str:
-    """Return the present date and time in UTC, for names. Order is that of the records."""
+    """Return the present date and time in UTC, for names. Runs are ordered by their records."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
 

@@ -448,7 +448,7 @@ def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
     why = "it was killed, or the machine went down"
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.stands:
-        do = f"check its log, which nobody has checked: ./run_and_time.sh check {shown(run_dir)}"
+        do = f"check its log, which has not been checked: ./run_and_time.sh check {shown(run_dir)}"
         series.end(start, RunOutcome(None, result, late_errors=(RankLost(what, why, do),)))
         return
     do = "nothing to do: the series continues without this run, whose directory is kept"

@@ -27,7 +27,7 @@ DATA_FILES = {  # split -> MLCommons' name of its file
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Config keys of this benchmark, in addition to those of RunConfig."""
+    """Config keys that this benchmark adds to RunConfig."""
 
     # optimizer steps of the half cosine from the base learning rate to 0
     opt_learning_rate_training_steps: int
@@ -158,8 +158,8 @@ MINIATURE = replace(
     train_samples=1024,
     eval_samples=48,
     eval_interval_samples=128,
-    # The texts are those of the running Python, and so is the loss. With Python 3.11 the base alone
-    # has 4.94 and adapters reach 4.6, with 3.12 5.04 and 4.68.
+    # The texts come from the running Python, so the loss depends on its version. With Python 3.11
+    # the base alone has 4.94 and adapters reach 4.6, with 3.12 5.04 and 4.68.
     target_loss=4.75,
     base_files=("base/manifest.json",),
     manifests=(

@@ -38,8 +38,8 @@ DOCS = (
     "troubleshooting.md",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# Names that begin with a dot are left out as well, because the repo checker refuses them. README.md
-# is replaced by that of `write`.
+# Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
+# creates its own README.md.
 LEFT_OUT = (
     "tests",
     "run_tests.sh",
@@ -190,7 +190,7 @@ def _archive(root: Path, commit: str) -> tarfile.TarFile:
     try:
         archive = git(root, "archive", "--format=tar", "--end-of-options", commit)
         return tarfile.open(fileobj=io.BytesIO(archive))
-    except (GitError, tarfile.ReadError) as error:  # an empty commit is no archive to tarfile
+    except (GitError, tarfile.ReadError) as error:  # tarfile.ReadError: the commit is empty
         raise CheckFailed(
             f"{root} has no commit {commit}",
             first_line(error),

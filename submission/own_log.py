@@ -60,7 +60,7 @@ EVENT_TYPES = {
     for name in ("init", "run", "block", "eval")
     for end, kind in (("start", START), ("stop", END))
 }
-ONCE_KEYS = ("cache_clear", *CLOCK_KEYS)  # keys of every log, besides those of the initialization
+ONCE_KEYS = ("cache_clear", *CLOCK_KEYS)  # keys of every log, besides the initialization's
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # State -> key -> next state. In each state, the keys that are not listed are out of order.
 TRANSITIONS = {
@@ -125,7 +125,7 @@ def prefixed(event: Event) -> str:
 
 
 def wrong_event_type(event: Event) -> str:
-    """Return a message if the event type of `event` is not that of its key, else ""."""
+    """Return a message if the event type of `event` does not fit its key, else ""."""
     wanted = EVENT_TYPES.get(event.key, POINT)
     if event.event_type == wanted:
         return ""

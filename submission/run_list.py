@@ -1,8 +1,8 @@
 """List all runs in LOGDIR: state, target, minutes, tokens/s, config and commit.
 
 The newest run is the last one. How a run ended comes from its log and the ledger, everything else
-from its log, events and config. Of a directory that no ledger names, for example in an archive, all
-comes from the files in it. Nothing is written, so the command can be used during runs.
+from its log, events and config. For a directory that no ledger names, for example in an archive,
+everything comes from the files in it. Nothing is written, so the command can be used during runs.
 
 --series shows one series instead: its counts, the time left, and the samples and the loss at the
 last step of each attempt. It needs no packages. A launcher on another machine counts as running
@@ -181,7 +181,7 @@ class SeriesStatus:
     good: int  # number of good runs so far
     failed: int  # number of failed attempts so far
     running: bool  # whether the launcher holds the lock of the series
-    attempts: list[RunRow]  # `samples` and `loss` are those of the last step or evaluation
+    attempts: list[RunRow]  # `samples` and `loss`: at the last step or evaluation
     # Estimated time to the last good run; None if the series is not running, or before two starts.
     seconds_left: float | None
 

@@ -158,7 +158,7 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
 def _counted_in_mean(runs: list[Run]) -> list[Run]:
     """Return the runs without the fastest and the slowest, fastest first.
 
-    A run that did not converge is the slowest. Of fewer than three runs, none is dropped.
+    A run that did not converge is the slowest. With fewer than three runs, none is dropped.
     """
     converged = [run for run in runs if run.converged]
     converged.sort(key=lambda run: run.minutes or 0.0)

@@ -138,7 +138,7 @@ def _rows(
 
 
 def _curves(runs: list[Labeled], key: str, x: str) -> list[Curve]:
-    """Return a curve of the values of `key` over those of `x` in the step events of each run."""
+    """Return a curve of `key` over `x` for each run, from its step events."""
     return [Curve(label, of_steps(run, key, x), color) for color, (label, run) in enumerate(runs)]
 
 

@@ -101,7 +101,7 @@ def _complete(remote: IO[bytes], entry: Any, path: Path, repository: str) -> Non
     with part.open("ab") as file, Progress(path.name, entry.size, "B") as progress:
         require_free_space(path.parent, entry.size - file.tell(), path.name)
         remote.seek(file.tell())
-        # A server may send more than was asked for. It is told from the size.
+        # A server may send more than requested, which the size shows.
         while file.tell() < entry.size and (block := _answer(lambda: remote.read(BLOCK))):
             file.write(block[: entry.size + 1 - file.tell()])
             progress.at(file.tell())

@@ -55,13 +55,13 @@ class SeriesRecord:
 
     id: str = ""
     goal: int = 1  # number of good runs
-    # What must not change within the series: `facts` of its line `series`.
+    # The facts that must not change within the series, from its line `series`.
     identity: dict = field(default_factory=dict)
     starts: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `start`
     ends: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `end`
-    # Attempt -> key that sorts attempts by their starts, also those of several ledgers. Within a
-    # ledger the order of the lines decides, so that it does not matter if the clock is set back: a
-    # start counts as no earlier than the one before it.
+    # Attempt -> key that sorts attempts by their starts, also across ledgers. Within a ledger the
+    # order of the lines decides, so that it does not matter if the clock is set back: a start
+    # counts as no earlier than the one before it.
     order: dict[int, tuple[str, int]] = field(default_factory=dict)
     closed: bool = False
 

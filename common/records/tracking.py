@@ -1,7 +1,7 @@
 """Numbers of a run for tracking packages, from its events.jsonl and gpu_samples.jsonl.
 
-A number is named <event>/<key>: step/loss, eval/loss, gpu0/power_w, ... The position of an event is
-its optimizer step, that of a GPU sample its second. Standard library only, except for the packages.
+A number is named <event>/<key>: step/loss, eval/loss, gpu0/power_w, ... An event's position is its
+optimizer step, a GPU sample's is its second. Standard library only, except for the packages.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Processes:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks over which weights are sharded: those of this node."""
+        """The ranks of this node, over which weights are sharded."""
         return self.mesh.get_group("shard") if self.mesh.ndim > 1 else self.mesh.get_group()
 
     @property
@@ -101,7 +101,7 @@ def start_processes(
 
 
 def require_world_size(processes: Processes, expected: int) -> None:
-    """Raise ConfigError unless the number of processes is `expected`, that of the config."""
+    """Raise ConfigError unless the number of processes is `expected`, as in the config."""
     started = processes.world_size
     if started != expected:
         plural = "es" if started > 1 else ""

@@ -23,7 +23,7 @@ STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants
 def submission_status(environment: Mapping[str, str]) -> str:
     """Return the value of submission_status, by MLPERF_SUBMISSION_STATUS (default: onprem).
 
-    Raises ConfigError for another word than those of STATUS_WORDS.
+    Raises ConfigError for a word that is not in STATUS_WORDS.
     """
     word = environment.get("MLPERF_SUBMISSION_STATUS") or STATUS_WORDS[0]
     if word not in STATUS_WORDS:

@@ -20,7 +20,7 @@ from common.gpu_kinds import KINDS
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingConfig(RunConfig):
-    """Config keys of pre-training, in addition to those of RunConfig."""
+    """Config keys that pre-training adds to RunConfig."""
 
     opt_learning_rate_warmup_steps: int  # optimizer steps of the linear warm-up
     recompute_layers: int = 0  # the first n layers recompute their activations in backward

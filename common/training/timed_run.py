@@ -74,7 +74,7 @@ def start(run: Run, reports: Reports, rules: Rules) -> Processes:
 
     If the run saves checkpoints, record the files of its frozen base before they are loaded.
 
-    Raises ConfigError if the number of processes is not that of the config.
+    Raises ConfigError if the number of processes differs from the config's.
     """
     reports.heartbeat.write(0, "init")
     if run.checkpoint:

@@ -740,7 +740,7 @@ def change_facts(**changes):
 
 # name -> (function that damages a checkpoint's folder, words of the reason; "": any reason)
 DAMAGE = {
-    "a bit flipped": (flip, "not those that were saved"),
+    "a bit flipped": (flip, "differ from the saved"),
     "a file cut short": (cut, ""),
     "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), ""),
     "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), ""),
