@@ -9,13 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from common.model.checkpoint_loader import load_base
-from common.model.llama import Llama
-from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.training import timed_run
 from common.training.finetuning import finetune
@@ -24,7 +20,6 @@ from common.training.run import Run
 from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, Config, Rules, rules_of
-from llama2_70b_lora.weights_help import weights_help
 
 
 def run_rank(run: Run, reports: Reports) -> None:
@@ -35,20 +30,7 @@ def run_rank(run: Run, reports: Reports) -> None:
     processes = timed_run.start(run, reports, rules)
     timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)
-    load = partial(load_frozen, reports)
-    finetune(run, reports, rules, processes, load, lr_at, partial(open_data, run, rules, processes))
-
-
-def load_frozen(reports: Reports, folder: Path, model: Llama, base: FrozenBase) -> dict[str, float]:
-    """Load the base weights, and return their bytes and the seconds that it took.
-
-    The SHA-256 of the files is checked if the folder has a manifest (see `prepare write-manifest`).
-    """
-    manifest = folder / "manifest.json"
-    on_layer = partial(reports.heartbeat.write, 0, "loading")
-    with weights_help():
-        report = load_base(model, folder, manifest if manifest.is_file() else None, base, on_layer)
-    return {"base_bytes": report.bytes, "base_seconds": report.seconds}
+    finetune(run, reports, rules, processes, lr_at, partial(open_data, run, rules, processes))
 
 
 def open_data(

@@ -15,9 +15,8 @@ import numpy as np
 
 from common.data.indexed_dataset import Index
 from common.model import saved_model
-from common.model.checkpoint_loader import load_base, load_weights
+from common.model.checkpoint_loader import load_weights
 from common.model.llama import Llama
-from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer
 from common.training import timed_run
@@ -55,7 +54,7 @@ def run_rank(run: Run, reports: Reports) -> None:
     open_tokens = partial(open_data, run, rules, processes)
     padding = padding_share(config, index)
     if config.lora_rank:
-        finetune(run, reports, rules, processes, load_frozen, lr_at, open_tokens, padding)
+        finetune(run, reports, rules, processes, lr_at, open_tokens, padding)
         return
     fill = partial(load_masters, in_repository(config.weights)) if config.weights else None
 
@@ -66,12 +65,6 @@ def run_rank(run: Run, reports: Reports) -> None:
         copy_tokenizer(run.data_dir, folder)
 
     pretrain(run, reports, rules, processes, lr_at, open_tokens, fill, save, padding)
-
-
-def load_frozen(folder: Path, model: Llama, base: FrozenBase) -> dict[str, float]:
-    """Load the base of the adapters."""
-    load_base(model, folder, frozen=base)
-    return {}
 
 
 def load_masters(folder: Path, model: Llama, optimizer: ZeroOptimizer) -> None:

@@ -5,7 +5,7 @@ A benchmark calls `start` and `log_submission` of timed_run.py, and then `finetu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import torch
 
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import CheckFailed
+from common.errors import CheckFailed, WeightsError
 from common.kernels.fp8 import fp8_dtypes
+from common.model.checkpoint_loader import LoadReport, load_base
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
@@ -39,30 +40,44 @@ def finetune(
     reports: Reports,
     rules: Rules,
     processes: Processes,
-    load: Callable[[Path, Llama, FrozenBase], Mapping[str, float]],
     lr_at: Callable[[int], float],
     open_data: timed_run.OpenData,
     padding: float = 0.0,
 ) -> None:
     """Load the base, train adapters and save them: the stages of a run after `log_submission`.
 
-    `load`: fills the frozen weights from the folder of the base, and returns facts for the event
-        of the phase init.
     `lr_at`, `open_data`, `padding`: see `timed_run.train`.
     """
     folder = frozen_weights_folder(run)
     assert folder is not None, "adapters have a frozen base"
-    facts: dict[str, float] = {}
+    loads: list[LoadReport] = []  # one entry, which `load` adds
 
-    def load_frozen(model: Llama, base: FrozenBase) -> None:
-        facts.update(load(folder, model, base))
+    def load(model: Llama, base: FrozenBase) -> None:
+        loads.append(load_frozen_base(reports, rules, folder, model, base))
 
     with timed_run.self_tested(run, reports, rules, processes):
-        assembly, base = assemble_lora(run.config, rules, processes, run.seed, load_frozen)
+        assembly, base = assemble_lora(run.config, rules, processes, run.seed, load)
         before = base_fingerprints(assembly.model, base)
-        reports.phase_done("init", **facts)
+        reports.phase_done("init", base_bytes=loads[0].bytes, base_seconds=loads[0].seconds)
         save = partial(save_adapter, run, reports, rules, assembly.model, base, before, folder)
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_data, save, padding)
+
+
+def load_frozen_base(
+    reports: Reports, rules: Rules, folder: Path, model: Llama, base: FrozenBase
+) -> LoadReport:
+    """Load the base weights in `folder`, with a heartbeat for each layer.
+
+    The SHA-256 of the files is checked if the folder has a manifest (see `prepare write-manifest`).
+    Raises WeightsError for missing or damaged weights.
+    """
+    manifest = folder / "manifest.json"
+    on_layer = partial(reports.heartbeat.write, 0, "loading")
+    try:
+        return load_base(model, folder, manifest if manifest.is_file() else None, base, on_layer)
+    except WeightsError as error:
+        error.do += f"; {rules.missing_weights_help}"
+        raise
 
 
 def assemble_random(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> Assembly:

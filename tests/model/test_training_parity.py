@@ -12,6 +12,7 @@ from test_model import hugging_face
 from common import config as configs
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.kernels.cross_entropy import IGNORE_INDEX
+from common.model.checkpoint_loader import load_base
 from common.model.lora import adapter_parameters
 from common.model.peft_adapter import OUTPUT, SPLIT, peft_tensors
 from common.model.shapes import ModelShape
@@ -21,7 +22,7 @@ from common.training.loop import train_step
 from common.training.pretraining import assemble_full
 from open_llama.data import training_batches
 from open_llama.rules import Config, rules_of
-from open_llama.train import learning_rate, load_frozen, load_masters
+from open_llama.train import learning_rate, load_masters
 
 STEPS, BATCH, LENGTH, VOCAB = 50, 4, 24, 61
 TOLERANCE = 1e-5  # relative, of each loss
@@ -134,7 +135,10 @@ def test_fifty_steps_of_lora_follow_peft(name, data_dir, tmp_path, processes):
     theirs = their_model(name, tmp_path)
     changes = {"lora_rank": 4, "lora_alpha": 8, "opt_base_learning_rate": 1e-2}
     config = config_of(tmp_path, **changes)
-    load = partial(load_frozen, Path(config.weights))
+
+    def load(model, base):
+        load_base(model, Path(config.weights), frozen=base)
+
     assembly, _ = assemble_lora(config, rules_of(config), processes, 1, load)
     adapters = adapter_parameters(assembly.model)
     settings = peft.LoraConfig(

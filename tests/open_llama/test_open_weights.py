@@ -11,6 +11,7 @@ import torch
 from common import config as configs
 from common.errors import ConfigError, WeightsError
 from common.model import merged_adapter, saved_model
+from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -26,7 +27,7 @@ from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
 from open_llama.evaluation import add_adapter, default_length, load_model
 from open_llama.rules import Config, rules_of
 from open_llama.tokenizer import RECORD
-from open_llama.train import load_frozen, load_masters
+from open_llama.train import load_masters
 
 LENGTH, VOCAB = 24, 64
 SHAPES = {
@@ -161,7 +162,10 @@ def test_a_run_and_eval_start_from_the_same_weights(folder, processes):
 def trained_model(folder, tmp_path, processes):
     """The model of a LoRA run whose adapters, also saved in tmp_path/adapter, are random."""
     config = config_of(folder, lora_rank=4, lora_alpha=10)
-    load = partial(load_frozen, folder)
+
+    def load(model, base):
+        load_base(model, folder, frozen=base)
+
     assembly, _ = assemble_lora(config, rules_of(config), processes, 1, load)
     adapters = adapter_parameters(assembly.model)
     random = partial(torch.randn, generator=torch.Generator().manual_seed(2))
