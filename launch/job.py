@@ -18,7 +18,7 @@ from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
 from common.paths import ROOT, data_folder
-from common.records.run_order import continued_run, oldest_first
+from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
@@ -245,14 +245,14 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedChe
     not, unless one of them reached its target. A run whose chain has no checkpoint of this config
     is passed over. Raises WeightsError if a checkpoint is damaged.
     """
-    runs = {run.name: run for run in oldest_first(folder)}
-    links = {name: continued_run(run) for name, run in runs.items()}
+    runs = {run.folder.name: run for run in RunRecord.in_folder(folder)}
+    links = {name: run.continues for name, run in runs.items()}
     for name in reversed(runs):
         chain = [runs[each] for each in _chain(name, links) if each in runs]
-        saved = _checkpoints_of(chain, benchmark, config)
+        saved = _checkpoints_of([run.folder for run in chain], benchmark, config)
         if not saved:
             continue
-        if any(read_result(run / "result.txt").status == "success" for run in chain):
+        if any(read_result(run.path).stands for run in chain):
             return None
         return max(saved, key=lambda checkpoint: checkpoint.facts["step"])
     return None

@@ -33,9 +33,9 @@ OPTIONAL = (
 )
 
 
-def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """Create LOGDIR/<benchmark>/<date>_<config>_seed<seed> and `fill` it. Raises StorageError."""
-    return fill(create_new(log_dir / benchmark / f"{date()}_{config_stem}_seed{seed}"))
+def create(folder: Path, config_stem: str, seed: int) -> Path:
+    """Create <folder>/<date>_<config>_seed<seed> and `fill` it. Raises StorageError."""
+    return fill(create_new(folder / f"{date()}_{config_stem}_seed{seed}"))
 
 
 def date() -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from statistics import fmean
 
 from common.html.page import finite, points
+from common.records.intervals import samples_of
 from submission import gpu_samples, output
-from submission.intervals import samples_of
 from submission.run import Run
 
 # Key of a record of the speed -> name of its figure.

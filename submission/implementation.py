@@ -14,7 +14,6 @@ import re
 import shlex
 import string
 import tarfile
-import tomllib
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
@@ -123,7 +122,6 @@ def hyperparameters(run: Run) -> list[str]:
     The origin is "rules", "config" or "computed".
     """
     fixed = {**asdict(run.rules), **run.rules.fixed_log_values()} if run.rules else {}
-    config = tomllib.loads(run.config)
     rows = []
     for key in own_log.init_keys(run.benchmark):
         if key == "seed" or key.startswith("submission_") or run.log.value(key) is None:
@@ -131,7 +129,7 @@ def hyperparameters(run: Run) -> list[str]:
         origin = "computed"
         if key in fixed:
             origin = "rules"
-        elif key in config:
+        elif key in run.settings:
             origin = "config"
         rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
     return rows

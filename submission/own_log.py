@@ -20,6 +20,7 @@ from common.benchmarks import OPEN, Rules
 from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
+from common.records.run_record import EVENTS
 from common.training.log_keys import STATUS_WORDS
 from common.training.mllog import END, POINT, START
 from submission import compliance_checker
@@ -42,7 +43,6 @@ from submission.log_rules import (
     values_unlike,
 )
 
-EVENTS = "events.jsonl"
 # For example MI355X_1x8.toml. launch/selection/check.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")

@@ -14,13 +14,14 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
+from common.records.run_record import INTERVALS
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
 from submission import describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
-from submission.run import INTERVALS, LOST, Run
+from submission.run import LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
 
 # Pattern of the name of an organization, system or implementation, which are names of directories.

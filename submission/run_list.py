@@ -25,7 +25,7 @@ from common.terminal import plural
 from common.terminal import table as table_lines
 from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
-from submission.run import Run, read_attempt, read_attempts
+from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
 # Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.
@@ -73,44 +73,28 @@ def rows_of(log_dir: Path) -> list[RunRow]:
             "runs are listed from the LOGDIR in which they were started",
             "name that directory, or set LOGDIR",
         )
-    rows = []
+    runs: list[Run] = []
     for folder in ledger.run_folders(log_dir):
-        order = ledger.start_order(folder / ledger.NAME)
-        for record in ledger.read(folder / ledger.NAME):
-            for run in read_attempts(folder, record):
-                rows.append((order[run.start["run"]], row_of(folder, record, run)))
-        for path in folder.glob(f"*/{ledger.LOG}"):
-            if path.parent.name not in order:
-                row = row_of(folder, ledger.SeriesRecord("", 1, {}), read_attempt(path))
-                rows.append(((row.started, 0), row))
-    return [row for _, row in sorted(rows, key=lambda keyed: (keyed[0], keyed[1].benchmark))]
+        runs += [run for run in Run.in_folder(folder) if run.start or run.path.exists()]
+    return [row_of(run) for run in sorted(runs, key=lambda run: run.order)]
 
 
-def _start_without_ledger(run: Run) -> dict:
-    """Return what a ledger would say of the start of `run`, by the files of the run."""
-    seed = run.log.value("seed")
-    return {
-        "run": run.folder.name,
-        "seed": seed if type(seed) is int else 0,
-        "started": run.began.strftime(ledger.TIME) if run.began else "",
-        "config": str(run.log.value("config_filename") or ""),
-        "commit": run.versions.get("commit"),
-    }
-
-
-def row_of(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
-    """Return the row of `run`, an attempt of the series `record`."""
-    start = run.start or _start_without_ledger(run)
+def row_of(run: Run) -> RunRow:
+    """Return the row of `run`."""
+    start = run.start
+    series = run.series
+    config = start.get("config") or series.identity.get("config")
+    commit = start.get("commit") or series.identity.get("commit") or run.versions.get("commit")
     report = run.folder / "report.html"
     return RunRow(
-        benchmark=folder.resolve().name,
+        benchmark=run.folder.parent.resolve().name,
         number=run.number,
-        run=str(start["run"]),
+        run=run.folder.name,
         path=str(run.folder),
-        series=record.id,
-        runs_in_series=record.goal,
-        started=str(start.get("started", "")),
-        seed=start["seed"],
+        series=series.id,
+        runs_in_series=series.goal,
+        started=run.started,
+        seed=run.seed or 0,
         state=run.state,
         state_words=run.state_words,
         reason=run.cause if run.start else run.reason,
@@ -122,8 +106,8 @@ def row_of(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
         tokens_per_s=run.tokens_per_s,
         gpu=run.gpu,
         gpus=run.gpus,
-        config=str(start.get("config", record.identity.get("config", ""))),
-        commit=str(start.get("commit") or record.identity.get("commit") or ""),
+        config=str(config or run.log.value("config_filename") or ""),
+        commit=str(commit or ""),
         report=str(report) if report.is_file() else "",
     )
 

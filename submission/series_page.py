@@ -128,8 +128,9 @@ def _rows(
             link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
         state = f"{run.outcome}: {run.reason}" if run.reason else run.outcome
         code = str(run.end.get("exit_code", "-"))
-        seed = str(run.start.get("seed", run.log.value("seed")))
-        rows.append([label, link, state, code, seed, *(shown(of_run, name) for name in names)])
+        rows.append(
+            [label, link, state, code, str(run.seed), *(shown(of_run, name) for name in names)]
+        )
     unit = unit_of([run for _, run in runs])
     heads = ["run", "page", "state", "exit code", "seed"]
     heads += [name.replace("GPU", unit) for name in names]

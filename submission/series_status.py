@@ -12,7 +12,6 @@ Exit code 0 on success, 2 for wrong usage, no ledger or no such series.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -25,11 +24,10 @@ from statistics import median
 from common.command_line import Parser, program
 from common.errors import ConfigError
 from common.records import ledger
-from common.records.json_lines import is_number
 from common.terminal import duration
 from submission.options import add_log_dir_argument, add_series_option, default_log_dir
 from submission.output import number, table
-from submission.run import Run, read_attempts
+from submission.run import Run
 from submission.run_list import RunRow, row_of
 
 
@@ -111,7 +109,7 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
     `folder`: LOGDIR/<benchmark>, the directory of the ledger.
     """
     running = ledger.launcher_is_alive(folder, record.id)
-    attempts = [_attempt(folder, record, run) for run in read_attempts(folder, record)]
+    attempts = [_attempt(run) for run in Run.in_series(folder, record)]
     return Status(
         benchmark=folder.resolve().name,
         series=record.id,
@@ -125,26 +123,10 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Sta
     )
 
 
-def _attempt(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
+def _attempt(run: Run) -> RunRow:
     """Return the row that `runs` has for `run`, with samples and loss of its last step."""
-    samples, loss = _progress(run)
-    recorded = run.end.get("samples")
-    row = row_of(folder, record, run)
-    return replace(row, samples=recorded if type(recorded) is int else samples, loss=loss)
-
-
-def _progress(run: Run) -> tuple[int | None, float | None]:
-    """Return the training sequences and the loss at the last step or evaluation of `run`.
-
-    Either is None if events.jsonl does not have it.
-    """
-    with contextlib.suppress(OSError):
-        for event in reversed(run.records):
-            samples = event.get("samples")
-            loss = event.get("loss")
-            if event.get("event") in ("step", "eval") and type(samples) is int:
-                return samples, loss if is_number(loss) else None
-    return None, None
+    samples, loss = run.progress
+    return replace(row_of(run), samples=samples, loss=loss)
 
 
 def _seconds_left(

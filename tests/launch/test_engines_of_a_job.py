@@ -94,7 +94,7 @@ def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
 def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goal, resume):
     captured = {}
 
-    def attempts(log_dir, benchmark, selection, identity, request, execute):
+    def attempts(folder, selection, identity, request, execute, report):
         captured.update(identity=identity, execute=execute)
         return 0
 
