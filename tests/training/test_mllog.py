@@ -35,6 +35,17 @@ def test_lines_have_the_form_of_the_checker_and_reach_stdout_too(tmp_path, capfd
     assert times == sorted(times)
 
 
+def test_an_invented_log_has_the_times_of_its_clock_and_stays_off_stdout(tmp_path, capfd):
+    path = tmp_path / "result.txt"
+    times = iter((5, 7))
+    log = RunLog(path, clock=lambda: next(times))
+    log.cache_clear(True)
+    log.init_start()
+    log.close()
+    assert [record["time_ms"] for record in records(path)] == [5, 7]
+    assert capfd.readouterr().out == ""
+
+
 def test_values_keep_their_types(tmp_path):
     values = {
         record["key"]: record["value"] for record in records(write_good(tmp_path / "result.txt"))
