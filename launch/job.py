@@ -161,7 +161,7 @@ class Job:
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
-        operations = engines.operations(self.config.linear_format.stores_fp8)
+        operations = engines.operations(self.config.linear_format.in_fp8)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
     @property

@@ -45,13 +45,7 @@ class Config(RunConfig):
             "set the number of steps",
         )
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        self.require(
-            "hadamard" not in self.linear,
-            "linear",
-            "the transform acts on weight gradients, which a frozen base does not have",
-            "leave out the transform",
-        )
-        fp8 = self.linear_format.stores_fp8
+        fp8 = self.linear_format.in_fp8
         self.require(
             fp8 or self.frozen_base != "replicated_both",
             "frozen_base",

@@ -126,7 +126,7 @@ class Config(RunConfig):
             "layers of a frozen base are never recomputed",
             "set it to 0",
         )
-        may_offload = bool(self.lora_rank) and self.linear_format.stores_fp8
+        may_offload = bool(self.lora_rank) and self.linear_format.in_fp8
         self.require(
             may_offload or not self.offload_layers,
             "offload_layers",

@@ -168,21 +168,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
 
 
 def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
-    try:
-        from tokenizers import Tokenizer as TokenizerJson
-    except ImportError as error:
-        why = "the package tokenizers, which reads it, cannot be imported"
-        raise ConfigError(f"{path}: {error}", why, "pip install tokenizers") from error
-    try:
-        tokenizer = TokenizerJson.from_file(str(path))
-    except Exception as error:  # the package raises no narrower class
-        raise DataError(
-            f"{path}: expected a tokenizer.json: {error}",
-            "it is missing, damaged, or another file of that name",
-            "fetch the model's tokenizer.json again",
-        ) from error
-    tokenizer.no_truncation()  # truncation and padding may be stored in the file
-    tokenizer.no_padding()
+    tokenizer = corpus.load_tokenizer_json(path)
     tokenizer.encode_special_tokens = not control_tokens
     end = tokenizer.token_to_id(eos or _named_token(_token_settings(path), "eos_token"))
     if end is None:

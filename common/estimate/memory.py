@@ -165,7 +165,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     gpus = config.gpus_per_node
     element = BYTES[config.precision]
     per_value = element
-    if config.linear_format.stores_fp8:
+    if config.linear_format.in_fp8:
         stores_transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
         per_value = 2 if stores_transposed else 1
     matrices = shape.num_layers * shape.matrix_parameters
@@ -183,7 +183,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
         return BYTES[config.precision] * work.shape.num_parameters
     storage = config.frozen_base
     gathers = storage == "sharded" and config.gpus_per_node > 1
-    fp8 = config.linear_format.stores_fp8
+    fp8 = config.linear_format.in_fp8
     transposes = fp8 and not gathers and storage != "replicated_both"
     per_value = 1 if fp8 else BYTES[config.precision]
     if not gathers and not transposes:
@@ -210,7 +210,7 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     element = BYTES[config.precision]
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
-    swiglu_element = 1 if work.lora_rank and config.linear_format.stores_fp8 else element
+    swiglu_element = 1 if work.lora_rank and config.linear_format.in_fp8 else element
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
@@ -247,7 +247,7 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     operand = config.linear_format.operand_bytes(element)
     # Operands are rowwise only. In FP8 the bf16 gate_up exists in addition to its 8-bit copy.
     if work.lora_rank:
-        result = 2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
+        result = 2 * ffn * element if config.linear_format.in_fp8 else element * hidden
         forward = operand * ffn + result
         backward = element * (hidden + ffn) + operand * 2 * ffn
     elif config.linear_format.in_fp8:
@@ -363,7 +363,7 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
 
     `key`: "recompute_layers" or "offload_layers".
     """
-    if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
+    if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.in_fp8):
         return None  # the config refuses this key
     for count in range(work.shape.num_layers + 1):
         try:

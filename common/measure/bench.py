@@ -253,7 +253,7 @@ def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str
     }
     used = []
     reasons = []
-    for operation in engines.operations(config.linear_format.stores_fp8):
+    for operation in engines.operations(config.linear_format.in_fp8):
         choice = choose[operation]()
         used.append(f"{operation} {choice.engine}")
         reasons += [str(engine) for engine in choice.faster]

@@ -46,7 +46,7 @@ class Sizes:
             shape=shape,
             sequence_length=sequence_length,
             micro_batch_size=config.micro_batch_size,
-            fp8=config.linear_format.stores_fp8,
+            fp8=config.linear_format.in_fp8,
             lora_rank=lora_rank,
             kernels=config.kernels,
             dtype=DTYPES[config.precision],

@@ -150,7 +150,7 @@ def _frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> Froze
         processes,
         kernels=config.kernels,
         storage=config.frozen_base,
-        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
+        dtype=None if config.linear_format.in_fp8 else DTYPES[config.precision],
         timeout_s=config.hang_timeout_s,
     )
 

@@ -43,7 +43,7 @@ def _communication_precision(config: RunConfig) -> str:
     (common/sharding/frozen_base.py), and everything else in the precision of the run.
     """
     gathers_base = config.frozen_base == "sharded" and config.gpus_per_node > 1
-    if gathers_base and config.linear_format.stores_fp8:
+    if gathers_base and config.linear_format.in_fp8:
         return "fp8"
     return PRECISIONS[config.precision]
 

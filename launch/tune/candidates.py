@@ -201,7 +201,7 @@ def settings(
     if base.has_key("reduce_scatter"):
         values["reduce_scatter"] = ("copy_engine", "nccl")
     if kind is not None:
-        for operation in engines.operations(base.linear_format.stores_fp8):
+        for operation in engines.operations(base.linear_format.in_fp8):
             variable = engines.VARIABLES[operation]
             values[variable] = _engines(operation, kind.arch, base, environment)
     values |= VARIABLES[vendor]

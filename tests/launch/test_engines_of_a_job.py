@@ -74,7 +74,7 @@ def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):
     in_bf16 = replace(job.selection, config=replace(job.config, linear="bf16"))
     assert "swiglu" not in replace(job, selection=in_bf16).engines.names
     lora = configs.load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", LoraConfig)
-    assert lora.linear_format.stores_fp8
+    assert lora.linear_format.in_fp8
     selection = replace(job.selection, config=lora)
     fine_tuning = replace(job, benchmark="llama2_70b_lora", selection=selection)
     assert fine_tuning.engines.names["swiglu"] == "quack"
