@@ -1,9 +1,10 @@
 """Convert text to Megatron's token files, in parallel.
 
-The inputs are cut into parts of about PART_BYTES. Worker processes tokenize parts and write each as
-a file of its own. At the end the parts are joined in the order of the inputs, so the result does
-not depend on the number of processes. An interrupted preparation continues with the missing parts.
-text_inputs.py reads the inputs.
+The inputs are cut into parts of about PART_BYTES. Worker processes tokenize the parts, each into
+files of its own. A compressed input is one part of any size, so documents are written one by one.
+At the end the parts are joined in the order of the inputs, so the result does not depend on the
+number of processes. An interrupted preparation continues with the missing parts. text_inputs.py
+reads the inputs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import shutil
 import signal
 import threading
 import zipfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
@@ -47,9 +49,9 @@ CHARACTERS_PER_S = 10_000
 SPLITS = ("train", "validation")
 IDENTITY = "text.json"  # file in the folder of the parts: the inputs and options
 # Raise it when the same inputs and options give other parts: when the division of the inputs, the
-# reading of documents, the use of the tokenizer, the split or the content of a part's file changes.
-# Parts of another version are not continued.
-PARTS_VERSION = 1
+# reading of documents, the use of the tokenizer, the split or the files of a part change. Parts of
+# another version are not continued.
+PARTS_VERSION = 2
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -154,6 +156,10 @@ def _part(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.npz"
 
 
+def _tokens(part: Path, split: str) -> Path:
+    return part.with_suffix(f".{split}.bin")
+
+
 _encode: Encode | None = None  # that of this worker process
 
 
@@ -173,28 +179,30 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def write_part(part: list[Source], path: Path, work: Work) -> None:
-    """Tokenize the documents of `part` and write them to `path`.
+    """Tokenize the documents of `part`, and write `path` last, so that it stands for a whole part.
 
-    The file has, for each split, the tokens of its documents one after another, and their lengths.
-    `fractions` is the lowest and highest validation fraction at which a document changes its split,
-    float64 [1, 2], or [0, 2] without documents.
+    `_tokens(path, split)` has the tokens of a split's documents one after another. `path` has their
+    lengths, and as `fractions` the lowest and highest validation fraction at which a document
+    changes its split, float64 [1, 2], or [0, 2] without documents.
     """
     dtype = token_dtype(work.vocab_size)
-    tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    draws: list[int] = []
+    lengths = {split: array("q") for split in SPLITS}
+    draws: list[int] = []  # the lowest and the highest
     texts = chain.from_iterable(documents(each, work.key, work.blank_lines) for each in part)
-    while batch := list(islice(texts, BATCH_DOCUMENTS)):
-        for text, ids in zip(batch, _encoded(batch, work.tokenizer), strict=True):
-            if ids:
-                draws.append(draw_of(text))
-                tokens[split_of(text, work.validation_fraction)].append(np.array(ids, dtype))
-    ends = [[min(draws) / 2**64, max(draws) / 2**64]] if draws else []
-    arrays = {"fractions": np.array(ends).reshape(-1, 2)}
-    for split, rows in tokens.items():
-        arrays[f"{split}_tokens"] = np.concatenate([np.empty(0, dtype), *rows])
-        arrays[f"{split}_lengths"] = np.array([len(row) for row in rows], np.int64)
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(new_file(_tokens(path, split))) for split in SPLITS}
+        while batch := list(islice(texts, BATCH_DOCUMENTS)):
+            for text, ids in zip(batch, _encoded(batch, work.tokenizer), strict=True):
+                if ids:
+                    split = split_of(text, work.validation_fraction)
+                    files[split].write(np.array(ids, dtype).tobytes())
+                    lengths[split].append(len(ids))
+                    draw = draw_of(text)
+                    draws = [min([*draws, draw]), max([*draws, draw])]
+    arrays = {f"{split}_lengths": np.array(lengths[split], np.int64) for split in SPLITS}
+    ends = [[draw / 2**64 for draw in draws]] if draws else []
     with new_file(path) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, fractions=np.array(ends).reshape(-1, 2), **arrays)  # type: ignore[arg-type]
 
 
 def _encoded(texts: list[str], tokenizer: Path) -> list[list[int]]:
@@ -235,7 +243,7 @@ def join(
     for split, prefix in prefixes.items():
         writer = IndexedDatasetWriter(prefix, vocab_size)
         largest_id = 0
-        for document in _documents_of(paths, split):
+        for document in _documents_of(paths, split, token_dtype(vocab_size)):
             writer.add(document)
             largest_id = max(largest_id, int(document.max()))
         index = writer.finish()
@@ -299,11 +307,13 @@ def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
     return rounded(number * scale) / scale
 
 
-def _documents_of(paths: Iterable[Path], split: str) -> Iterator[np.ndarray]:
+def _documents_of(paths: Iterable[Path], split: str, dtype: np.dtype) -> Iterator[np.ndarray]:
     for path in paths:
         with _opened(path) as arrays:
-            tokens = arrays[f"{split}_tokens"]
             lengths = arrays[f"{split}_lengths"]
-        ends = np.cumsum(lengths)
-        for start, end in zip(ends - lengths, ends, strict=True):
-            yield tokens[start:end]
+            tokens = _tokens(path, split)
+            if tokens.stat().st_size != lengths.sum() * dtype.itemsize:
+                raise ValueError(f"{tokens.name} has another size than its documents")
+        with tokens.open("rb") as file:
+            for length in lengths:
+                yield np.fromfile(file, dtype, length)

@@ -1,4 +1,4 @@
-"""Worker processes that tokenize text: they end with the process that started them."""
+"""Parts of tokenized text, and the worker processes that write them."""
 
 import os
 import signal
@@ -7,6 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from in_this_process import InThisProcess
+
+from common.data import text_parts
+from common.data.indexed_dataset import Index
+from common.data.preparation import input_states
+from common.errors import DataError
 from common.paths import ROOT
 
 # The tokenizer is a pipe, whose opening never ends.
@@ -55,3 +62,70 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     wait_for(lambda: not command_of(worker))
+
+
+def load(path):
+    """A tokenizer of bytes."""
+    return lambda texts: [list(text.encode()) for text in texts]
+
+
+def write(folder, prefixes):
+    files = [folder / "a.txt"]
+    work = text_parts.Work(folder, load, 256, "text", 0.5, blank_lines=True)
+    identity = {"inputs": input_states(files)}
+    return text_parts.write_token_files(files, work, prefixes, folder / "parts", identity, 1)
+
+
+@pytest.fixture
+def prefixes(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    (tmp_path / "a.txt").write_text("\n\n".join(f"document {number}" for number in range(40)))
+    return {split: tmp_path / split for split in text_parts.SPLITS}
+
+
+def test_the_tokens_of_a_part_are_not_held_in_memory(tmp_path, prefixes, monkeypatch):
+    """A compressed file is one part of any size."""
+    sizes = []
+
+    def documents(*arguments):
+        for _ in range(3 * text_parts.BATCH_DOCUMENTS):
+            sizes.append(sum(path.stat().st_size for path in (tmp_path / "parts").glob("*.bin*")))
+            yield 1000 * "x"
+
+    monkeypatch.setattr(text_parts, "documents", documents)
+    with pytest.raises(DataError, match="no document for"):
+        write(tmp_path, prefixes)  # equal texts are in one split
+    assert sizes[0] == 0 and sizes[-1] > 1900 * text_parts.BATCH_DOCUMENTS
+
+
+@pytest.mark.parametrize("damage", ["cut off", "removed"])
+def test_a_damaged_part_is_refused(tmp_path, prefixes, monkeypatch, damage):
+    join = text_parts.join
+
+    def join_damaged(folder, *arguments):
+        (tokens,) = folder.glob("*.train.bin")
+        if damage == "removed":
+            tokens.unlink()
+        else:
+            tokens.write_bytes(tokens.read_bytes()[:-1])
+        return join(folder, *arguments)
+
+    monkeypatch.setattr(text_parts, "join", join_damaged)
+    with pytest.raises(DataError):
+        write(tmp_path, prefixes)
+    assert not list(tmp_path.glob("*.idx"))
+
+
+def test_the_splits_have_all_documents_in_order(tmp_path, prefixes):
+    write(tmp_path, prefixes)
+    texts = []
+    for prefix in prefixes.values():
+        index = Index.read(prefix)
+        numbers = []
+        with index.open_tokens() as tokens:
+            for number, length in enumerate(index.sequence_lengths):
+                ids = tokens.read_sequence(number, 0, int(length))
+                numbers.append(bytes(ids.astype("u1")).decode())
+        assert numbers == sorted(numbers, key=lambda text: int(text.split()[1]))
+        texts += numbers
+    assert sorted(texts) == sorted(f"document {number}" for number in range(40))
