@@ -8,7 +8,7 @@ and writes its results. In these keys of the store, <n> is a node and <k> a run:
     joined/<n>      number of launchers with NODE_RANK=n; more than one is an error
     data/<n>        node n has its data; the nodes write one after another, because they may share
                     a disk and build data on it
-    facts/<n>       config, code, packages, GPUs, data and weights of node n
+    facts/<n>       what must be equal on all nodes (node_facts.py), as it is on node n
     order/<k>       from node 0: run directory and seed
     ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
     status/<k>/<n>  while the ranks of node n run: the time and the ranks' files (heartbeats and
@@ -39,6 +39,7 @@ from pathlib import Path
 from common.atomic_write import write_whole
 from common.errors import ConfigError, Interrupted, RankLost, RunError, listed
 from common.terminal import print_stderr
+from launch import node_facts
 from launch.job import Node
 from launch.processes.supervise import GRACE_S
 
@@ -217,11 +218,14 @@ class Nodes:
         differences: list[str] = []
         of_node_0 = self._wait("facts/0", 0, READY_S)
         for node in self.others:
-            differences += _differences(node, self._wait(f"facts/{node}", node, READY_S), of_node_0)
+            facts_there = self._wait(f"facts/{node}", node, READY_S)
+            for text in node_facts.differences(facts_there, of_node_0):
+                differences.append(f"node {node} has another {text}")
         if differences:
             raise ConfigError(
-                f"the nodes differ: {listed(differences)}",
-                "the nodes of a run need the same config, code, packages, GPUs, data and weights",
+                f"the nodes differ: {listed(differences)} on node 0",
+                "the nodes of a run need the same code, packages, config, engines, GPUs, driver, "
+                "variables, data and weights",
                 "make them equal (copy files from the right node), then start all nodes again",
             )
 
@@ -342,15 +346,6 @@ class Nodes:
             self.lost[node] = NodeLost(
                 f"node {node} is lost", f"it did not end its ranks within {ENDED_S:.0f} s"
             )
-
-
-def _differences(node: int, facts: dict, of_node_0: dict) -> list[str]:
-    """Describe each of the `facts` of `node` that is not that of node 0."""
-    return [
-        f"{key} is {facts.get(key)} on node {node} and {of_node_0.get(key)} on node 0"
-        for key in of_node_0 | facts
-        if facts.get(key) != of_node_0.get(key)
-    ]
 
 
 def _import_torch() -> None:

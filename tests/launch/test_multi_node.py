@@ -226,18 +226,22 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     }
 
 
-def test_other_code_on_a_node_is_refused(project, tmp_path):
+def test_other_code_or_variables_on_a_node_are_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
         file.write("# changed\n")
     port = free_ports()
     ends = [
         finish(process)
-        for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]
+        for process in [
+            launch(project, tmp_path, 0, port, GLOO_SOCKET_IFNAME="lo"),
+            launch(other, tmp_path, 1, port, NCCL_ALGO="Tree"),
+        ]
     ]
     assert [code for code, _, _ in ends] == [2, 2]
     for _, _, error in ends:
-        assert "code_sha256" in error and "node 1" in error
+        assert "node 1" in error and "code" in error
+        assert "NCCL_ALGO" in error and "Tree" in error and "IFNAME" not in error
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
 
 
