@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import socket
@@ -49,7 +50,11 @@ READY_S = 900.0  # for a node to clear gigabytes from the page cache, or to samp
 LOST_S = 30.0  # a node whose status does not change for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of another node failed
+WAITING_S = 30.0  # until node 0 says which nodes it waits for
+STILL_WAITING_S = 60.0  # until it says so again
 ANSWER_S = 20.0  # for a name server, or for the store, to respond
+# What node 0 waits for, by the beginning of a key.
+WAITS = {"data": "has its data", "facts": "has read its files", "ready": "has cleared its cache"}
 POLL_S = 0.1  # between two queries of the store
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
 FILE_LIMIT = 2**18  # most characters of a file that are sent to node 0
@@ -95,6 +100,8 @@ class Nodes:
         self.ranks_per_node = ranks_per_node
         self.others = range(1, node.count)
         self.exit_code = 1  # exit code that node 0 sends to the other nodes
+        self.failure = ""  # what ended the last run, which node 0 sends as well
+        self.note_at = math.inf  # when node 0 says which nodes it waits for
         self.run = 0
         self.store = None
         # node -> (time in its last status, local time when that status changed).
@@ -135,7 +142,7 @@ class Nodes:
                 self.put(f"left/{self.node.rank}", str(error))
         elif self.others:
             code = error.exit_code if isinstance(error, RunError) else self.exit_code
-            self.put("end", {"exit_code": code, "why": str(error or "")})
+            self.put("end", {"exit_code": code, "why": str(error or self.failure)})
             self._wait_until_others_left()
 
     def _wait_until_others_left(self) -> None:
@@ -193,11 +200,24 @@ class Nodes:
                 raise NodeLost(f"node {node} is lost", f"its launcher ended: {why}")
             if self.node.rank and (end := self._get("end")):
                 raise LeaderEnded(**end)
+            if time.monotonic() > self.note_at:
+                self._say_who_is_awaited(key, node)
             if time.monotonic() > deadline:
                 why = "it was not started, cannot reach node 0, or hangs"
                 raise NodeLost(f"node {node} did not write {key} within {limit_s:.0f} s", why)
             time.sleep(POLL_S)
         return value
+
+    def _say_who_is_awaited(self, key: str, node: int) -> None:
+        """Print which nodes are missing, or else what node 0 waits for: `key` of `node`."""
+        self.note_at = time.monotonic() + STILL_WAITING_S
+        missing = [str(each) for each in self.others if not self._get(f"joined/{each}")]
+        text = f"until node {node} {WAITS[key.partition('/')[0]]}"
+        if missing:
+            here = self.node.count - len(missing)
+            nodes = "node" if len(missing) == 1 else "nodes"
+            text = f"for {nodes} {', '.join(missing)} ({here} of {self.node.count} are here)"
+        print_stderr(f"node       0 of {self.node.count}, waiting {text}")
 
     def compare(self, ensure_data: Callable[[], None], facts: Callable[[], dict]) -> None:
         """Raise ConfigError on all nodes if `facts` of any node differ from those of node 0.
@@ -209,6 +229,7 @@ class Nodes:
             return
         if self.node.rank == 0:
             _require_free(self.node.port)
+            self.note_at = time.monotonic() + WAITING_S
         for node in range(self.node.count):
             if node == self.node.rank:
                 ensure_data()
@@ -248,6 +269,8 @@ class Nodes:
         """
         if self.others:
             self.put(f"ready/{self.run}/{self.node.rank}", cleared)
+            if self.node.rank == 0:
+                self.note_at = time.monotonic() + WAITING_S
             answers = [
                 self._wait(f"ready/{self.run}/{node}", node, READY_S)
                 for node in range(self.node.count)

@@ -21,6 +21,7 @@ from common.errors import (
     RankLost,
     RunError,
     StorageError,
+    TargetMissed,
 )
 from common.estimate.verdict import expected_memory
 from common.paths import ROOT
@@ -141,6 +142,7 @@ def _train_and_judge(
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
     error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
+    nodes.failure = f"{error.what}: {error.why}" if error else ""
     write_report(run_dir)
     lines = error.lines() if error else ""
     checked = not error and all(late.kind != NOT_CHECKED for late in late_errors)
@@ -222,6 +224,8 @@ def judge(
         while saving the model.
     """
     error, failed_rank = _failure_of_processes(job, nodes, run_dir, ending, gone, result)
+    if error and error.kind != TargetMissed.kind and job.config.nodes > 1 and failed_rank:
+        error.what += f", on node {failed_rank['rank'] // job.config.gpus_per_node}"
     late_errors: list[RunError] = []
     if result.stands and not (error and error.kind == CheckFailed.kind):
         if error:
