@@ -82,23 +82,19 @@ class NodesCheck:
         flags = {"--quick": options.quick, "--miniature": options.miniature}
         arguments += [flag for flag, is_set in flags.items() if is_set]
         sent = {name: text for name, text in self.environment.items() if name in SENT_VARIABLES}
-        inform(
-            f"nodes      checking {len(self.rows)}, each for at most {options.deadline:.0f} s ..."
-        )
+        limit_s = options.deadline
+        inform(f"nodes      checking {len(self.rows)}, each for at most {limit_s:.0f} s ...")
         commands = {
-            node: command_on(node, self.launcher, arguments, sent, options.deadline)
-            for node in self.rows
+            node: command_on(node, self.launcher, arguments, sent, limit_s) for node in self.rows
         }
-        for node, ended in run_on_nodes(commands, options.deadline).items():
+        for node, ended in run_on_nodes(commands, limit_s).items():
             try:
                 # A login shell may print a banner before the answer.
                 answer = json.loads(ended.output[ended.output.index('{\n "benchmark"') :])
             except ValueError:
-                do = (
-                    f"check that it runs, and that {self.launcher[0]} reaches it without a password"
-                )
-                expected = f"within {options.deadline:.0f} s"
-                self.rows[node].append(CheckRow("answer", "refuse", ended.reason, expected, do))
+                do = f"check the node, and that {self.launcher[0]} needs no password"
+                row = CheckRow("answer", "refuse", ended.reason, f"within {limit_s:.0f} s", do)
+                self.rows[node].append(row)
                 continue
             self.answers[node] = answer
             self.rows[node] += [CheckRow(**row) for row in answer["rows"]]
